@@ -3,15 +3,16 @@
     python -m benchmarks.fused_model --out FOLDER [--quick] [--skip-compile]
 
 The model has the sizes of Llama 3.2 1B (tied head, bf16) and random weights. The variants of a
-table alternate, so a drift of the GPU's clock changes all times alike. Before the timing, the
-results of every variant are compared with those of the plain model.
+table run alternately, so that a drift of the GPU's clock affects all variants equally. Before the
+timing, the results of every variant are compared with those of the plain model.
 
 - "Evaluation" is a forward with labels and without gradients. The caller reads the loss.
 - "Prefill" is a forward without labels that fills a KV cache. The caller reads the logits of the
   last token. The peak includes the KV cache.
 - "Training" is a forward with labels and a backward, without gradient checkpointing. Attention is
-  called without a mask. Under torch.compile with PyTorch before 2.14, Transformers would build a
-  causal mask, which excludes the fast attention kernels and hides what the compiler gains.
+  called without a mask. Otherwise, Transformers would build a causal mask under torch.compile
+  before PyTorch 2.14. With a mask, PyTorch cannot use the fast attention kernels, and the mask
+  would hide the speedup by the compiler.
 
 The option --quick runs a small model for a short time, on a CPU or a GPU. The script writes
 FOLDER/fused-model.md.
@@ -45,12 +46,12 @@ TURNS = 5
 
 class Variant(NamedTuple):
     name: str
-    run: Callable[[], Tensor]  # computes the result that is compared with the plain model's
+    run: Callable[[], Tensor]  # returns the result to compare with the plain model's
     context: Callable[[], Any] = contextlib.nullcontext
 
 
 def causal_attention(module, query, key, value, mask, *, scaling=None, **_):
-    """Attention without a mask, in the form that Transformers expects."""
+    """Causal attention without a mask tensor, with the signature that Transformers expects."""
     attended = F.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=True
     )
@@ -108,7 +109,7 @@ def measured(variants: list[Variant], device: str) -> list[dict]:
 
 
 def materialised() -> str:
-    """What lazy logits were materialised since the last report, in one line."""
+    """Returns one line that lists the lazy logits materialised since the last report."""
     return "; ".join(str(ll.report()).split("\n"))
 
 

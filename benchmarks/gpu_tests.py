@@ -4,8 +4,8 @@
 
 Each file runs in its own process, or in several processes if the file is in PARTS. The slowest
 files of the last run start first. A file that does not end in time is reported as "not finished".
-The exit status is 1 if a test fails. Tests of cli/, of the docs, and most tests of store/ do not
-run, because a GPU changes little in their code.
+The exit status is 1 if a test fails. The tests of cli/, of the docs and of most of store/ are left
+out, because little of the code that they test depends on a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from logitless.cli import machine
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("gpu", "kernels", "core", "heads", "losses", "parallel", "lazy", "targets", "eager")
 FILES = ("tests/test_contract.py", "tests/test_nn.py", "tests/store/test_capture.py")
-PARTS = {"losses/test_sparse_teacher": 12}  # compiles too many kernels for one process
+PARTS = {"losses/test_sparse_teacher": 12}  # has too many kernels to compile in one process
 
 
 class Job(NamedTuple):

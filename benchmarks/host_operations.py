@@ -3,9 +3,10 @@
     python benchmarks/host_operations.py [CHECKOUT] [--names]
 
 The counts are for forward and backward together, and include the two GEMMs of backward. Views and
-allocations count as operations too, because the host calls them one by one. Without a GPU, kernels
-run under Triton's interpreter, and the checks of label values, which a GPU skips, are turned off.
-CHECKOUT is the checkout to measure, by default the checkout of this script.
+allocations count as operations too, because each of them takes time on the host. Without a GPU,
+kernels run under Triton's interpreter. The checks of label values are then turned off, because
+these checks do not run on a GPU. CHECKOUT is the checkout to measure. The default is the checkout
+of this script.
 """
 
 import argparse

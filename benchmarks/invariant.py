@@ -1,14 +1,18 @@
-"""The cost of `ll.invariant()` on a GPU: times inside and outside of the block, and their ratio.
+"""Measures the cost of `ll.invariant()` on a GPU: times inside and outside of the block.
 
     python -m benchmarks.invariant [--tune]
 
-The script first checks results and gradients inside the block against the results outside, and
-checks that rows have the same bits in a smaller batch. Then the script measures heads of 8192 rows,
-D = 4096 and V = 128,256, heads of 16384 rows, D = 2048 and V = 128,256, and logits (8192, 128256),
-all in bf16. "mean" is forward and backward of a mean cross-entropy. "score" is `ll.score` without
-gradients. "score, backward" is `ll.score` with the gradient of the hidden states or of the logits.
-At the end, the script measures the GEMMs alone, beside cuBLAS. With --tune, the script instead
-tries other tiles of the GEMM (ROW_GEMM in logitless/kernels/config.py). The output is Markdown.
+The script first checks that results and gradients inside and outside of the block agree, and that
+rows have the same bits in a smaller batch. Then the script measures three inputs in bf16:
+
+- a head with 8192 rows, D = 4096 and V = 128,256
+- a head with 16384 rows, D = 2048 and V = 128,256
+- a tensor of logits (8192, 128256)
+
+"mean" is forward and backward of a mean cross-entropy. "score" is `ll.score` without gradients.
+"score, backward" is `ll.score` with the gradient of the hidden states or of the logits. At the end,
+the script compares the GEMMs alone with cuBLAS. With --tune, the script instead measures other
+tiles of the GEMM (ROW_GEMM in logitless/kernels/config.py). The output is Markdown.
 """
 
 import argparse
@@ -38,7 +42,7 @@ GROUPS = (8, 16, 32)
 
 
 def milliseconds(*calls, reps: int = 7) -> list[float]:
-    """The median time of each call on the GPU. The calls alternate, after a call that compiles."""
+    """Returns the median GPU time of each call. The calls alternate. Round 0 is not timed."""
     times: list[list[float]] = [[] for _ in calls]
     for rep in range(reps + 1):
         for f, own in zip(calls, times, strict=True):
@@ -68,7 +72,7 @@ def head_of(rows: int, width: int):
 
 
 def check(hidden, weight, target) -> None:
-    """Raises if results differ by more than rounding, or if a smaller batch has other bits."""
+    """Raises if results differ by more than rounding, or if bits differ in a smaller batch."""
     h, some = hidden[:300].detach().requires_grad_(), slice(130, 160)
 
     def run(rows):
@@ -136,7 +140,7 @@ def report(kind: str, sizes: str, cases: dict) -> None:
 
 
 def gemms(rows: int, width: int):
-    """Yields a name, cuBLAS and row_gemm, and the number of operations, of both GEMMs of a head."""
+    """Yields (name, call of cuBLAS, call of row_gemm, FLOPs) for both GEMMs of a head."""
     h = torch.randn(rows, width, device=DEVICE).bfloat16()
     weight = torch.randn(VOCAB, width, device=DEVICE).bfloat16()
     dz = torch.empty(rows, VOCAB, device=DEVICE, dtype=torch.bfloat16)

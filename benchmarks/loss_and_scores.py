@@ -5,8 +5,8 @@
 "loss" is the mean cross-entropy. "loss and scores" also returns log-probability, entropy,
 logsumexp and argmax of each row. "log-probabilities" is the step of a policy gradient: the
 log-probability of each row with a gradient, and the entropy without a gradient. Every contender's
-loss and gradients are compared with fp64 on a small shape before the timing. bf16, forward and
-backward. The output is Markdown.
+loss and gradients are compared with fp64 on a small shape before the timing. The times are for
+forward and backward in bf16. The output is Markdown.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def head(hidden: Tensor, weight: Tensor) -> ll.LinearLogits:
 
 
 def policy(logprob: Tensor) -> Tensor:
-    """A mean of log-probabilities with another weight for each row."""
+    """Returns minus the mean of log-probabilities, with a different weight for each row."""
     return -(logprob * torch.linspace(0.5, 1.5, len(logprob), device=logprob.device)).mean()
 
 
@@ -65,7 +65,7 @@ def liger(**options) -> Loss:
 
 
 def contenders(chunk: int) -> dict[str, tuple[Loss, Loss]]:
-    """Returns a dict from names to a loss and the loss in PyTorch that it must equal."""
+    """Returns a dict from a name to (measured loss, the same loss in PyTorch)."""
 
     def mean(h, w, t):
         return F.cross_entropy(F.linear(h, w), t)
@@ -98,7 +98,7 @@ def inputs(rows: int, width: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def error_of(loss: Loss, exact: Loss) -> float:
-    """The largest relative error of the loss and its gradients against fp64."""
+    """Returns the largest relative error of the loss and its gradients against fp64."""
     hidden, weight, target = inputs(*CHECKED)
     found = loss(hidden, weight, target)
     gradients = torch.autograd.grad(found, (hidden, weight))
@@ -110,7 +110,7 @@ def error_of(loss: Loss, exact: Loss) -> float:
 
 
 def measured(loss: Loss, shape: tuple[int, int, int]) -> tuple[float, float]:
-    """The milliseconds of forward and backward, and the peak MiB beyond the gradients."""
+    """Returns the milliseconds of forward and backward, and the peak MiB beyond the gradients."""
     hidden, weight, target = inputs(*shape)
 
     def step(_):

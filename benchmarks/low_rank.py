@@ -1,11 +1,11 @@
-"""Time and memory of cross-entropy over a head with a LoRA adapter, on a GPU.
+"""Measures time and memory of cross-entropy over a head with a LoRA adapter, on a GPU.
 
     python benchmarks/low_rank.py                    the default sizes
     python benchmarks/low_rank.py --rows 4096        other sizes
 
-Three ways are compared: PyTorch's own logits, `LinearLogits(low_rank=...)`, and the frozen head
-without an adapter, which is the least time. The weight is frozen, as in LoRA. Results are checked
-against PyTorch's logits in fp32 first.
+Three ways are compared: logits in PyTorch, `LinearLogits(low_rank=...)`, and the head without an
+adapter. The head without an adapter is a lower bound of the time. The weight is frozen, as in LoRA.
+Before the timing, the results are checked against PyTorch in fp32.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def check(rank: int) -> None:
 
 
 def measured(way, given, runs: int = 10) -> tuple[float, float]:
-    """The median time in ms, and the peak of memory in MiB beyond the tensors."""
+    """Returns the median time in ms, and the peak memory in MiB beyond the input tensors."""
     gradients(way, given)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -2,9 +2,9 @@
 
     python -m benchmarks.trl_head [--shape 8192×4096×128256] [--rivals .peers]
 
-"SFT" is the mean loss with its gradients, the entropy and the accuracy. "GRPO" is the mean of
-log-probabilities, with another weight for each row, with its gradients, and the entropy without a
-gradient. There are three heads:
+"SFT" computes the mean loss and its gradients, the entropy and the accuracy. "GRPO" computes a
+weighted mean of log-probabilities and its gradients, and the entropy without a gradient. There are
+three heads:
 
 - "ours": the function that TRL's trainers call after `use_in_trl` (logitless/trl_head/computed.py).
 
@@ -14,8 +14,8 @@ gradient. There are three heads:
 - "chunks in PyTorch": a plain loop of PyTorch over chunks of rows, under torch.utils.checkpoint.
   This head is not TRL's code. It stands for trainers without a fused head.
 
-Every head's results and gradients are compared with fp64 on a small shape before the timing. bf16,
-forward and backward, 1.5 s of timing per head. The output is Markdown.
+Every head's results and gradients are compared with fp64 on a small shape before the timing. The
+times are for forward and backward in bf16. Each head is timed for 1.5 s. The output is Markdown.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def ours(sums_its_loss: bool, outputs: tuple[str, ...]) -> Head:
 
 
 def of_trl(outputs: tuple[str, ...]) -> Head | None:
-    """TRL's own head, or None if TRL is not there."""
+    """Returns TRL's own head, or None if TRL is not installed."""
     for name in ("trl.kernels.chunked_logprob", "trl_kernels.chunked_logprob"):
         try:
             function = importlib.import_module(name).ChunkedLogProbFunction
@@ -76,7 +76,7 @@ def of_trl(outputs: tuple[str, ...]) -> Head | None:
 
 
 def in_chunks(hidden: Tensor, weight: Tensor, target: Tensor) -> Results:
-    """The textbook formulas for some rows at a time, which backward computes again."""
+    """Computes the textbook formulas in chunks of rows. Backward recomputes each chunk."""
 
     def some_rows(h: Tensor, t: Tensor):
         logp = F.linear(h, weight).float().log_softmax(-1)
@@ -100,7 +100,7 @@ def grpo(logprob: Tensor) -> Tensor:
 
 
 def contenders() -> dict[tuple[str, str], tuple[Head, Callable[[Tensor], Tensor]]]:
-    """A dict from the step and the name of a head to the head and its loss."""
+    """Returns a dict from (step, name of the head) to (head, loss of the step)."""
     wants = ("log_probs", "entropy", "is_top1")
     found = {
         ("SFT", "ours"): (ours(True, wants), sft),
@@ -123,7 +123,7 @@ def inputs(rows: int, width: int, vocab: int, device: str) -> tuple[Tensor, Tens
 
 
 def error_of(head: Head, loss: Callable[[Tensor], Tensor], device: str) -> float:
-    """The largest relative error of loss, gradients, entropy and accuracy against fp64."""
+    """Returns the largest relative error of loss, gradients, entropy and accuracy against fp64."""
     hidden, weight, target = inputs(*CHECKED, device)
     found = head(hidden, weight, target)
     value = loss(found.logprob)
@@ -142,7 +142,7 @@ def error_of(head: Head, loss: Callable[[Tensor], Tensor], device: str) -> float
 
 
 def measured(head: Head, loss: Callable, shape: tuple[int, ...]) -> tuple[float, float]:
-    """The milliseconds of forward and backward, and the peak MiB beyond the gradients."""
+    """Returns the milliseconds of forward and backward, and the peak MiB beyond the gradients."""
     hidden, weight, target = inputs(*shape, "cuda")  # pyright: ignore[reportCallIssue]
 
     def step(_):

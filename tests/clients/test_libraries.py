@@ -115,7 +115,7 @@ def four_bits(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("first", ["fuse", "change"])
 def test_a_head_of_bitsandbytes_is_plain(first):
-    """Its product is a kernel of its own. The model trains as before, and a warning says so."""
+    """The logits are plain, with a warning, because bitsandbytes computes the product itself."""
     fused = four_bits(ll.fuse(llama())) if first == "fuse" else ll.fuse(four_bits(llama()))
     with pytest.warns(UserWarning, match="does not compute its logits by torch.nn.functional.lin"):
         assert_as_plain(four_bits(llama()), fused, is_lazy=False)

@@ -57,7 +57,7 @@ def test_heads_in_plain_pytorch(loss, dtype):
 @interpreted
 @pytest.mark.parametrize("loss", [statistics, smoothed, distilled, against_a_teacher, captured])
 def test_logits_by_kernels(loss):
-    """Rows of 75 columns start at other addresses modulo 16 in another batch."""
+    """The address of a row of 75 columns, modulo 16, depends on the row's position in the batch."""
     with ll.impl("triton"), config.override(block_v=BLOCK), ll.invariant():
         assert differing(loss, plain, 75, 75, torch.float16, (4,)) == 0
 
@@ -87,7 +87,7 @@ def test_fp64():
 
 @pytest.mark.parametrize("lead", [(2, 3), (2, 1, 3)])
 def test_leading_dimensions(backend, lead):
-    """Rows of (..., V) have the bits of the rows of (N, V)."""
+    """Rows of logits (..., V) have the same bits as the rows of logits (N, V)."""
     x = torch.randn(*lead, 75)
     target = torch.randint(75, lead)
     found = []
@@ -103,7 +103,7 @@ def test_leading_dimensions(backend, lead):
 
 
 def test_a_row_stride_changes_no_bits(backend):
-    """Rows with padding between them, and every second row of a tensor."""
+    """Tests rows with padding between them, and every second row of a tensor."""
     x, target = torch.randn(4, 75, dtype=torch.float16), torch.arange(4)
     padded, twice = torch.zeros(4, 81, dtype=x.dtype), torch.zeros(4, 2, 75, dtype=x.dtype)
     padded[:, 3:78], twice[:, 1] = x, x
@@ -114,7 +114,7 @@ def test_a_row_stride_changes_no_bits(backend):
 
 
 def test_in_place(backend):
-    """The gradient that overwrites the logits has the same bits too, for any memory layout."""
+    """The gradient that overwrites the logits has the same bits in every batch too."""
     probe, target = torch.randn(75, dtype=torch.float16), torch.randint(75, (6,))
     found = []
     for size, at in ((1, 0), (5, 3), (6, 1)):
@@ -132,7 +132,7 @@ def test_in_place(backend):
 
 
 def test_with_and_without_a_gradient(backend):
-    """A scorer without gradients and a trainer have the same bits."""
+    """A scorer without gradients and a trainer with gradients compute the same bits."""
     hidden, weight = torch.randn(5, WIDTH), torch.randn(75, WIDTH)
     target = torch.tensor([3, -100, 7, 74, 0])
     with ll.invariant():
@@ -147,7 +147,7 @@ def test_with_and_without_a_gradient(backend):
 
 
 def test_every_function_has_the_same_log_probability(backend):
-    """So the ratio of two policies with the same weights is exactly 1, in one function or two."""
+    """So the ratio of equal policies is exactly 1, also if two functions compute the policies."""
     hidden, weight, target = torch.randn(4, WIDTH), torch.randn(75, WIDTH), torch.arange(4)
     with ll.invariant():
         for z in (hidden @ weight.t(), ll.LinearLogits(hidden, weight)):
@@ -184,7 +184,7 @@ def test_backward_outside_of_the_block(backend):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_exact(backend, dtype):
-    """As exact as PyTorch in the same dtype, against fp64, for every gradient."""
+    """The errors against fp64 are at most twice those of PyTorch in the same dtype."""
     hidden, weight = torch.randn(9, WIDTH).to(dtype), torch.randn(75, WIDTH).to(dtype)
     bias, target = torch.randn(75).to(dtype), torch.randint(75, (9,))
     target[4], upstream = -100, torch.randn(9)
@@ -225,7 +225,7 @@ def test_lazy_logits_of_a_fused_head(backend):
 
 
 def test_a_teacher_head(backend):
-    """The logits of a head that is the teacher have the same bits in every batch too."""
+    """If the teacher is a head, the teacher's logits have the same bits in every batch too."""
     weight, other = torch.randn(75, WIDTH), torch.randn(75, WIDTH)
     hidden, found = torch.randn(6, WIDTH), []
     for rows in (slice(0, 6), slice(4, 6)):
@@ -245,7 +245,7 @@ def test_a_teacher_head(backend):
 
 
 class TestTheseTestsCanFail:
-    """Without its parts, the promise does not hold, and the tests above see it."""
+    """If a part of the implementation is replaced or turned off, bits differ between batches."""
 
     @interpreted
     def test_splits_that_depend_on_the_number_of_rows(self, monkeypatch):
@@ -262,7 +262,7 @@ class TestTheseTestsCanFail:
 
     @interpreted
     def test_rows_that_start_anywhere(self):
-        """Outside of the block, a row of odd length is divided by its address."""
+        """Outside of the block, kernels divide a row of odd length according to its address."""
         with ll.impl("triton"), config.override(block_v=64):
             assert differing(statistics, plain, 401, 401, torch.float32, (3,)) > 0
 

@@ -1,6 +1,7 @@
-"""Inside `ll.invariant()`, no route and no division of a row depends on the number of rows.
+"""Inside `ll.invariant()`, the kernels and the splits do not depend on the number of rows.
 
-Whether a division changes bits depends on the machine. These tests observe the calls instead.
+Whether another split changes bits depends on the machine. So these tests do not compare bits. They
+check which functions are called, and with which arguments.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ pytestmark = interpreted
 
 
 def test_splits(monkeypatch):
-    """A GPU with many processors splits a few long rows, but not inside the block."""
+    """For few rows, a GPU with many processors splits each row, except inside the block."""
     monkeypatch.setattr(config, "processors", lambda device: 132)
     x, device = torch.zeros(4000, 8), torch.device("cpu")
     many, few, one = (describe(x[:n].shape, (8, 1), 0, 2) for n in (4000, 40, 1))
@@ -66,7 +67,7 @@ def test_small_heads_and_splits_by_columns(monkeypatch):
 
 
 def test_a_gradient_over_a_head_takes_two_passes():
-    """The kernel of one pass computes another loss than the kernel without a gradient."""
+    """The one-pass kernel is not used, because its loss can differ from that without gradients."""
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(40, 4)
     found = []
     for block in (contextlib.nullcontext(), ll.invariant()):
@@ -78,7 +79,7 @@ def test_a_gradient_over_a_head_takes_two_passes():
 
 
 def spied(monkeypatch, module, name):
-    """The first arguments of all calls of a function of a backend."""
+    """Returns a list that collects the first argument of each call of a backend's function."""
     seen, function = [], getattr(module, name)
 
     def spy(x, *args, **kwargs):
@@ -90,7 +91,7 @@ def spied(monkeypatch, module, name):
 
 
 def test_plain_pytorch_computes_single_rows(monkeypatch):
-    """Each row is at the start of its own memory, in forward and backward."""
+    """Forward and backward get one row at a time, and the row starts on a 64-byte boundary."""
     read, gradient = (spied(monkeypatch, eager, name) for name in ("read", "gradient"))
     x, target = torch.randn(2, 3, 75, requires_grad=True), torch.zeros(2, 3, dtype=torch.int64)
     with ll.impl("eager"), ll.invariant():
@@ -106,7 +107,7 @@ def test_plain_pytorch_computes_single_rows(monkeypatch):
 @pytest.mark.parametrize(("name", "backend"), [("eager", eager), ("triton", kernels)])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_the_gemms_of_a_head(monkeypatch, name, backend, reduction):
-    """The logits, and the gradient of hidden. Results per row compute the logits twice."""
+    """row_gemm computes the logits (twice for results per row) and the gradient of hidden."""
     seen = spied(monkeypatch, backend, "row_gemm")
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
     # A forced split keeps the head from being small. The eager backend computes single rows.
@@ -125,7 +126,7 @@ def test_the_gemms_of_a_head(monkeypatch, name, backend, reduction):
 
 @pytest.mark.parametrize("over_a_head", [False, True])
 def test_the_logits_of_a_teacher(monkeypatch, over_a_head):
-    """Also in a backward outside of the block, which computes the logits of a chunk again."""
+    """row_gemm computes a teacher's logits, also in a backward outside of the block."""
     seen = spied(monkeypatch, kernels, "row_gemm")
     hidden, student = torch.randn(3, 8), torch.randn(3, 16, requires_grad=True)
     with ll.impl("triton"):

@@ -1,4 +1,4 @@
-"""The table of docs/trainers.md, which `make test-trainers` writes, is whole."""
+"""The table of docs/trainers.md is complete. `make test-trainers` writes this table."""
 
 import re
 

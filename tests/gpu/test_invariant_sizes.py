@@ -1,4 +1,4 @@
-"""`ll.invariant()` at real sizes: rows in 1,000 random batches, and not one bit differs."""
+"""`ll.invariant()` at real sizes: the same rows have the same bits in 1,000 random batches."""
 
 import contextlib
 
@@ -11,14 +11,14 @@ from tests.support.sizes import DEVICE, sized
 
 VOCAB, ODD = sized(128256, 72), sized(50257, 75)
 WIDTH = sized(1024, 16)
-PROBES, POOL = sized(8, 2), sized(2048, 12)  # rows that are compared; rows of random batches
+PROBES, POOL = sized(8, 2), sized(2048, 12)  # rows that are compared; rows to fill the batches
 MANY, SOME = sized(1000, 2), sized(100, 2)  # numbers of batches
 SIZES = sized((8, 9, 33, 64, 127, 128, 200, 257, 300), (2, 5, 7))  # rows per batch
-RARE = sized((1025, 2048), (9,))  # every 50th batch has so many rows
+RARE = sized((1025, 2048), (9,))  # rows of every 50th batch
 
 
 def results(source, x, target, upstream, positions):
-    """The scores and the gradients of the probes, which are at these positions of a batch."""
+    """Returns the bits of the scores and gradients of the probes at `positions` of a batch."""
     x = x.detach().requires_grad_()
     scores = ll.score(source(x), target)
     values = scores.logprob + 0.5 * scores.entropy + 0.1 * scores.lse
@@ -29,7 +29,7 @@ def results(source, x, target, upstream, positions):
 
 
 def differing(source, columns, vocab, dtype, batches):
-    """How many numbers of the probes differ in bits, over all batches."""
+    """Counts the numbers of the probes whose bits differ between batches, over all batches."""
     g = torch.Generator().manual_seed(0)
     pool = torch.randn(POOL, columns, device=DEVICE).to(dtype)
     probe = torch.randn(PROBES, columns, device=DEVICE).to(dtype)
@@ -44,7 +44,7 @@ def differing(source, columns, vocab, dtype, batches):
         start = int(torch.randint(POOL - size + 1, (), generator=g))
         positions = torch.randperm(size, generator=g)[:PROBES].to(DEVICE)
         x, t, up = (some[start : start + size].clone() for some in (pool, target, upstream))
-        t[::3] = -100  # ignored rows, except where the probes are
+        t[::3] = -100  # rows are ignored, except the probes
         x[positions], t[positions], up[positions] = probe, *of_probe
         again = results(source, x, t, up, positions)
         for a, b in zip(first, again, strict=True):
@@ -58,7 +58,7 @@ def head(vocab, dtype, **options):
     rooms = iter(range(10**9))
 
     def source(x):
-        """A head with a workspace of another size in each call."""
+        """Returns a head. The size of the workspace changes from call to call."""
         room = (None, 40, 130, 520)[next(rooms) % 4]
         workspace = None if room is None else room * vocab * dtype.itemsize
         return ll.LinearLogits(x, weight, bias, workspace=workspace, **options)
@@ -91,7 +91,7 @@ def test_logits(vocab, dtype, batches):
 
 @pytest.mark.parametrize("over_a_head", [True, False])
 def test_every_function_has_the_same_log_probability(over_a_head):
-    """So the ratio of two policies with the same weights is exactly 1, in one function or two."""
+    """So the ratio of equal policies is exactly 1, also if two functions compute the policies."""
     rows = sized(300, 3)
     z = torch.randn(rows, WIDTH if over_a_head else VOCAB, device=DEVICE).bfloat16()
     z = head(VOCAB, torch.bfloat16)(z) if over_a_head else z
@@ -111,7 +111,7 @@ def test_every_function_has_the_same_log_probability(over_a_head):
 @pytest.mark.gpu("kernels that depend on the number of rows")
 @pytest.mark.parametrize("over_a_head", [False, True])
 def test_bits_differ_outside_of_the_block(over_a_head):
-    """So the tests above can fail."""
+    """The tests above can fail, because bits differ without `ll.invariant()`."""
     source = head(VOCAB, torch.bfloat16) if over_a_head else lambda x: x
     columns = WIDTH if over_a_head else VOCAB
     assert differing(source, columns, VOCAB, torch.bfloat16, SOME) > 0

@@ -1,4 +1,4 @@
-"""A head with a second, narrow weight gives what the sum of two plain products gives."""
+"""A head with `low_rank` has the same results as the sum of two plain products."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def cut(request, monkeypatch):
 
 
 def tensors(dtype=torch.float64, device="cpu", lead=(N,), bias=True, needs=(True,) * 5):
-    """Leaves hidden, weight, bias, and the pair (..., R) and (V, R); and targets."""
+    """Returns the leaves [hidden, weight, bias, (..., R), (V, R)], and the targets."""
     hidden, weight, b, target = make(dtype, device, bias, lead)
     g = torch.Generator().manual_seed(9)
     pair = [torch.randn(*s, R, generator=g, dtype=torch.float64) for s in (lead, (V,))]
@@ -47,7 +47,7 @@ def lazily(leaves, **options):
 
 
 def outcome(loss, z, leaves):
-    """The loss and the gradients of all leaves, under a random upstream gradient."""
+    """Returns the loss and the gradients of all leaves, under a random upstream gradient."""
     value = loss(z)
     g = torch.Generator().manual_seed(3)
     upstream = torch.randn(value.shape, generator=g, dtype=torch.float64).to(value)
@@ -86,7 +86,7 @@ def test_exactly_what_requires_a_gradient_gets_one(needs, reduction, cut, device
 
 
 def test_a_frozen_weight_costs_no_gemm(cut, monkeypatch):
-    """No GEMM has the size of the weight's gradient, and the weight itself is never copied."""
+    """No GEMM has the size of the weight's gradient."""
     sizes = []
     plain = products.plain_gemm
     monkeypatch.setattr(
@@ -103,7 +103,7 @@ def test_a_frozen_weight_costs_no_gemm(cut, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wide", [False, True])
 def test_other_dtypes(dtype, wide, cut, device):
-    """As near to fp64 as the materialised sum is, up to a factor of two."""
+    """The error against fp64 is at most twice the error of the materialised sum."""
     options = {"logits_dtype": torch.float32} if wide and dtype != torch.float32 else {}
     truth, target = tensors(dtype, device)
     truth = [t.detach().double().requires_grad_() for t in truth]
@@ -189,7 +189,7 @@ def test_main_grad(device):
 
 
 def test_functions_of_pytorch(device):
-    """The lazy logits of such a head stay lazy, and give the same gradients."""
+    """Functions of PyTorch over lazy logits with `low_rank` have the same gradients."""
     for loss in (
         lambda z, t: F.cross_entropy(z, t, reduction="sum"),
         lambda z, t: F.cross_entropy(z[1:, :20] * 2 + 1, t[1:].clamp(max=19), reduction="sum"),
@@ -210,7 +210,7 @@ def test_functions_of_pytorch(device):
 
 
 def test_one_shard_per_rank():
-    """Each rank holds its rows of both weights; the gradient of hidden is summed over ranks."""
+    """Each rank holds its rows of both weights. The gradient of hidden is summed over ranks."""
     want, target = tensors()
     loss = ll.cross_entropy(materialised(want), target)
     grads = torch.autograd.grad(loss, want)

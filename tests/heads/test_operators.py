@@ -28,7 +28,7 @@ def head(h, w, b):
 
 
 def adapted(h, w, b):
-    """A head with a second weight, which depends on the first one."""
+    """Returns a head with `low_rank`. The pair of tensors is computed from h and w."""
     return ll.LinearLogits(
         h, w, b, low_rank=(h[..., :3].sin(), w[:, 1:].cos()), workspace=2 * V * 4
     )

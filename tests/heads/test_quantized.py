@@ -1,4 +1,4 @@
-"""A head with a quantised weight: dequantised in blocks, with the numbers of the plain weight."""
+"""A head with a quantised weight has the same results as a head with the dequantised weight."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ CUTS = {"rows": Cut(3), "columns": Cut(N, 8)}
 
 @pytest.fixture(params=CUTS)
 def cut(request, monkeypatch):
-    """Blocks of eight rows of the weight, in chunks of rows and in blocks of columns."""
+    """Splits the head by rows or by columns. The weight is dequantised eight rows at a time."""
     how = CUTS[request.param]
     monkeypatch.setattr(plan, "forced", lambda work, *_: how if work.merges else Cut(3))
     monkeypatch.setattr(quantized, "UNIT", 8)
@@ -30,7 +30,7 @@ def differentiated(loss, source, *leaves):
 
 
 def heads(dtype=torch.float64, device="cpu", lead=(N,), adapter=False):
-    """A head with a quantised weight, and the same head with the dequantised weight."""
+    """Returns two heads, one with a quantised and one with the dequantised weight, and targets."""
     found = []
     for plain in (False, True):
         hidden, weight, bias, target = make(dtype, device, lead=lead)

@@ -202,7 +202,7 @@ def test_a_formula_gets_fp32_numbers_under_autocast(no_chunks, device):
 
 
 class Operations(TorchDispatchMode):
-    """Lists the operations of PyTorch that run in a block, without views."""
+    """Records the operations of PyTorch that run inside the block, except views."""
 
     def __init__(self):
         super().__init__()
@@ -214,7 +214,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-GEMMS = ["empty_like", "mm", "mm"]  # hidden without ignored rows, and two GEMMs
+GEMMS = ["empty_like", "mm", "mm"]  # memory for hidden without ignored rows, and two GEMMs
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ GEMMS = ["empty_like", "mm", "mm"]  # hidden without ignored rows, and two GEMMs
 def test_the_host_does_little_in_a_backward(
     used, launches, operations, no_chunks, monkeypatch, device
 ):
-    """For a small head, every operation on the host costs time."""
+    """Backward runs few operations, because a small head takes more host time than GPU time."""
     if device != "cpu":
         pytest.skip("a backward on a GPU runs in another thread, where no operation is seen")
     hidden, weight, _, target = make(torch.float32, device)

@@ -67,12 +67,12 @@ def test_kernels_compile_ahead_of_time(target):
         assert row["profile"]["bytes"] > 0
     # Of the compilers that we measure with; what another does, a measurement will have to say.
     if target == "cuda:90" and triton.__version__.startswith(("3.6.", "3.7.")):
-        # These tiles of narrow heads are the fastest of a sweep, in spite of some bytes.
+        # These tiles of narrow heads are the fastest of a sweep, although they spill some bytes.
         allowed = {"narrow_weight_bwd_kernel": 32, "_narrow_fwd_kernel": 24}
         spilled = [row for row in rows if row["stack"] > allowed.get(row["kernel"].split()[0], 0)]
         assert not spilled
-        # A walk over aligned rows reads 16 bytes at a time, but for the label. The last kernel of
-        # a narrow head walks over no row.
+        # Kernels that read whole aligned rows read 16 bytes at a time, except for the label.
+        # _narrow_expected_bwd_kernel reads no whole row.
         plain = [
             row for row in rows if re.search(r"^_\w+ bfloat16 V=32768 K=1( split)?$", row["kernel"])
             and not row["kernel"].startswith("_narrow_expected")

@@ -33,9 +33,9 @@ KERNELS = {  # every kernel that is launched, by the module that launches it
 
 @contextlib.contextmanager
 def launches():
-    """(kernel, grid) of every launch, none of which runs.
+    """Records (kernel, grid) of every launch. No kernel runs.
 
-    A Launch that has already compiled its kernel does not go through Triton, so it is patched.
+    The class Launch is patched instead of Triton, because a Launch calls Triton only to compile.
     """
     made = []
 
@@ -118,7 +118,7 @@ CHOICES = {  # all that a kernel may be compiled for: what is asked, and how mem
     "DIVERGENCE", "RENORM_P", "STUDENT_OVER", "PRELOAD_IDS", "FIRST", "LAST", "UPCAST",
     "BLOCK_D", "BLOCK_R", "STEP_C", "STEP_U", "STEP_F", "PACK", "TRANSPOSED",
     "HAS_LABEL", "KNOWN", "EARLY", "NAMES", "AT_IDS", "STARTS_ALIGNED",
-    # of a GEMM whose rows do not depend on each other
+    # of row_gemm, the GEMM of ll.invariant()
     "BLOCK_M", "GROUP", "HAS_BIAS", "PRECISION",
     # of a narrow head: its width and strides, and the tiles by which pairs are sorted
     "WIDTH", "STRIDE_H", "STRIDE_W", "H_ALIGNED", "W_ALIGNED", "ORDERS", "ADDS", "FIELDS",

@@ -57,9 +57,10 @@ def test_all_statistics_and_all_coefficients(splits, device):
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_gradient_of_hidden_from_the_sums_of_forward(splits, device):
-    """Row 0 is almost certain of its label: its gradient is the difference of nearly equal sums.
+    """In row 0, p of the label is almost 1, so that the gradient could lose digits by cancellation.
 
-    Row 1 has a label outside the vocabulary, row 4 is ignored, and a bias of -inf has p = 0.
+    Row 1 has a label outside the vocabulary. Row 4 is ignored. One column has a bias of -inf, so
+    that p is 0.
     """
     label = torch.arange(N, device=device) % V
     label[1], label[4] = V, -100
@@ -92,7 +93,7 @@ def test_gradient_of_hidden_from_the_sums_of_forward(splits, device):
     p, live = z.softmax(1), label.clamp(0, V - 1)
     dz = rows[:, A, None].double() * p
     dz[torch.arange(N), live] += rows[:, G_LABEL].double()
-    dz[0, 0] = -p[0, 1:].sum()  # exact, where 1 - p would not be
+    dz[0, 0] = -p[0, 1:].sum()  # 1 - p would lose digits
     dz *= (factor.double() / temperature.double())[:, None]
     want = dz @ w.double()
     want[4] = 0

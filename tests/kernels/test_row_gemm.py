@@ -27,7 +27,7 @@ def matrices(rows, inner, columns, dtype, transposed, device):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("inner", "columns"), [(32, 64), (40, 75), (7, 5), (1, 1)])
 def test_as_exact_as_pytorch(backend, dtype, transposed, inner, columns, device):
-    """For sizes that are no multiples of a tile or of 16 bytes. The memory of `out` is poisoned."""
+    """The sizes include some that are no multiples of a tile or of 16 bytes. `out` is poisoned."""
     a, b = matrices(19, inner, columns, dtype, transposed, device)
     bias = torch.randn(columns).to(device, dtype)
     right = b.t() if transposed else b
@@ -44,7 +44,7 @@ def test_as_exact_as_pytorch(backend, dtype, transposed, inner, columns, device)
 @DTYPES
 @pytest.mark.parametrize("transposed", [False, True])
 def test_rows_do_not_depend_on_the_batch(backend, dtype, transposed, device):
-    """At any position of any batch, in slices of larger tensors, next to rows that are NaN."""
+    """Tests parts of a batch, slices of larger tensors, and rows next to a row that is NaN."""
     a, b = matrices(21, 40, 75, dtype, transposed, device)
     together = backend.row_gemm(
         a, b, torch.empty(21, 75, device=device, dtype=dtype), None, transposed

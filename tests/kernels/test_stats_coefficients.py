@@ -1,4 +1,4 @@
-"""The kernel that turns gradients of statistics into coefficients follows the RULES of eager."""
+"""The kernel that computes coefficients from gradients of statistics agrees with eager's RULES."""
 
 import itertools
 
@@ -28,7 +28,7 @@ def ids_of(lead, K, device):
 
 
 def compare(reading, state, gradients, one_launch=True):
-    """The kernel's coefficients, in poisoned memory, are those of eager in fp64."""
+    """The kernel writes to poisoned memory. Its coefficients must equal those of eager in fp64."""
     with poisoned_memory(), launched() as names:
         got = kernels.coefficients(reading, state, gradients)
     assert ("_stats_coefficients_kernel" in names) == one_launch
@@ -56,7 +56,7 @@ def test_every_subset_of_gradients(K, device):
 
 
 def forms_of(d):
-    """The same shape as d in memory of several forms, as autograd passes gradients."""
+    """Yields tensors with the shape of d and the strides that gradients can have in autograd."""
     yield d.mean().expand(d.shape)  # the gradient of a sum or mean
     yield d.mT.contiguous().mT
     yield torch.stack((d, -d), -1)[..., 0]

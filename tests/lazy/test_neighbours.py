@@ -160,7 +160,7 @@ def quantised_head(kind, device):
 @pytest.mark.parametrize("first", ["fuse", "quantise"])
 @pytest.mark.parametrize("kind", [Int8, WithInput, ReadableInt8])
 def test_a_quantised_head(kind, first, ids, device):
-    """CLIENTS C3: lazy if the rows of the weight can be dequantised, else plain, and warns."""
+    """CLIENTS C3: if rows of the weight cannot be dequantised, logits are plain, with a warning."""
     plain = quantised_head(kind, device)
     if first == "fuse":
         fused = ll.fuse(Model().to(device))
@@ -357,7 +357,7 @@ def test_logits_dtype_is_kept_under_a_compiler(device):
 
 
 class Predictor(Model):
-    """A model that predicts several tokens: its head reads the hidden states of several depths."""
+    """A model for multi-token prediction. The head is called on the hidden states of each depth."""
 
     def __init__(self, joined):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Heads that add an adapter to their logits: the sum of lazy logits stays lazy."""
+"""The sum of the lazy logits of two heads stays lazy. One head can be a LoRA adapter."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ class Model(nn.Module):
 
 
 def pair(make, freeze=()):
-    """The same model twice, plain and fused. `freeze` names the parameters to freeze."""
+    """Returns a plain model and a fused copy. `freeze` names the parameters to freeze."""
     models = []
     for _ in range(2):
         torch.manual_seed(1)
@@ -136,7 +136,7 @@ def test_heads_and_what_is_frozen(make, freeze):
 
 
 def test_too_many_adapters_are_materialised():
-    """The matrices of several adapters are copied, which must not cost as much as the weight."""
+    """Several adapters are copied into one matrix. If it is too wide, the sum is materialised."""
     plain, fused = pair(lambda: Lora(ranks=(8, 8)))
     loss = LOSSES["cross_entropy"]
     with pytest.warns(UserWarning, match="fuse has no effect here|logits of a fused head") as seen:
@@ -147,7 +147,7 @@ def test_too_many_adapters_are_materialised():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_an_adapter_in_fp32_over_a_16_bit_head(dtype):
-    """As near to fp64 as the plain model, up to a factor of two; the logits are 16-bit."""
+    """The error against fp64 is at most twice the plain model's. The logits are 16-bit."""
 
     def make():
         return Lora(0.5, dtype=dtype, own=torch.float32)
@@ -179,7 +179,7 @@ def test_autocast():
 
 
 def test_a_frozen_layer_costs_one_large_gemm(monkeypatch):
-    """Only the logits are as wide as the hidden states: no gradient of W, and none of x."""
+    """The only GEMM with a size of D computes the logits, because W and x need no gradient."""
     _, fused = pair(Lora, FROZEN["alone"])
     sizes, plain = [], products.plain_gemm
 
@@ -196,7 +196,7 @@ def test_a_frozen_layer_costs_one_large_gemm(monkeypatch):
 
 
 def test_values():
-    """Reading the sum gives the values and the gradients of the plain sum."""
+    """The materialised sum has the values and the gradients of the plain sum."""
     plain, fused = pair(lambda: Lora(2.0))
     z = fused(X)
     assert type(z) is LazyLogits
@@ -247,7 +247,7 @@ def test_a_second_backward():
 
 
 def test_one_without_a_gradient_is_not_part_of_the_head():
-    """A teacher's logits, subtracted from a student's, are an input of the formula as before."""
+    """A teacher's logits, subtracted from a student's, are an input of the formula of the sum."""
     _, student = pair(FullRank)
     with torch.no_grad(), ll.lazy_logits():
         teacher = student.head.two(X)

@@ -333,7 +333,7 @@ def test_compiled_lora(how):
 @pytest.mark.parametrize("first", ["fuse", "adapt"])
 @pytest.mark.parametrize("how", LORA)
 def test_lora(how, first):
-    """Fused before the adapters or after, and with an adapter on the head itself."""
+    """`fuse` is called before or after PEFT adds adapters. One case adapts the head itself."""
     plain = build("LlamaForCausalLM", tie_word_embeddings=False)
     fused = copy.deepcopy(plain)
     if first == "fuse":

@@ -13,7 +13,7 @@ WIDTHS = (40, 35)
 
 
 def results(hidden, weight, target, upstream, over_a_head):
-    """Scores and gradients of the rows, on every rank. The gradient of logits is a rank's own."""
+    """Returns the bits of each rank's scores and gradient of x."""
 
     def work(ranks):
         start = sum(WIDTHS[: ranks.index])
@@ -32,7 +32,7 @@ def results(hidden, weight, target, upstream, over_a_head):
 @pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=interpreted)])
 @pytest.mark.parametrize("over_a_head", [False, True])
 def test_rows_in_other_batches(backend, over_a_head):
-    """With two ranks, a sum over ranks has the same bits in any order."""
+    """The gradient of hidden is covered too, because a + b and b + a have the same bits."""
     hidden, weight = torch.randn(5, WIDTH), torch.randn(VOCAB, WIDTH)
     if not over_a_head:  # the products of this test must not depend on the number of rows
         hidden, weight = hidden.round(), weight.round()

@@ -238,7 +238,7 @@ def launch_gradients(x, reading: Reading, found, v: Variant) -> None:
 
 
 def launch_coefficients(reading: Reading, state: torch.Tensor, v: Variant) -> None:
-    """Launches the kernel of the coefficients, for all gradients and for a single gradient."""
+    """Launches the kernel of the coefficients, for a single gradient and for all gradients."""
     row, at_ids = torch.zeros(2), torch.zeros(2) if v.K == 1 else torch.zeros(2, v.K)
     scores = {"logprob": at_ids, "entropy": row[:1].expand(2), "lse": row}
     for gradients in ({"logprob": at_ids}, {**scores, "picked": at_ids, "total": row}):
@@ -324,7 +324,7 @@ def launch_narrow(v: Variant, width: int) -> None:
             )  # fmt: skip
 
 
-# Whether the logits of an invariant head are fp32, although the hidden states are not.
+# The variants to compile, and whether the logits are fp32 although the hidden states are not.
 ROW_GEMM = {
     Variant(BF16): False,
     Variant(FP32, softcap=30.0): False,
@@ -333,9 +333,9 @@ ROW_GEMM = {
 
 
 def launch_row_gemm(dz: torch.Tensor, wide: bool) -> None:
-    """Launches the GEMMs of an invariant head: the logits, and the gradient of the hidden states.
+    """Launches the GEMMs of `ll.invariant()`: the logits, and the gradient of the hidden states.
 
-    The sizes of the tiles are those of the GPU for which kernels are compiled.
+    The tile sizes are those of the GPU for which the kernels are compiled.
     """
     rows, vocab = dz.shape
     h, weight = torch.zeros(rows, 512, dtype=dz.dtype), torch.zeros(vocab, 512, dtype=dz.dtype)

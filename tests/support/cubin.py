@@ -8,9 +8,9 @@ from triton import knobs
 
 
 def resources(asm) -> dict:
-    """The registers, bytes of stack, and loads of single 16-bit numbers of a compiled kernel.
+    """Returns the registers, bytes of stack, and loads of single 16-bit numbers of a kernel.
 
-    Registers are spilled to the stack.
+    Register spills show up as bytes of stack.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])

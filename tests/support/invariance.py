@@ -1,4 +1,4 @@
-"""Rows in random batches, to test that their results have the same bits in every batch."""
+"""Counts bits that differ when the same rows are computed in several random batches."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def bits(t):
 
 
 def batch(rows, columns, vocab, dtype, seed):
-    """The inputs of random rows. Every third row is ten times as large as the others."""
+    """Returns inputs of random rows. Every third row of x is multiplied by 10."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=g)
     x[::3] *= 10
@@ -52,7 +52,7 @@ def smoothed(z, of):
 
 
 def total(z, of):
-    """The gradient of the sum over rows is compared, but the sum is not."""
+    """Runs backward of a sum. The gradient per row is compared, but the sum is not."""
     loss = ll.cross_entropy(z, of["target"], reduction="sum", row_weight=of["upstream"])
     loss.backward()
     return []
@@ -91,10 +91,10 @@ LOSSES = [statistics, scores, smoothed, total, ratio, distilled, against_a_teach
 
 
 def results(loss, probe, source, size, seed, positions):
-    """The results of the probe's rows in a random batch of `size` rows, and their gradient."""
+    """Returns the results and the gradient of the probe's rows in a random batch of `size` rows."""
     vocab = probe["teacher"].shape[1]
     of = batch(size, probe["x"].shape[1], vocab, probe["x"].dtype, seed)
-    of["target"][::2] = -100  # ignored, unless a probe is there
+    of["target"][::2] = -100  # rows are ignored, except the probes
     for name, t in of.items():
         t[positions] = probe[name]
     x = of["x"].requires_grad_()
@@ -108,7 +108,7 @@ def results(loss, probe, source, size, seed, positions):
 
 
 def differing(loss, source, columns, vocab, dtype, sizes):
-    """How many numbers of two rows differ in bits between batches of these sizes."""
+    """Counts the numbers of two rows whose bits differ between batches of these sizes."""
     probe = batch(2, columns, vocab, dtype, 1)
     first = results(loss, probe, source, 2, 0, [0, 1])
     assert first
@@ -125,7 +125,7 @@ def plain(x, seed):
 
 
 def head(vocab, dtype, bias=True, **options):
-    """A head with a workspace of another size in each batch."""
+    """Returns a function that creates a head. The size of the workspace depends on the seed."""
     g = torch.Generator().manual_seed(7)
     weight = torch.randn(vocab, WIDTH, generator=g).to(dtype).requires_grad_()
     offset = torch.randn(vocab, generator=g).to(dtype) if bias else None

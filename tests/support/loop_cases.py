@@ -16,7 +16,7 @@ STEPS, LENGTH = 3, 9
 
 
 class Case(NamedTuple):
-    """A loop with options. `make` returns an object that `run` treats as a trainer."""
+    """A training loop with options. `make` returns an object that `run` can train."""
 
     library: str
     name: str
@@ -55,7 +55,7 @@ def trainer(folder, change: Callable, options: Mapping):
     )  # fmt: skip
 
 
-# --- loops of one's own
+# --- hand-written loops
 
 
 def loop(module: nn.Module, step: Callable[[dict], dict[str, float]]) -> SimpleNamespace:

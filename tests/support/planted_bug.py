@@ -1,4 +1,4 @@
-"""The class of a planted bug, and names of the test files that should find bugs."""
+"""The class `Bug`, and the paths of the test files that should find the planted bugs."""
 
 from typing import NamedTuple
 

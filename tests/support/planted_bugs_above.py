@@ -1,4 +1,4 @@
-"""The bugs that planted.py plants in the rooms above losses/ and heads/."""
+"""Bugs for planted.py in the folders above heads/, and in adapters and quantised heads."""
 
 from tests.support.planted_bug import (
     COMPILED,

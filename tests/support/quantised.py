@@ -1,4 +1,4 @@
-"""Weights in eight bits with classes of their own, like those of torchao."""
+"""Tensor subclasses for 8-bit weights, like those of torchao."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Int8(Tensor):
-    """A quantised weight that claims another dtype, and knows F.linear and detach alone."""
+    """A quantised weight with the dtype of its scale. It implements only F.linear and detach."""
 
     values: Tensor  # (V, D), int8
     scale: Tensor  # (V, 1)
@@ -60,11 +60,11 @@ class ReadableInt8(Int8):
 
 
 class WithInput(ReadableInt8):
-    """A quantised weight whose products quantise their input too."""
+    """A quantised weight whose matrix products also quantise the input."""
 
     act_quant_kwargs = "int8"
 
 
 def quantised(layer: nn.Linear, kind: type[Int8] = ReadableInt8) -> None:
-    """Replaces the weight of a linear layer."""
+    """Replaces the weight of a linear layer by a quantised weight."""
     layer.weight = nn.Parameter(kind.of(layer.weight.detach()), requires_grad=False)

@@ -145,10 +145,10 @@ def errors_of(said: list[tuple[str, str]]) -> str:
 
 
 def run(world: int, module: str, which: str) -> list[dict[str, float | str]]:
-    """The outcomes of the cases of `module` on each of `world` ranks.
+    """Returns the outcomes of the cases of `module` on each of `world` ranks.
 
-    The processes of pytest-xdist share the outcomes: the first that asks computes them, and the
-    others wait for a file.
+    The processes of pytest-xdist share the outcomes. The first process that calls `run` computes
+    the outcomes and writes them to a file. The other processes wait for this file.
     """
     test_run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if test_run is None:

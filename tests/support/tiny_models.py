@@ -50,7 +50,7 @@ ENGLISH = {"default_language": "en_XX"}
 DECODER = {"decoder_start_token_id": 0}  # some configurations have no default
 T5 = DECODER | {"d_kv": 8, "d_ff": 48, "dropout_rate": 0.0}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-# the same fields of an inner configuration
+# the same fields, for an inner configuration
 HYBRID_TEXT, SAME_HEADS_TEXT = {"text_config": HYBRID}, {"text_config": SAME_HEADS}
 ROPE_TEXT = {"text_config": {"rope_parameters": ROPE}}
 REFORMER = {
@@ -291,7 +291,7 @@ def _sizes(kind, own: dict) -> dict:
 
 
 def _usual(kind):
-    """The default configuration of a class, or None if there is no default."""
+    """Returns the default configuration of a class, or None if there is no default."""
     try:
         return kind()
     except Exception:  # each class raises its own error

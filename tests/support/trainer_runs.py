@@ -1,4 +1,4 @@
-"""Runs of trainers on tiny models: logged numbers, and whether logits were materialised."""
+"""Runs trainers on tiny models. Records the logged numbers and the materialised logits."""
 
 import math
 import warnings
@@ -15,11 +15,11 @@ import logitless as ll
 from logitless.lazy import recipe
 from logitless.lazy import report as reports
 
-V, D = 211, 32  # V is a prime, so that the vocabulary is recognised in a shape
+V, D = 211, 32  # V is a prime, so that no other dimension of a tensor has this size
 ROWS = 5  # rows of fp32 logits that fit into the workspace
 WORKSPACE = ROWS * V * 4
-LAZY = 2 * ROWS  # the most rows that one tensor may hold, in bf16
-TIMES = ("runtime", "per_second", "step_time")  # parts of the names of numbers that are times
+LAZY = 2 * ROWS  # the largest number of rows in one tensor: the workspace in bf16
+TIMES = ("runtime", "per_second", "step_time")  # logged names that contain these words are times
 
 
 class Run(NamedTuple):
@@ -27,13 +27,13 @@ class Run(NamedTuple):
 
     logs: list[dict[str, float]]  # the numbers that the trainer logged, without times
     weights: dict[str, torch.Tensor]  # after training
-    widest: int  # the most rows of logits that one tensor held
+    widest: int  # the largest number of rows of logits in one tensor
     materialised: list[str]  # the operations of `ll.report`
     warnings: set[str]
 
 
 def model(name: str = "Llama", seed: int = 0, **fields) -> nn.Module:
-    """A tiny random causal LM. `name` is the beginning of the names of its classes."""
+    """Returns a tiny random causal LM. The names of its classes start with `name`."""
     torch.manual_seed(seed)
     sizes = {
         "vocab_size": V, "hidden_size": D, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -70,7 +70,7 @@ def text(start: int, length: int = 7) -> str:
 
 
 class Widest(TorchDispatchMode):
-    """Records the most rows of width V that one tensor has.
+    """Records the largest number of rows of width V in one tensor.
 
     Transposed weights, whose last two dimensions are (D, V), and lazy logits are left out.
     """
@@ -89,7 +89,7 @@ class Widest(TorchDispatchMode):
 
 
 def numbers(history: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """The logged numbers, without times."""
+    """Returns the logged numbers, without times."""
     return [
         {k: float(v) for k, v in entry.items() if not any(part in k for part in TIMES)}
         for entry in history
@@ -100,7 +100,7 @@ def run(trainer: Any, evaluates: bool = False) -> Run:
     """Trains, and evaluates if `evaluates` is true."""
     reports._warned.clear()
     ll.report()
-    transformers.set_seed(7)  # of samples
+    transformers.set_seed(7)  # for sampled tokens
     widest = Widest()
     small = patch.object(recipe, "SMALL", WORKSPACE)  # larger logits are lazy in evaluation too
     with warnings.catch_warnings(record=True) as seen, small, widest:
@@ -119,7 +119,7 @@ def run(trainer: Any, evaluates: bool = False) -> Run:
 
 
 def apart(got: Run, want: Run, tolerance: float) -> str:
-    """A text about the first logged number or weight that differs too much, or ""."""
+    """Describes the first logged number or weight that differs too much, or returns ""."""
     if [entry.keys() for entry in got.logs] != [entry.keys() for entry in want.logs]:
         return f"other names are logged: {got.logs} and {want.logs}"
     for i, (mine, theirs) in enumerate(zip(got.logs, want.logs, strict=True)):

@@ -1,4 +1,4 @@
-"""The table of docs/trainers.md, which `make test-trainers` writes."""
+"""Reads and writes the table of docs/trainers.md. `make test-trainers` writes the table."""
 
 import re
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ PACKAGES = ("trl", "peft", "accelerate", "lightning", "transformers", "torch")
 
 
 class Row(NamedTuple):
-    """One case: a trainer with options, over a plain and over a changed model."""
+    """The outcome of one case: a trainer with options, run with and without this library."""
 
     library: str
     case: str
@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
 
 def cases() -> list[tuple[str, str]]:
-    """The library and the name of every case, in the order of the table."""
+    """Returns (library, name) of every case, in the order of the table."""
     from tests.support import loop_cases, trl_cases
 
     of_trl = (*trl_cases.ADAPTED, *trl_cases.FUSED, *trl_cases.BY_KERNEL)
@@ -47,7 +47,7 @@ def write(rows: Iterable[Row]) -> None:
 
 
 def read() -> tuple[list[Row], str]:
-    """The rows of the committed table, and the line of versions."""
+    """Returns the rows of the committed table, and the line of versions."""
     found = BLOCK.search(PAGE.read_text())
     assert found is not None, f"{PAGE.name} has no table"
     text = found[2]

@@ -19,7 +19,7 @@ class Case(NamedTuple):
     tolerance: float = 2e-5
 
     def trainer(self, folder, change: Callable[[nn.Module], nn.Module] = lambda m: m):
-        """The trainer of a new model. `change` is applied to the models before."""
+        """Returns a trainer of new models. `change` is applied to the models first."""
         name, fields = self.model
         policy = model(name, **fields)
         if "beta" in self.options and self.make in (grpo, rloo):  # loads a reference from a folder
@@ -44,7 +44,7 @@ def dataset(rows: list[dict]):
 
 
 def lora(options: dict) -> Any:
-    """The PEFT configuration of the options "lora", which are options of LoraConfig, or None."""
+    """Removes "lora" from the options. Returns a LoraConfig with these options, or None."""
     from peft import LoraConfig
 
     given = options.pop("lora", None)
@@ -94,7 +94,7 @@ def kto(policy: nn.Module, options: dict, _change: Callable):
 
 
 def reward(completions: list[str], **_) -> list[float]:
-    """The share of words with an even number."""
+    """Returns, for each text, the share of words whose number is even."""
     words = [[int(word[1:]) for word in text.split()] for text in completions]
     return [sum(n % 2 == 0 for n in found) / max(1, len(found)) for found in words]
 

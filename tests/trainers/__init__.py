@@ -1,1 +1,1 @@
-"""Trainers of other libraries over fused models: `make test-trainers`."""
+"""Tests of trainers of other libraries over fused models. `make test-trainers` runs them."""

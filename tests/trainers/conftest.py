@@ -1,6 +1,6 @@
-"""Tests that need the packages of requirements/trainers.txt; `make test` leaves them out.
+"""These tests need the packages of requirements/trainers.txt. `make test` leaves the tests out.
 
-After a run of all cases, the table of docs/trainers.md is written again.
+After a run of all cases, pytest rewrites the table of docs/trainers.md.
 """
 
 import os
@@ -13,7 +13,7 @@ collect_ignore_glob = [] if IS_ON else ["test_*.py"]
 
 @pytest.fixture
 def outcome(record_property):
-    """Records a row of the table in docs/trainers.md: outcome(row)."""
+    """A function that records a row of the table in docs/trainers.md."""
     return lambda row: record_property("row", tuple(row))
 
 

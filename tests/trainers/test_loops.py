@@ -1,4 +1,4 @@
-"""Loops of Transformers, PEFT, Accelerate and Lightning over fused models: equal and lazy."""
+"""Fused models in Transformers, PEFT, Accelerate and Lightning train like plain models, lazily."""
 
 import pytest
 

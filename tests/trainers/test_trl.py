@@ -1,4 +1,4 @@
-"""TRL's trainers over adapted and over fused models: TRL's own numbers, and no logits."""
+"""With `use_in_trl` or `fuse`, TRL's trainers log the same numbers and materialise no logits."""
 
 import copy
 import weakref
@@ -21,7 +21,7 @@ EVALUATE = (trl_cases.sft, trl_cases.dpo, trl_cases.kto)  # trainers that evalua
 
 @pytest.fixture(autouse=True)
 def nothing_is_adapted(monkeypatch):
-    """Puts TRL's own functions back after a test that fails."""
+    """Restores TRL's own functions, also after a test that fails."""
     monkeypatch.setattr(adapter, "_uses", weakref.WeakSet())
     monkeypatch.setattr(adapter, "_switches", [])
     for module, name in (
@@ -57,7 +57,7 @@ def compare(case: Case, trainer, call: str, folder, outcome) -> None:
 
 @pytest.mark.parametrize("case", ADAPTED, ids=lambda case: case.name)
 def test_adapted(case, tmp_path, outcome):
-    # These losses are computed from the logits of the model.
+    # The losses of these cases are computed from the logits of the model.
     needs_fuse = case.make is trl_cases.gkd or "label_smoothing_factor" in case.options
     trainer = adapted(case.trainer(tmp_path, fused if needs_fuse else lambda model: model))
     call = "`fuse` and `use_in_trl`" if needs_fuse else "`use_in_trl`"
@@ -67,13 +67,13 @@ def test_adapted(case, tmp_path, outcome):
 
 @pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
 def test_fused(case, tmp_path, outcome):
-    """Trainers that read the logits of the model need no adapter."""
+    """Trainers that compute the loss from the model's logits do not need `use_in_trl`."""
     compare(case, case.trainer(tmp_path, fused), "`fuse`", tmp_path, outcome)
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """TRL calls its kernel, under Triton's interpreter, as it does for tensors on a GPU."""
+    """Lets TRL call its GPU kernel on a CPU, under Triton's interpreter."""
 
     def supported(logits, index=None, row_mask=None):
         return index is None or index.shape == logits.shape[:-1]
@@ -84,7 +84,7 @@ def as_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize("case", BY_KERNEL, ids=lambda case: case.name)
 def test_kernel_over_logits(case, tmp_path, outcome, as_on_a_gpu):
     alone = run(case.trainer(tmp_path, fused))
-    assert alone.materialised  # the kernel reads the logits by their address
+    assert alone.materialised  # the kernel reads the logits from memory
     trainer = adapted(case.trainer(tmp_path, fused))
     compare(case, trainer, "`fuse` and `use_in_trl`", tmp_path, outcome)
     ll.hf.unuse_in_trl(trainer)
@@ -99,7 +99,7 @@ def steps(trainer) -> list[float]:
 
 
 def test_a_fused_and_adapted_model_is_fused(tmp_path):
-    """The options of fuse are the defaults, and no warning says that fuse has no effect."""
+    """The options of `fuse` are the defaults, and there is no warning that `fuse` has no effect."""
     trainer = ll.hf.use_in_trl(SFT.trainer(tmp_path, fused))
     found = run(trainer)
     assert found.widest <= LAZY
@@ -134,7 +134,7 @@ def test_twice_is_once_and_unuse_restores(tmp_path):
 
 
 def test_unuse_under_the_wrapper_of_accelerate(tmp_path):
-    """accelerate wraps the forward of a model in training with bf16."""
+    """In training with bf16, accelerate wraps the forward of the model."""
     case = next(case for case in ADAPTED if case.name == "SFT, bf16")
     trainer = adapted(case.trainer(tmp_path))
     assert run(trainer).widest <= LAZY
@@ -167,7 +167,7 @@ def test_copies_are_adapted():
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.zero_()
-    got = copied(input_ids=ids, labels=ids, fused_lm_head=True)  # runs the copy's own weights
+    got = copied(input_ids=ids, labels=ids, fused_lm_head=True)  # uses the copy's own weights
     torch.testing.assert_close(got.entropy, torch.full_like(got.entropy, 211.0).log())
     ll.hf.unuse_in_trl(copied)
 
@@ -187,7 +187,7 @@ def test_generation_and_logits_are_unchanged():
 
 
 def test_log_probs_of_an_overridden_loss_have_gradients(tmp_path):
-    """A subclass may use the log-probabilities in other ways than a sum."""
+    """A subclass can use the log-probabilities in other ways than in a sum."""
 
     class Squares(trl.SFTTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -205,7 +205,7 @@ def test_log_probs_of_an_overridden_loss_have_gradients(tmp_path):
 
 
 def test_torch_compile(tmp_path):
-    """Equal numbers. No dispatch mode watches the tensors, because a mode disables the compiler."""
+    """Compares only logged numbers, because the dispatch mode of `run` disables the compiler."""
     options = {**arguments(tmp_path), "torch_compile": True, "torch_compile_backend": "eager"}
     logs = []
     for change in (lambda trainer: trainer, adapted):

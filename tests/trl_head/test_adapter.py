@@ -1,4 +1,4 @@
-"""`use_in_trl` without TRL. tests/trainers has the tests with TRL (`make test-trainers`)."""
+"""Tests of `use_in_trl` that do not need TRL. The tests with TRL are in tests/trainers."""
 
 import sys
 

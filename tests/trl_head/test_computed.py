@@ -1,4 +1,4 @@
-"""The results that TRL's fused head returns, against formulas in fp64. TRL is not needed."""
+"""Compares our results for TRL's fused head with formulas in fp64. TRL is not needed."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ CASES = {
 
 
 def head(dtype=torch.float32, bias=True, width=D):
-    """Hidden states, weight and bias, in fp64 and in `dtype`, both with gradients."""
+    """Returns leaves (hidden, weight, bias), once in fp64 and once in `dtype`."""
     shapes = ((N, width), (V, width), (V,))
     exact = [torch.randn(shape, dtype=torch.float64).to(dtype).double() for shape in shapes]
     exact = [t if bias or t.dim() == 2 else None for t in exact]
@@ -40,7 +40,7 @@ def head(dtype=torch.float32, bias=True, width=D):
 
 
 def formulas(hidden, weight, bias, target, temperature=1.0, softcap=None, scale=1.0):
-    """The definitions, in the order of OUTPUTS."""
+    """Computes the results from their definitions, in the order of OUTPUTS."""
     x = scale * nn.functional.linear(hidden, weight, bias)
     z = oracle.z_of(x, temperature, softcap)
     logp = z.log_softmax(-1)
@@ -52,7 +52,7 @@ def formulas(hidden, weight, bias, target, temperature=1.0, softcap=None, scale=
 
 
 def assert_near(got, exact, torchs):
-    """At most twice PyTorch's error in the same dtype, and a floor of roundings."""
+    """The error is at most twice PyTorch's error in the same dtype, plus a floor for rounding."""
     assert got.dtype == torchs.dtype
     error, theirs = ((t.double() - exact).abs().max() for t in (got, torchs))
     eps = torch.finfo(torchs.dtype).eps
@@ -106,7 +106,7 @@ def test_ties_count_for_the_first_token():
 
 
 def test_weights_of_another_dtype():
-    """A head in fp32 with hidden states in bf16, and the reverse, as in TRL."""
+    """The weight is cast to the dtype of the hidden states, as in TRL."""
     _, (hidden, weight, bias) = head()
     target = torch.randint(0, V, (N,))
     for casts in (hidden.bfloat16(), weight, bias), (hidden, weight.bfloat16(), bias.bfloat16()):
@@ -116,7 +116,7 @@ def test_weights_of_another_dtype():
 
 
 class TestSum:
-    """Log-probabilities that are used in a sum over tokens alone."""
+    """Log-probabilities that are used only in a sum over tokens."""
 
     summed = ("log_probs", "entropy", "is_top1")
 
@@ -161,7 +161,7 @@ class TestSum:
         assert all(not t.grad.any() for t in (hidden, *others))
 
     def test_other_results_are_per_row(self):
-        """The mean logit is not a result of the single pass, and its log-probs are per row."""
+        """The mean logit needs `row_stats`, whose log-probabilities have gradients per row."""
         exact, tensors = head()
         target = torch.randint(0, V, (N,))
         got = ours(tensors, target, ("log_probs", "mean_logits"), Call({}, True))[0]
@@ -171,7 +171,7 @@ class TestSum:
 
 
 def divergence(student, teacher, beta, temperature, of_student, of_teacher):
-    """The definitions, in the dtype of the tensors."""
+    """Computes the divergence from its definition, in the dtype of the tensors."""
     logs = [
         oracle.z_of(scale * nn.functional.linear(*t), temperature, cap).log_softmax(-1)
         for t, (scale, cap) in ((student, of_student), (teacher, of_teacher))
