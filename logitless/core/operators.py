@@ -31,8 +31,12 @@ _ARGUMENTS = {
     "label_name": "str label_name",
 }
 _STRUCTS: dict[str, Any] = {"reading": Reading, "slots": Slots, "pair": Pair}
-# `invariant`, the last field of a Reading, is not an argument of the operators.
-_FIELDS = {Reading: Reading._fields[:-1], Slots: Slots._fields, Pair: Pair._fields}
+# The field `invariant` of a Reading is not an argument of the operators.
+_FIELDS = {
+    Reading: tuple(name for name in Reading._fields if name != "invariant"),
+    Slots: Slots._fields,
+    Pair: Pair._fields,
+}
 
 library = torch.library.Library("logitless", "DEF")
 
@@ -45,7 +49,8 @@ def arguments_of(loss) -> tuple:
         if name == "reading":
             if value.invariant:
                 refuse_operator()
-            value = value._replace(wants=" ".join(value.wants))[:-1]
+            value = value._replace(wants=" ".join(value.wants))
+            value = tuple(getattr(value, field) for field in _FIELDS[Reading])
         arguments.extend(tuple(value) if name in _STRUCTS else (value,))
     return tuple(arguments)
 

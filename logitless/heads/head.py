@@ -70,6 +70,7 @@ class Head:
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, **options):
         # The generated __init__ of a frozen dataclass takes five times as long.
+        assert options.keys() <= self.__dataclass_fields__.keys(), options.keys()
         self.__dict__.update(options, hidden=hidden, weight=weight, bias=bias)
 
     @property

@@ -29,6 +29,7 @@ from .on_chip import chunks_of
 from .operators import evaluate_compiled
 from .per_row import PerRowLoss
 from .products import autocasts, cast_by_autocast, side_by_side
+from .quantized import is_quantized
 from .small import evaluate_small, evaluate_traced
 from .total import ReducedLoss
 
@@ -57,7 +58,11 @@ def checked_head(
     )  # fmt: skip
     if low_rank is None:
         return head
-    return head.replace(hidden=side_by_side(hidden, second), low_rank=second_weight)
+    return head.replace(
+        hidden=side_by_side(hidden, second),
+        low_rank=second_weight,
+        skips_first=not hidden.requires_grad,
+    )
 
 
 class HeadLogits(Source):
@@ -125,9 +130,13 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
     if torch.compiler.is_compiling():
         if loss.reading.invariant:
             return uncompiled(evaluate_head)(head, loss, reduction, row_weight)
-        if head.main_grad is None:
+        teachers = (t.head for t in loss.teachers if isinstance(t, ScaledHead))
+        quantized = any(is_quantized(h.weight) for h in (head, *teachers))
+        if head.main_grad is None and not quantized:
             return evaluate_compiled(head, loss, reduction, row_weight)
-        # The backward adds to main_grad in place, which a compiled graph cannot express.
+        # The backward adds to main_grad in place, which a compiled graph cannot express. A
+        # quantised weight cannot be an argument of our operators, because its class handles all
+        # operators.
         return torch.compiler.disable(evaluate_head)(head, loss, reduction, row_weight)  # pyright: ignore
     if call.in_func():
         checks.no_head_in_func()

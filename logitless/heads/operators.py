@@ -2,9 +2,9 @@
 
 Each RowLoss with an operator over logits (core/operators.py) has three operators over a head:
 
-    `logitless::head2_<name>_total` computes a mean or sum, and its gradients.
-    `logitless::head2_<name>_rows` computes the results per row.
-    `logitless::head2_<name>_rows_gradient` computes the gradients of the results per row.
+    `logitless::head_<name>_total` computes a mean or sum, and its gradients.
+    `logitless::head_<name>_rows` computes the results per row.
+    `logitless::head_<name>_rows_gradient` computes the gradients of the results per row.
 
 The operators call the functions of total.py and per_row.py. The operators do not drop ignored rows.
 To drop rows, the host would have to wait for the number of rows that count, which is on the GPU. A
@@ -105,7 +105,7 @@ class HeadOperator:
     """The operators of a RowLoss over a head, with their gradients."""
 
     def __init__(self, logits_operator: operators.Operator):
-        self.kind, self.name = logits_operator.kind, f"head2_{logits_operator.name}"
+        self.kind, self.name = logits_operator.kind, f"head_{logits_operator.name}"
         self.logits_operator = logits_operator
         loss = f"{_SCHEMA}, {logits_operator.arguments}"
         self._define(

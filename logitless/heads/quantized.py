@@ -23,7 +23,9 @@ def is_quantized(t: Tensor) -> bool:
     if type(t) is Tensor or type(t) is nn.Parameter:
         return False
     plain = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
-    return not (plain or is_dtensor(t) or hasattr(t, "fake_mode"))
+    # `trigger_wait` is a method of the tensors that functional collectives return.
+    others = is_dtensor(t) or hasattr(t, "fake_mode") or hasattr(t, "trigger_wait")
+    return not (plain or others)
 
 
 def why_not_readable(t: Any) -> str | None:
@@ -40,6 +42,8 @@ def why_not_readable(t: Any) -> str | None:
     for name in ("act_quant_kwargs", "activation_quantization", "input_quant_func"):
         if getattr(t, name, None) is not None:
             return "is quantised together with its input"
+    if torch.compiler.is_compiling():  # a traced weight has no values
+        return None
     try:
         rows = t.detach()[:UNIT].dequantize()
     except Exception:  # each class can raise other exceptions

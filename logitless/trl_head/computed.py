@@ -147,7 +147,10 @@ def gkd_loss(
         reduction="none",
     )  # fmt: skip
     if num_items_in_batch is not None:
-        return rows.sum() / torch.as_tensor(num_items_in_batch, device=rows.device)
+        # A number or a tensor () on the CPU needs no copy to the device of the rows.
+        if isinstance(num_items_in_batch, Tensor) and num_items_in_batch.is_cuda:
+            num_items_in_batch = num_items_in_batch.to(rows.device)
+        return rows.sum() / num_items_in_batch
     return rows.sum() / (max(len(rows), 1) if mask is None else mask.sum().clamp(min=1))
 
 

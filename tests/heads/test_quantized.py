@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import logitless as ll
 from logitless.heads import plan, quantized
 from logitless.heads.plan import Cut
+from logitless.heads.quantized import is_quantized
 from tests.support.heads import LOSSES, N, V, assert_same, make
 from tests.support.quantised import Int8, ReadableInt8, WithInput
 
@@ -97,3 +99,25 @@ def test_a_weight_with_a_gradient_is_refused():
     hidden, weight, _, _ = make()
     with pytest.raises(TypeError, match="which is quantised and requires a gradient"):
         ll.LinearLogits(hidden, ReadableInt8.of(weight).requires_grad_())
+
+
+def test_compiled(device):
+    """The graph breaks at the loss, because the class of the weight handles all operators."""
+    hidden, weight, _, target = make(device=device)
+    int8 = ReadableInt8.of(weight)
+
+    @torch.compile(backend="eager")
+    def loss(hidden, weight):
+        return ll.cross_entropy(ll.LinearLogits(hidden * 1, weight), target)
+
+    torch.testing.assert_close(loss(hidden, int8), loss(hidden, int8.plain()))
+
+
+def test_a_tensor_of_a_collective_is_not_quantised():
+    hidden, weight, _, _ = make()
+    gathered = AsyncCollectiveTensor(weight)
+    assert not is_quantized(gathered)
+    assert torch.equal(
+        ll.logsumexp(ll.LinearLogits(hidden, gathered)),
+        ll.logsumexp(ll.LinearLogits(hidden, weight)),
+    )
