@@ -24,6 +24,7 @@ from torch import Tensor
 from .. import eager
 from ..contract import NO_ID, Reading
 from . import checks, option_checks
+from . import invariant as invariance
 from .backend import Backend
 from .invariant import aligned, is_invariant
 from .source import ranks_of_call
@@ -148,7 +149,8 @@ def reading_of(logits, temperature: float | Tensor, softcap: float | None, **fie
         for_all = float(temperature)
     return Reading(
         logits.shape[-1], row_temperature=by_row, temperature=for_all,
-        softcap=None if softcap is None else float(softcap), invariant=is_invariant(), **fields,
+        softcap=None if softcap is None else float(softcap), invariant=invariance.depth > 0,
+        **fields,
     )  # fmt: skip
 
 

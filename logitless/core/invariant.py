@@ -27,7 +27,7 @@ from torch import Tensor
 from .. import eager
 
 _lock = threading.Lock()
-_depth = 0  # the number of `with invariant():` blocks that are active
+depth = 0  # the number of `with invariant():` blocks that are active
 
 
 @contextlib.contextmanager
@@ -47,19 +47,19 @@ def invariant():
     >>> bool(together[3] == alone[0])
     True
     """
-    global _depth
+    global depth
     with _lock:
-        _depth += 1
+        depth += 1
     try:
         yield
     finally:
         with _lock:
-            _depth -= 1
+            depth -= 1
 
 
 def is_invariant() -> bool:
     """Whether a `with invariant():` block is active."""
-    return _depth > 0
+    return depth > 0
 
 
 def uncompiled(function: Callable) -> Callable:

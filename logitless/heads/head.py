@@ -45,7 +45,7 @@ Rows = slice | Tensor  # some rows, as a slice or as a tensor of indices
 HeadTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # in the order of Head.tensors
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Head:
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,).
 
@@ -67,11 +67,6 @@ class Head:
     invariant: bool = False  # whether rows have the same bits in every batch (core/invariant.py)
     low_rank: Tensor | None = None  # (V, R), a second weight; fp32 or the dtype of hidden
     skips_first: bool = False  # whether the first D columns of hidden need no gradient
-
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, **options):
-        # The generated __init__ of a frozen dataclass takes five times as long.
-        assert options.keys() <= self.__dataclass_fields__.keys(), options.keys()
-        self.__dict__.update(options, hidden=hidden, weight=weight, bias=bias)
 
     @property
     def tensors(self) -> "HeadTensors":
@@ -119,6 +114,8 @@ class Head:
 
     def replace(self, **changed) -> "Head":
         """A copy of the head with changed fields."""
+        if torch.compiler.is_compiling():
+            return replace(self, **changed)
         copy = object.__new__(type(self))  # dataclasses.replace takes several times as long
         copy.__dict__.update(self.__dict__, **changed)
         return copy
@@ -223,12 +220,17 @@ class Head:
         Some heads always use chunks. A head with fp16 logits uses chunks, because chunks sum the
         gradients in fp32. A head with a main_grad uses chunks, because small.py does not add
         gradients to main_grad. A head with fp32 logits of 16-bit hidden states uses chunks. So do
-        one rank's shard of a head, a head whose weight is quantised or freed by FSDP, and a head
-        whose loss has another head as its teacher. Inside `ll.invariant()`, every head uses chunks.
+        one rank's shard of a head, a head with `low_rank`, a head whose weight is quantised or
+        freed by FSDP, and a head whose loss has another head as its teacher. Inside
+        `ll.invariant()`, every head uses chunks.
         """
         if loss.reading.invariant:
             return False
         if plan.forced is not None or self.main_grad is not None or self.columns is not None:
+            return False
+        if self.low_rank is not None:
+            return False
+        if type(self.weight) not in (Tensor, nn.Parameter) and is_quantized(self.weight):
             return False
         hidden, (vocab, width) = self.hidden, self.weight.shape
         if hidden.dtype != self.dtype or hidden.dtype == torch.float16:
@@ -236,7 +238,7 @@ class Head:
         rows, size = hidden.shape[:-1].numel() if width else 0, hidden.element_size()
         if not plan.is_small(rows, vocab, width, size, self.workspace, hidden.device.type):
             return False
-        freed = is_quantized(self.weight) or is_freed(self.weight)
+        freed = not self.weight.untyped_storage().size()
         return not freed and all(is_dense(t) for t in loss.teachers)
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:

@@ -51,7 +51,11 @@ def checked_head(
     if isinstance(hidden, Tensor) and autocasts(hidden.device):
         given = (hidden, weight, bias, second, second_weight)
         hidden, weight, bias, second, second_weight = map(cast_by_autocast, given)
-    head = Head(hidden, weight, bias, **options)
+    if torch.compiler.is_compiling():
+        head = Head(hidden, weight, bias, **options)
+    else:  # the generated __init__ of a frozen dataclass takes five times as long
+        head = object.__new__(Head)
+        head.__dict__.update(options, hidden=hidden, weight=weight, bias=bias)
     call.check_once(
         rules.linear, hidden, weight, bias, head.main_grad, head.workspace, head.logits_dtype,
         head.accumulate, head.drop_ignored, second, second_weight,

@@ -25,21 +25,14 @@ from ..core.call import backend_of
 from ..core.evaluate import GradientInBackward
 from ..core.loss import RowLoss
 from .gradient_sums import HeadGradients
-from .head import Head, HeadTensors
-from .products import (
-    UNCHANGED,
-    gemm,
-    hidden_gradient,
-    padded_logits,
-    padded_memory,
-    two_parts,
-    without_autocast,
-)
+from .head import Head
+from .products import UNCHANGED, gemm, padded_logits, padded_memory, without_autocast
 
 
 def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     """Returns the weighted and reduced loss over a small head."""
-    inputs = head.tensors
+    hidden, weight, bias, _ = head.tensors
+    inputs = (hidden, weight, bias)
     if forward_ad._current_level >= 0:
         refuse_tangents(*inputs)
     rows = loss.row_inputs if row_weight is None else (*loss.row_inputs, row_weight)
@@ -68,12 +61,11 @@ class SmallTotal(Node):
     """The mean or sum of a loss over a small head."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, low_rank, row_weight, loss, reduction):
+    def forward(ctx, hidden, weight, bias, row_weight, loss, reduction):
         ctx.backend, ctx.reduction = backend_of(hidden), reduction
-        of_head = (hidden, weight, bias, low_rank)
-        outputs, ctx.gradients = _total(ctx, of_head, row_weight, loss)
+        outputs, ctx.gradients = _total(ctx, hidden, weight, bias, row_weight, loss)
         tensors, ctx.loss = loss.flatten(recompute=True)
-        ctx.save_for_backward(*of_head, row_weight, *tensors)
+        ctx.save_for_backward(hidden, weight, bias, row_weight, *tensors)
         if len(outputs) == 1:
             return outputs[0]
         ctx.mark_non_differentiable(*outputs[1:])
@@ -82,50 +74,47 @@ class SmallTotal(Node):
     @staticmethod
     def backward(ctx, upstream, *_):
         Node.refuse_vmap((upstream,))
-        hidden, weight, bias, low_rank, row_weight, *tensors = saved = ctx.saved_tensors
-        of_head = (hidden, weight, bias, low_rank)
+        hidden, weight, bias, row_weight, *tensors = saved = ctx.saved_tensors
         gradients, ctx.gradients = ctx.gradients, None  # autograd owns the gradients afterwards
         differentiable = torch.is_grad_enabled()
         with torch.no_grad() if differentiable else UNCHANGED:
             if gradients is None:
                 with without_autocast(hidden.device):
                     loss = ctx.loss.rebuild(tensors)
-                    _, gradients = _total(ctx, of_head, row_weight, loss)
+                    _, gradients = _total(ctx, hidden, weight, bias, row_weight, loss)
             gradients.scale_(ctx.backend, upstream)
         if differentiable:
             gradients = gradients.through(lambda g: refuse_second(g, (*saved, upstream)))
-        return *gradients.tensors, None, None, None
+        return gradients.hidden, gradients.weight, gradients.bias, None, None, None
 
 
 class SmallRows(Node):
     """The results per row of a loss over a small head."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, low_rank, loss, *row_inputs):
-        x = _logits(hidden, weight, bias, low_rank)
+    def forward(ctx, hidden, weight, bias, loss, *row_inputs):
+        x = _logits(hidden, weight, bias)
         outputs = GradientInBackward.forward(ctx, x, backend_of(hidden), loss, None, None)
         # ctx.to_save holds the tensors that GradientInBackward.forward saved.
-        ctx.save_for_backward(hidden, weight, bias, low_rank, *ctx.to_save)
+        ctx.save_for_backward(hidden, weight, bias, *ctx.to_save)
         return outputs
 
     @staticmethod
     def backward(ctx, *upstream):
         Node.refuse_vmap(upstream)
-        hidden, weight, bias, low_rank, x, *tensors = saved = ctx.saved_tensors
-        of_head = (hidden, weight, bias, low_rank)
+        hidden, weight, bias, x, *tensors = saved = ctx.saved_tensors
         differentiable = torch.is_grad_enabled()
-        d_head = (None, None, None, None)
-        with torch.no_grad() if differentiable else UNCHANGED, without_autocast(x.device):
-            wanted = _needs_gradient(ctx)
+        d_head = (None, None, None)
+        with torch.no_grad() if differentiable else UNCHANGED, without_autocast(hidden.device):
+            wanted = any(ctx.needs_input_grad[:3])
             into = _memory_like(x) if wanted else None
             loss, dz, d_rows = evaluate.finish(ctx, x, tensors, upstream, wanted, into)
             if dz is not None:
-                d_head = _gradients(ctx, of_head, loss, dz)
-        if not differentiable:
-            return *d_head, None, *d_rows
-        gradients = _as_gradients(d_head, d_rows)
-        gradients = gradients.through(lambda g: refuse_second(g, (*saved, *upstream)))
-        return *gradients.tensors, None, *gradients.row_inputs
+                d_head = _gradients(ctx, hidden, weight, bias, loss, dz)
+        gradients = (*d_head, *d_rows)
+        if differentiable:
+            gradients = refuse_second(gradients, (*saved, *upstream))
+        return *gradients[:3], None, *gradients[3:]
 
 
 _small_total: Any = super(torch.autograd.Function, SmallTotal).apply  # pyright: ignore[reportAttributeAccessIssue]
@@ -133,34 +122,20 @@ _small_rows: Any = super(torch.autograd.Function, SmallRows).apply  # pyright: i
 
 
 def _total(
-    ctx: Any, of_head: HeadTensors, row_weight: Tensor | None, loss: RowLoss
-) -> tuple[tuple[Tensor, ...], HeadGradients]:
+    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, row_weight: Tensor | None,
+    loss: RowLoss,
+) -> tuple[tuple[Tensor, ...], HeadGradients]:  # fmt: skip
     """Returns (value, *extras), and the gradients for an upstream gradient of 1."""
-    x = _logits(*of_head)
+    x = _logits(hidden, weight, bias)
     outputs, dz = evaluate.total_and_gradient(ctx.backend, x, loss, row_weight, ctx.reduction, x)
-    return outputs, _as_gradients(_gradients(ctx, of_head, loss, dz))
+    return outputs, HeadGradients(*_gradients(ctx, hidden, weight, bias, loss, dz))
 
 
-def _as_gradients(d_head: tuple, d_rows: tuple = ()) -> HeadGradients:
-    """Returns HeadGradients from tuples of gradients.
-
-    `d_head` has the order of Head.tensors. `d_rows` holds the gradients of row_inputs.
-    """
-    d_hidden, d_weight, d_bias, d_low_rank = d_head
-    return HeadGradients(d_hidden, d_weight, d_bias, low_rank=d_low_rank, row_inputs=d_rows)
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, low_rank: Tensor | None) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns the logits of shape (..., V). Gradients must be disabled."""
     h = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
-    x = padded_logits(h, weight, bias, low_rank, h.dtype)
+    x = padded_logits(h, weight, bias, None, h.dtype)
     return x if h is hidden else x.view(*hidden.shape[:-1], len(weight))
-
-
-def _needs_gradient(ctx: Any) -> bool:
-    """Whether a tensor of the head needs a gradient."""
-    hidden, weight, bias, low_rank, *_ = ctx.needs_input_grad
-    return hidden or weight or bias or low_rank
 
 
 def _memory_like(x: Tensor) -> Tensor:
@@ -169,26 +144,21 @@ def _memory_like(x: Tensor) -> Tensor:
 
 
 def _gradients(
-    ctx: Any, of_head: HeadTensors, loss: RowLoss, dz: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the gradients of the head's tensors, where dz is the gradient of the logits."""
-    hidden, weight, bias, low_rank = of_head
-    needs_hidden, needs_weight, needs_bias, needs_low_rank, *_ = ctx.needs_input_grad
-    d_hidden = d_weight = d_bias = d_low_rank = None
+    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: RowLoss, dz: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns the gradients of hidden, weight and bias, where dz is the gradient of the logits."""
+    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    d_hidden = d_weight = d_bias = None
     h = hidden
     if h.dim() != 2:
         h, dz = h.reshape(-1, h.shape[-1]), dz.view(-1, dz.shape[-1])
     if needs_hidden:
-        out = None if low_rank is None else torch.empty_like(h)
-        d_hidden = hidden_gradient(dz, weight, low_rank, False, out)
+        d_hidden = gemm(dz, weight)
         d_hidden = d_hidden if h is hidden else d_hidden.view(hidden.shape)
-    if needs_weight or needs_low_rank:
+    if needs_weight:
         # The gradient of an ignored row is 0, but 0 times NaN or infinity is NaN.
         h = ctx.backend.zero_ignored(h, loss.reading)
-        first, second = (h, h) if low_rank is None else two_parts(h, weight, low_rank)
-        d_weight = gemm(dz.t(), first) if needs_weight else None
-        if needs_low_rank and low_rank is not None:
-            d_low_rank = gemm(dz.t(), second).to(low_rank.dtype)
+        d_weight = gemm(dz.t(), h)
     if needs_bias and bias is not None:
         d_bias = dz.sum(0, dtype=PRECISION[bias.dtype]).to(bias.dtype)
-    return d_hidden, d_weight, d_bias, d_low_rank
+    return d_hidden, d_weight, d_bias

@@ -269,6 +269,7 @@ def test_a_tail_that_was_not_requested_is_named(device):
             ll.slot_loss(formula, x, targets, tail=False)
 
 
+@pytest.mark.usefixtures("checked")
 def test_wrong_arguments_are_refused(device):
     x, targets = make(torch.float32, device)
 
