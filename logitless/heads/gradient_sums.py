@@ -65,7 +65,7 @@ class HeadGradients(NamedTuple):
 
     def scale_(self, backend: Backend, number: Tensor) -> None:
         """Multiplies the gradients of the head's tensors in place by a scalar tensor."""
-        hidden, weight, bias, low_rank = self.tensors
+        hidden, weight, bias, low_rank = self.hidden, self.weight, self.bias, self.low_rank
         if hidden is None or weight is None or hidden.dtype != weight.dtype:
             rest = (hidden, weight, bias, low_rank)
         else:

@@ -38,7 +38,7 @@ from .products import (
     steady_product,
     without_autocast,
 )
-from .quantized import is_freed, is_quantized
+from .quantized import PLAIN, is_freed, is_quantized
 from .unshard import in_memory
 
 Rows = slice | Tensor  # some rows, as a slice or as a tensor of indices
@@ -230,7 +230,7 @@ class Head:
             return False
         if self.low_rank is not None:
             return False
-        if type(self.weight) not in (Tensor, nn.Parameter) and is_quantized(self.weight):
+        if type(self.weight) not in PLAIN and is_quantized(self.weight):
             return False
         hidden, (vocab, width) = self.hidden, self.weight.shape
         if hidden.dtype != self.dtype or hidden.dtype == torch.float16:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..contract import PRECISION
 from ..core.source import is_dtensor
-from .quantized import is_quantized, row_blocks
+from .quantized import PLAIN, is_quantized, row_blocks
 
 SLAB = 64 << 20  # the largest size in bytes of a temporary fp32 copy on a CPU
 UNCHANGED = contextlib.nullcontext()  # a context manager that does nothing
@@ -245,7 +245,7 @@ def dense_logits(
         first, second = two_parts(hidden, weight, low_rank)
         adapted = dense_logits(second, low_rank.to(hidden.dtype), None, None, dtype)
         return dense_logits(first, weight, bias, None, dtype) + adapted
-    if dtype == hidden.dtype and not is_quantized(weight):
+    if dtype == hidden.dtype and (type(weight) in PLAIN or not is_quantized(weight)):
         return torch.nn.functional.linear(hidden, weight, bias)
     wanted = any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     differentiable = torch.compiler.is_compiling() or (torch.is_grad_enabled() and wanted)

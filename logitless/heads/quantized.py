@@ -18,9 +18,12 @@ BLOCK = 64 << 20  # the largest size in bytes of a dequantised block
 UNIT = 128
 
 
+PLAIN = (Tensor, nn.Parameter)  # classes of weights that are certainly not quantised
+
+
 def is_quantized(t: Tensor) -> bool:
     """Whether the tensor's class implements its own matrix products, as quantised weights do."""
-    if type(t) is Tensor or type(t) is nn.Parameter:
+    if type(t) in PLAIN:
         return False
     plain = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
     # `trigger_wait` is a method of the tensors that functional collectives return.
