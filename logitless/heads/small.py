@@ -31,8 +31,7 @@ from .products import UNCHANGED, gemm, padded_logits, padded_memory, without_aut
 
 def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     """Returns the weighted and reduced loss over a small head."""
-    hidden, weight, bias, _ = head.tensors
-    inputs = (hidden, weight, bias)
+    inputs = (head.hidden, head.weight, head.bias)
     if forward_ad._current_level >= 0:
         refuse_tangents(*inputs)
     rows = loss.row_inputs if row_weight is None else (*loss.row_inputs, row_weight)
