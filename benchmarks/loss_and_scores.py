@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import logitless as ll
-from logitless.cli import clocks, machine
+from benchmarks.step_clock import time_and_memory
+from logitless.cli import machine
 from logitless.cli.report import table
 
 WORKSPACE = 1 << 30
@@ -112,19 +113,8 @@ def error_of(loss: Loss, exact: Loss) -> float:
 def measured(loss: Loss, shape: tuple[int, int, int]) -> tuple[float, float]:
     """Returns the milliseconds of forward and backward, and the peak MiB beyond the gradients."""
     hidden, weight, target = inputs(*shape)
-
-    def step(_):
-        hidden.grad = weight.grad = None
-        loss(hidden, weight, target).backward()
-
-    step(None)
-    hidden.grad = weight.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step(None)
-    peak = torch.cuda.max_memory_allocated() - before - hidden.nbytes - weight.nbytes
-    return clocks.device_time(lambda: None, step, BUDGET), peak / 2**20
+    leaves = (hidden, weight)
+    return time_and_memory(lambda: loss(hidden, weight, target).backward(), leaves, BUDGET)
 
 
 def main() -> None:

@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from logitless.cli import clocks, machine
+from benchmarks.step_clock import time_and_memory
+from logitless.cli import machine
 from logitless.cli.report import table
 from logitless.trl_head.computed import Call, token_statistics
 
@@ -145,22 +146,14 @@ def measured(head: Head, loss: Callable, shape: tuple[int, ...]) -> tuple[float,
     """Returns the milliseconds of forward and backward, and the peak MiB beyond the gradients."""
     hidden, weight, target = inputs(*shape, "cuda")  # pyright: ignore[reportCallIssue]
 
-    def step(_):
-        hidden.grad = weight.grad = None
+    def step():
         found = head(hidden, weight, target)
         loss(found.logprob).backward()
         found.entropy.detach().sum()
         if found.right is not None:
             found.right.sum()
 
-    step(None)
-    hidden.grad = weight.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step(None)
-    peak = torch.cuda.max_memory_allocated() - before - hidden.nbytes - weight.nbytes
-    return clocks.device_time(lambda: None, step, BUDGET), peak / 2**20
+    return time_and_memory(step, (hidden, weight), BUDGET)
 
 
 def main() -> None:
