@@ -116,7 +116,9 @@ def test_equals_topk_distill_in_kernels(divergence, support, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("divergence", "support"), MATRIX)
 def test_as_good_as_torch(divergence, support, dtype, impl, device):
-    x, targets = make(dtype, device)
+    # In only 4 rows, PyTorch's own error is small by chance: over 300 seeds, the median errors of
+    # both are equal, but 12 seeds break the bound. With 12 rows, 1 seed of 300 breaks it.
+    x, targets = make(dtype, device, rows=12)
     formula = formula_of(divergence, support)
 
     def naive(x):
