@@ -116,9 +116,7 @@ def test_equals_topk_distill_in_kernels(divergence, support, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("divergence", "support"), MATRIX)
 def test_as_good_as_torch(divergence, support, dtype, impl, device):
-    # In only 4 rows, PyTorch's own error is small by chance: over 300 seeds, the median errors of
-    # both are equal, but 12 seeds break the bound. With 12 rows, 1 seed of 300 breaks it.
-    x, targets = make(dtype, device, rows=12)
+    x, targets = make(dtype, device)
     formula = formula_of(divergence, support)
 
     def naive(x):
@@ -129,6 +127,9 @@ def test_as_good_as_torch(divergence, support, dtype, impl, device):
     assert_as_good_as_torch(
         lambda x: ll.slot_loss(formula, x, targets, temperature=0.7), naive, x,
         computed_in=torch.float32,
+        # Over 300 seeds, the median errors of PyTorch and of this library are equal. But in 12 of
+        # them PyTorch's error is small by chance, and twice this error is less than ours.
+        draws=8,
     )  # fmt: skip
 
 

@@ -50,17 +50,19 @@ def assert_as_good_as_torch(
     factor: float = 2.0,
     computed_in: torch.dtype | None = None,
     terms: Callable[[Tensor], Tensor] | None = None,
+    draws: int = 1,
 ) -> None:
     """Asserts that our errors are at most `factor` times PyTorch's errors, plus a floor.
 
     `naive` is the oracle's formula. Its results in fp64 are exact. Its results in the dtype of x,
     or in `computed_in`, have PyTorch's errors. If a value is a sum of terms of both signs, `terms`
     returns the sum of their magnitudes, and the floor is relative to this sum. Rounding errors do
-    not cancel where the terms cancel, and PyTorch's own error may be small by chance.
+    not cancel where the terms cancel, and PyTorch's own error may be small by chance. With several
+    draws, PyTorch's error is the largest of its errors for x, 0.99 x, 0.98 x, and so on.
     """
     assert_each_as_good_as_torch(
         lambda x: {"": ours(x)}, {"": naive}, x, factor=factor, computed_in=computed_in,
-        terms=terms,
+        terms=terms, draws=draws,
     )  # fmt: skip
 
 
@@ -72,6 +74,7 @@ def assert_each_as_good_as_torch(
     factor: float = 2.0,
     computed_in: torch.dtype | None = None,
     terms: Callable[[Tensor], Tensor] | None = None,
+    draws: int = 1,
 ) -> None:
     """Like assert_as_good_as_torch, for several results of one call and their gradients."""
     leaf = x.detach().clone().requires_grad_()
@@ -85,19 +88,33 @@ def assert_each_as_good_as_torch(
         value = results[which]
         upstream = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(x.device)
         truth = value_and_grad(f, x.double(), upstream)
-        same_dtype = value_and_grad(f, x.to(computed_in or x.dtype), upstream)
+        of_torch = torch_errors(f, x, upstream, computed_in or x.dtype, draws)
         (grad,) = torch.autograd.grad(value, leaf, upstream.to(value.dtype), retain_graph=True)
         assert grad.dtype == x.dtype
         assert value.dtype == (torch.float64 if x.dtype == torch.float64 else torch.float32)
         spread = 1.0 if terms is None else float(terms(x.double()).max() / truth[0].abs().max())
-        for name, got, torch_got, want, floor in (
-            ("value", value.detach(), same_dtype[0], truth[0], FLOOR[x.dtype] * max(1.0, spread)),
-            ("gradient", grad, same_dtype[1], truth[1], FLOOR[x.dtype] + rounding),
+        for name, got, torch_error, want, floor in (
+            ("value", value.detach(), of_torch[0], truth[0], FLOOR[x.dtype] * max(1.0, spread)),
+            ("gradient", grad, of_torch[1], truth[1], FLOOR[x.dtype] + rounding),
         ):
             assert got.shape == want.shape
-            bound = factor * error_or_inf(torch_got, want) + floor
+            bound = factor * torch_error + floor
             found = error(got, want)
             assert found <= bound, f"{which} {name}: error {found:.3g} > {bound:.3g}"
+
+
+def torch_errors(
+    f: Callable[[Tensor], Tensor], x: Tensor, upstream: Tensor, dtype: torch.dtype, draws: int
+) -> tuple[float, float]:
+    """PyTorch's largest errors of the value and of the gradient, for x, 0.99 x, 0.98 x, ..."""
+    errors = []
+    for i in range(draws):
+        y = x if i == 0 else x * (1 - 0.01 * i)
+        want = value_and_grad(f, y.double(), upstream)
+        got = value_and_grad(f, y.to(dtype), upstream)
+        errors.append([error_or_inf(*pair) for pair in zip(got, want, strict=True)])
+    of_value, of_gradient = (max(of_one) for of_one in zip(*errors, strict=True))
+    return of_value, of_gradient
 
 
 def error_or_inf(got: Tensor, want: Tensor) -> float:
