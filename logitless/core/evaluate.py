@@ -264,21 +264,21 @@ class GradientInBackward(Node):
         # saved_tensors is read only once, because activation checkpointing allows only one access.
         x, *tensors = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            _, d_x, d_rows = finish(ctx, x, tensors, upstream, ctx.needs_input_grad[0])
+            d_x, d_rows = finish(ctx, x, tensors, upstream, ctx.needs_input_grad[0])
         else:
             with torch.no_grad():
-                _, d_x, d_rows = finish(ctx, x, tensors, upstream, ctx.needs_input_grad[0])
+                d_x, d_rows = finish(ctx, x, tensors, upstream, ctx.needs_input_grad[0])
             d_x, *d_rows = refuse_second((d_x, *d_rows), (x, *tensors, *upstream))
         return d_x, None, None, None, None, *d_rows
 
 
 def finish(
     ctx, x: Tensor, tensors: Sequence, upstream: tuple, wanted: bool, into: Tensor | None = None
-) -> tuple[RowLoss, Tensor | None, tuple]:
+) -> tuple[Tensor | None, tuple]:
     """Computes backward. `tensors` are all tensors except x that GradientInBackward saved.
 
-    Returns the loss, the gradient of the logits if `wanted`, and the gradients of row_inputs. The
-    gradient of the logits is written to `into` if possible.
+    Returns the gradient of the logits if `wanted`, and the gradients of row_inputs. The gradient of
+    the logits is written to `into` if possible.
     """
     factor, saved = tensors[0], tuple(tensors[ctx.count :])
     loss = ctx.loss.rebuild(tensors[1 : ctx.count])
@@ -293,7 +293,7 @@ def finish(
         if loss.row_inputs:
             scale = upstream[0] if factor is None else upstream[0] * factor
             d_rows = loss.d_row_inputs(saved, scale)
-    return loss, d_x, d_rows
+    return d_x, d_rows
 
 
 # torch.autograd.Function.apply contains code that is needed only under torch.func. The two

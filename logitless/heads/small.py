@@ -73,17 +73,18 @@ class SmallTotal(Node):
     @staticmethod
     def backward(ctx, upstream, *_):
         Node.refuse_vmap((upstream,))
-        hidden, weight, bias, row_weight, *tensors = saved = ctx.saved_tensors
         gradients, ctx.gradients = ctx.gradients, None  # autograd owns the gradients afterwards
         differentiable = torch.is_grad_enabled()
         with torch.no_grad() if differentiable else UNCHANGED:
             if gradients is None:
+                hidden, weight, bias, row_weight, *tensors = ctx.saved_tensors
                 with without_autocast(hidden.device):
                     loss = ctx.loss.rebuild(tensors)
                     _, gradients = _total(ctx, hidden, weight, bias, row_weight, loss)
             gradients.scale_(ctx.backend, upstream)
         if differentiable:
-            gradients = gradients.through(lambda g: refuse_second(g, (*saved, upstream)))
+            inputs = (*ctx.saved_tensors, upstream)
+            gradients = gradients.through(lambda g: refuse_second(g, inputs))
         return gradients.hidden, gradients.weight, gradients.bias, None, None, None
 
 
@@ -94,22 +95,24 @@ class SmallRows(Node):
     def forward(ctx, hidden, weight, bias, loss, *row_inputs):
         x = _logits(hidden, weight, bias)
         outputs = GradientInBackward.forward(ctx, x, backend_of(hidden), loss, None, None)
+        # `counted` is computed here, because Python is slower in the thread of backward.
+        counted = _counted(ctx, hidden, loss)
         # ctx.to_save holds the tensors that GradientInBackward.forward saved.
-        ctx.save_for_backward(hidden, weight, bias, *ctx.to_save)
+        ctx.save_for_backward(hidden, counted, weight, bias, *ctx.to_save)
         return outputs
 
     @staticmethod
     def backward(ctx, *upstream):
         Node.refuse_vmap(upstream)
-        hidden, weight, bias, x, *tensors = saved = ctx.saved_tensors
+        hidden, counted, weight, bias, x, *tensors = saved = ctx.saved_tensors
         differentiable = torch.is_grad_enabled()
         d_head = (None, None, None)
         with torch.no_grad() if differentiable else UNCHANGED, without_autocast(hidden.device):
             wanted = any(ctx.needs_input_grad[:3])
             into = _memory_like(x) if wanted else None
-            loss, dz, d_rows = evaluate.finish(ctx, x, tensors, upstream, wanted, into)
+            dz, d_rows = evaluate.finish(ctx, x, tensors, upstream, wanted, into)
             if dz is not None:
-                d_head = _gradients(ctx, hidden, weight, bias, loss, dz)
+                d_head = _gradients(ctx, hidden, counted, weight, bias, dz)
         gradients = (*d_head, *d_rows)
         if differentiable:
             gradients = refuse_second(gradients, (*saved, *upstream))
@@ -127,7 +130,8 @@ def _total(
     """Returns (value, *extras), and the gradients for an upstream gradient of 1."""
     x = _logits(hidden, weight, bias)
     outputs, dz = evaluate.total_and_gradient(ctx.backend, x, loss, row_weight, ctx.reduction, x)
-    return outputs, HeadGradients(*_gradients(ctx, hidden, weight, bias, loss, dz))
+    counted = _counted(ctx, hidden, loss)
+    return outputs, HeadGradients(*_gradients(ctx, hidden, counted, weight, bias, dz))
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -142,22 +146,35 @@ def _memory_like(x: Tensor) -> Tensor:
     return padded_memory(x.shape[:-1].numel(), x.shape[-1], x, x.dtype)
 
 
+def _counted(ctx: Any, hidden: Tensor, loss: RowLoss) -> Tensor | None:
+    """Returns hidden (N, D) with 0 in ignored rows, if the weight needs a gradient.
+
+    The gradient of an ignored row is 0, but 0 times NaN or infinity is NaN.
+    """
+    if not ctx.needs_input_grad[1]:
+        return None
+    h = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
+    return ctx.backend.zero_ignored(h, loss.reading)
+
+
 def _gradients(
-    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: RowLoss, dz: Tensor
+    ctx: Any,
+    hidden: Tensor,
+    counted: Tensor | None,  # the result of _counted
+    weight: Tensor,
+    bias: Tensor | None,
+    dz: Tensor,  # the gradient of the logits
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the gradients of hidden, weight and bias, where dz is the gradient of the logits."""
-    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    """Returns the gradients of hidden, weight and bias."""
+    needs_hidden, _, needs_bias = ctx.needs_input_grad[:3]
     d_hidden = d_weight = d_bias = None
-    h = hidden
-    if h.dim() != 2:
-        h, dz = h.reshape(-1, h.shape[-1]), dz.view(-1, dz.shape[-1])
+    if hidden.dim() != 2:
+        dz = dz.view(-1, dz.shape[-1])
     if needs_hidden:
         d_hidden = gemm(dz, weight)
-        d_hidden = d_hidden if h is hidden else d_hidden.view(hidden.shape)
-    if needs_weight:
-        # The gradient of an ignored row is 0, but 0 times NaN or infinity is NaN.
-        h = ctx.backend.zero_ignored(h, loss.reading)
-        d_weight = gemm(dz.t(), h)
+        d_hidden = d_hidden if hidden.dim() == 2 else d_hidden.view(hidden.shape)
+    if counted is not None:
+        d_weight = gemm(dz.t(), counted)
     if needs_bias and bias is not None:
         d_bias = dz.sum(0, dtype=PRECISION[bias.dtype]).to(bias.dtype)
     return d_hidden, d_weight, d_bias

@@ -10,11 +10,14 @@ import math
 from typing import NamedTuple
 
 import torch
+import triton
 
 MAX_SPLITS = 128
 # Rows with at most SHORT columns are not split over programs, because the launch that merges the
 # splits would cost more time than the splits save.
 SHORT = 4096
+# With MANY rows per multiprocessor or more, a kernel with one warp per row fills the GPU.
+MANY = 16
 
 
 class Config(NamedTuple):
@@ -69,8 +72,9 @@ def stats_fwd(
 
     If there are too few rows to fill the GPU, several programs share a row, unless rows have at
     most SHORT columns. A kernel is `heavy` if it computes more statistics than max and sum, or
-    applies a softcap. Heavy kernels have smaller blocks. For 16-bit logits, heavy kernels use one
-    warp, so that no reduction crosses warps. `twice` means that the kernel computes two
+    applies a softcap. Heavy kernels have smaller blocks. For 16-bit logits of many rows, heavy
+    kernels use one warp, so that no reduction crosses warps. For fewer rows, one warp per row would
+    not fill the GPU. `twice` means that the kernel computes two
     normalisers. With two normalisers, blocks have at most 4096 columns.
 
     For 16-bit logits, a kernel with a block of 8192 columns is compiled for at most 80 registers
@@ -80,7 +84,8 @@ def stats_fwd(
     if rows >= 2 * processors or vocab <= SHORT:
         block, warps, registers = (8192, 4, 80) if vocab > 2**16 and not twice else (4096, 4, None)
         if heavy:
-            block, warps = (1024, 1) if itemsize == 2 else (4096, 4)
+            one_warp = itemsize == 2 and rows >= MANY * processors
+            block, warps = (1024, 1) if one_warp else (4096, 4)
         if heavy or itemsize != 2:
             registers = None
         return overridden(Config(min(block, ceil_pow2(vocab)), warps, registers=registers))
@@ -208,6 +213,9 @@ NARROW = {
 }  # fmt: skip
 # The largest number of bytes for partial sums of d_hidden, if the vocabulary is split.
 NARROW_SUMS = 32 << 20
+# In Triton 3.5, the kernel for d_weight cannot load hidden states in advance. Triton 3.5 raises
+# "cp.async does not support transfers smaller than 4 bytes".
+LOADS_IN_ADVANCE = not triton.__version__.startswith("3.5.")
 HOPPER_MEMORY = 227 << 10  # bytes of shared memory that a program on Hopper can use
 
 
@@ -233,6 +241,8 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
     elif kernel == "d_weight":
         rows = max(rows >> heavy, 16)
     held, streamed = (columns, rows) if kernel == "d_weight" else (rows, columns)
+    if kernel == "d_weight" and not LOADS_IN_ADVANCE:
+        stages = 1
     while stages > 1 and (held + stages * streamed) * width * itemsize + 8192 > memory:
         stages -= 1
     registers = limit[0] if limit and not heavy else None

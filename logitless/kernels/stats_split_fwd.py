@@ -184,7 +184,7 @@ def cut_of(
     """
     heavy = invariant or softcap is not None or sums.entropy or sums.argmax or sums.total
     processors = config.processors(device)
-    count = 2 * processors if invariant else rows.count
+    count = config.MANY * processors if invariant else rows.count
     return config.stats_fwd(count, rows.vocab, rows.itemsize, processors, heavy, sums.second)
 
 

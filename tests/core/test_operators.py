@@ -142,7 +142,7 @@ READS = {
     "token_logprobs of K": lambda x, t: ll.token_logprobs(x, torch.stack((t, t + 1), -1).abs() % V),
     "score": lambda x, t: torch.stack(tuple(ll.score(x, t))[:3]),  # PyTorch 2.9 slices no other
     "kept_scores": lambda x, t: torch.stack(
-        ll.kept_scores(x, t, torch.stack((t, t + 1), -1).abs() % V, softcap=4.0)[:2]
+        tuple(ll.kept_scores(x, t, torch.stack((t, t + 1), -1).abs() % V, softcap=4.0))[:2]
     ),
     "kept_scores, mass": lambda x, t: torch.stack(
         tuple(ll.kept_scores(x, t, torch.stack((t, t + 1), -1).abs() % V, mass=True))

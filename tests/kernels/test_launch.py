@@ -167,10 +167,13 @@ def compiled(rows, V, splits):
     return {(s.name, str(s.signature), str(s.constants), str(s.attrs)) for s, *_ in launches}
 
 for splits in (1, 3):
-    few = compiled(7, 32000, splits)
-    assert len(few) > 4, few
-    for rows, V in ((8, 32000), (99, 32000), (128, 32000), (7, 32016), (9, 50256)):
-        assert compiled(rows, V, splits) == few, (rows, V, splits, compiled(rows, V, splits) ^ few)
+    # Here, a kernel with one warp per row is used from 16 rows on.
+    for first, others in ((7, (8, 15)), (16, (17, 99, 128))):
+        one = compiled(first, 32000, splits)
+        assert len(one) > 4, one
+        for rows, V in (*((n, 32000) for n in others), (first, 32016), (others[0], 50256)):
+            more = compiled(rows, V, splits)
+            assert more == one, (rows, V, splits, more ^ one)
     assert compiled(5, 128256, splits) == compiled(8, 151936, splits)  # beyond 2^16, longer blocks
 assert compiled(7, 32000, 3) == compiled(7, 32000, 5)
 print("the same")

@@ -191,7 +191,7 @@ BUGS = (
     Bug("the gradient has no room", "heads", "logitless/heads/plan.py",
         "limit = min(limit, workspace // 4)", "limit = min(limit, workspace)", (SMALL,)),
     Bug("hidden of ignored rows in a small head", "heads", "logitless/heads/small.py",
-        "h = ctx.backend.zero_ignored(h, loss.reading)", "pass", (SMALL,)),
+        "return ctx.backend.zero_ignored(h, loss.reading)", "return h", (SMALL,)),
     Bug("a second backward of a small head", "heads", "logitless/heads/small.py",
         "gradients, ctx.gradients = ctx.gradients, None", "gradients = ctx.gradients", (SMALL,)),
     Bug("the weight of a head is not scaled", "heads", "logitless/heads/gradient_sums.py",
