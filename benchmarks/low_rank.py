@@ -1,7 +1,7 @@
 """Measures time and memory of cross-entropy over a head with a LoRA adapter, on a GPU.
 
-    python benchmarks/low_rank.py                    the default sizes
-    python benchmarks/low_rank.py --rows 4096        other sizes
+    python -m benchmarks.low_rank                    the default sizes
+    python -m benchmarks.low_rank --rows 4096        other sizes
 
 Three ways are compared: logits in PyTorch, `LinearLogits(low_rank=...)`, and the head without an
 adapter. The head without an adapter is a lower bound of the time. The weight is frozen, as in LoRA.
