@@ -5,8 +5,8 @@ Usually, the number of rows in a batch determines how a kernel splits a row, and
 uses. Inside `invariant`, every split depends only on the vocabulary, the dtype and the options:
 
 - Triton kernels compute every row in one program (kernels/stats_split_fwd.py, `cut_of`).
-- Triton kernels split a row at 16-byte boundaries. So logits are copied if their rows do not all
-  start on 16-byte boundaries (`aligned`).
+- Inside a program, the blocks of a row start on 16-byte boundaries. So logits are copied if their
+  rows do not all start on 16-byte boundaries (`aligned`).
 - The eager backend computes one row at a time (core/evaluate.py). PyTorch's operations on a CPU can
   round the same row differently if the row is at another position in the tensor.
 - The GEMMs of a head add the terms of each sum in a fixed order (kernels/row_gemm.py,
@@ -36,9 +36,9 @@ def invariant():
 
     The bits do not depend on the other rows of the batch, on the number and the order of the rows,
     on `workspace`, or on ignored rows. This is true for the results per row and for the gradients
-    of logits and hidden states, for all losses and statistics of this library. It is not true for
-    the gradients of weight and bias, because these gradients are sums over the batch. Backward can
-    run outside of the block. `invariant` applies to all threads of the process.
+    of logits and hidden states, for all losses and statistics of this library. The bits of the
+    gradients of weight and bias do depend on the batch, because these gradients are sums over the
+    batch. Backward can run outside of the block. `invariant` applies to all threads of the process.
 
     >>> import logitless as ll
     >>> z = torch.randn(8, 1000)
@@ -75,7 +75,7 @@ def refuse_operator() -> None:
 
 
 def computes_single_rows(backend: Any) -> bool:
-    """Whether this backend is invariant only if it computes one row at a time."""
+    """Whether this backend must compute one row at a time to be invariant."""
     return backend is eager or getattr(backend, "backend", None) is eager
 
 

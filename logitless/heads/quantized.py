@@ -35,8 +35,8 @@ def why_not_readable(t: Any) -> str | None:
     """The reason why a quantised weight cannot be read in blocks, or None if it can be read.
 
     The reason is the end of a sentence whose subject is the weight. A weight whose class also
-    quantises the input of the product is not read in blocks. The product of the unquantised input
-    and the dequantised weight would have other values.
+    quantises the input of the product is not read in blocks. The class multiplies the quantised
+    input by the weight, and the unquantised input would give other values.
     """
     if t.requires_grad:
         return "is quantised and requires a gradient"
@@ -49,7 +49,7 @@ def why_not_readable(t: Any) -> str | None:
         return None
     try:
         rows = t.detach()[:UNIT].dequantize()
-    except Exception:  # each class can raise other exceptions
+    except Exception:  # each class raises its own exceptions
         return "is quantised, and its rows cannot be dequantised separately"
     fits = type(rows) is Tensor and rows.shape == (min(UNIT, len(t)), t.shape[1])
     return None if fits else "is quantised, and its rows cannot be dequantised separately"

@@ -1,9 +1,9 @@
 """Computes a loss over a small head from all logits at once, in one autograd function.
 
-A head is small if a GPU computes its loss in about 2 ms or less (plan.is_small). For so little
-work, the time on the host matters. Therefore the functions of this module call as few operations as
-possible. The GEMMs include ignored rows, because dropping ignored rows would make the host wait for
-the number of rows that count.
+A head is small if its logits take at most 512 MiB (1 MiB on a CPU) and a GPU computes the loss in
+about 2 ms or less (plan.is_small). For so little work, the time on the host matters. Therefore the
+functions of this module call as few operations as possible. The GEMMs include ignored rows, because
+dropping ignored rows would make the host wait for the number of rows that count.
 
 For a mean or sum, forward computes the loss and all gradients, and backward multiplies the
 gradients by the upstream gradient. The gradient of the logits overwrites the logits. A second
@@ -49,7 +49,7 @@ def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor
 
 
 def evaluate_traced(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-    """Like `evaluate_small`, for a dispatch mode such as FakeTensorMode."""
+    """Computes the result of `evaluate_small` under a dispatch mode such as FakeTensorMode."""
     hidden = head.hidden
     flat = eager.zero_ignored(hidden.reshape(-1, hidden.shape[-1]), loss.reading)
     x = head.replace(hidden=flat.view(hidden.shape)).logits()
@@ -149,7 +149,8 @@ def _memory_like(x: Tensor) -> Tensor:
 def _counted(ctx: Any, hidden: Tensor, loss: RowLoss) -> Tensor | None:
     """Returns hidden (N, D) with 0 in ignored rows, if the weight needs a gradient.
 
-    The gradient of an ignored row is 0, but 0 times NaN or infinity is NaN.
+    The logits of an ignored row have a gradient of 0. In the GEMM for the weight's gradient, 0
+    times a NaN or infinity in `hidden` would be NaN.
     """
     if not ctx.needs_input_grad[1]:
         return None

@@ -72,10 +72,11 @@ def stats_fwd(
 
     If there are too few rows to fill the GPU, several programs share a row, unless rows have at
     most SHORT columns. A kernel is `heavy` if it computes more statistics than max and sum, or
-    applies a softcap. Heavy kernels have smaller blocks. For 16-bit logits of many rows, heavy
-    kernels use one warp, so that no reduction crosses warps. For fewer rows, one warp per row would
-    not fill the GPU. `twice` means that the kernel computes two
-    normalisers. With two normalisers, blocks have at most 4096 columns.
+    applies a softcap. Heavy kernels have blocks of at most 4096 columns. For 16-bit logits of many
+    rows, heavy kernels use one warp, so that no reduction crosses warps. For fewer rows that are
+    not split, heavy kernels use four warps, because one warp per row would not fill the GPU.
+    `twice` means that the kernel computes two normalisers: one at the temperature, and one at
+    temperature 1. With two normalisers, blocks have at most 4096 columns.
 
     For 16-bit logits, a kernel with a block of 8192 columns is compiled for at most 80 registers
     per thread. Without the limit of 80 registers, fewer programs fit on each multiprocessor, and
@@ -96,17 +97,17 @@ def stats_fwd(
 
 @functools.lru_cache(1024)
 def label_bwd(vocab: int) -> Config:
-    """Each program computes one block of a row, because the blocks of a row are independent."""
+    """Each program computes the gradient of one block of a row, because blocks are independent."""
     return overridden(Config(min(2048, ceil_pow2(vocab)), 2))
 
 
 @functools.lru_cache(1024)
 def ids_bwd(vocab: int, itemsize: int) -> Config:
-    """Each program computes one span of a row, and rewrites the gradient at the ids.
+    """Each program writes the gradient of one span, and then rewrites the gradient at the ids.
 
-    The gradient at the ids is rewritten while the span is in the cache. Spans are long, so that a
-    row has few programs, because every program of a row searches all ids of the row. A program
-    writes its span one block at a time, with several warps.
+    The gradient at the ids is rewritten while the span is in the cache. Every program of a row
+    searches all ids of the row. So spans are long, and a row has few programs. A program writes its
+    span one block at a time, with several warps.
     """
     # Block and span are at least 16, because Triton would treat a span of 1 as a constant.
     width = max(ceil_pow2(vocab), 16)
@@ -115,10 +116,11 @@ def ids_bwd(vocab: int, itemsize: int) -> Config:
 
 @functools.lru_cache(1024)
 def scale(vocab: int) -> Config:
-    """The grid has few programs. Each program loops over large blocks of columns.
+    """The kernel (scale.py) multiplies each row by a factor, in place.
 
-    In most calls, all rows have one common factor of 1. In such a call, each program reads the
-    factor and ends without reading a row.
+    The grid has few programs, and each program loops over large blocks of columns. In most calls,
+    one factor of 1 applies to all rows. Then each program reads the factor and ends without reading
+    a row.
     """
     return overridden(Config(min(4096, ceil_pow2(vocab)), 8))
 
@@ -167,8 +169,8 @@ def pair_fwd(vocab: int) -> Config:
     A program has one warp and needs no barrier.
     """
     cut = overridden(Config(min(512, ceil_pow2(vocab)), 1))
-    # A block must be at least as wide as the fringe tile. The fringe tile has two packs, which hold
-    # 16 columns of 16-bit logits.
+    # A block must be at least as wide as the fringe tile (layout.py), which has two packs of 16
+    # bytes, or 16 columns of 16-bit logits.
     return cut._replace(block_v=max(cut.block_v, 16))
 
 
@@ -191,8 +193,9 @@ def pair_bwd(vocab: int, itemsize: int) -> Config:
 # kernel's name and the number of bytes per element. The inner key is the width D of the hidden
 # states, padded to a power of two. Each entry is (rows, columns, warps, stages). A fifth number, if
 # given, limits the registers per thread. "fwd_expected" is the forward kernel if it also computes
-# the sums of narrow_expected.py. This kernel and the backward kernels have smaller tiles of logits,
-# because their programs also accumulate a sum of the whole width D.
+# the sums of narrow_expected.py. This kernel and the backward kernels also accumulate a sum of the
+# whole width D. At D = 256, these kernels therefore have smaller tiles of logits than "fwd". At
+# D = 512, only the backward kernels have smaller tiles.
 NARROW = {
     ("fwd", 2): {
         64: (128, 64, 4, 4), 128: (128, 64, 8, 4), 256: (128, 64, 8, 3), 512: (64, 64, 4, 2),
@@ -230,10 +233,11 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
 
     `heavy` is 0, 1 or 2. In the forward kernel, a softcap or any flag of `Sums` (contract.py) adds
     1 to `heavy`. In the backward kernels, a softcap or any of the coefficients "b", "total" and
-    "logprob_t1" adds 1 to `heavy`. Rows that do not start on 16-byte boundaries add 1 to `heavy`.
-    If `heavy` is not 0, the kernel needs more registers per thread and uses eight warps. In
-    backward kernels, the tiles that are loaded in a loop are halved `heavy` times. If `heavy` is
-    not 0, a tile of the kernel for d_hidden has at most 64 rows.
+    "logprob_t1" adds 1 to `heavy`. If rows of the hidden states or of the weight do not start on
+    16-byte boundaries, `heavy` is 1 larger. If `heavy` is not 0, the kernel needs more registers
+    per thread and uses eight warps. In the backward kernels and in "fwd_expected", the tiles that
+    are loaded in a loop are halved `heavy` times, but not below 16. If `heavy` is not 0, a tile of
+    "d_hidden" or "fwd_expected" has at most 64 rows.
     """
     rows, columns, warps, stages, *limit = NARROW[kernel, itemsize][max(width, 64)]
     if kernel in ("d_hidden", "fwd_expected"):

@@ -3,13 +3,15 @@
 The gradient of the logsumexp with respect to the hidden states is the mean of the rows of the
 weight, weighted by the probabilities p. Attention computes the same sum: the hidden states are the
 queries, and the weight is both the keys and the values. So the forward kernel (narrow_fwd.py)
-computes Σ e^(d/T) · weight together with the logsumexp. The kernel of this file merges the splits
-of these sums, and computes the gradient of the hidden states without computing the logits again.
+computes Σ e^(d/T) · weight together with the logsumexp, where d = y - max y, y are the logits after
+the softcap, and T is the temperature (state.py). Each split of the vocabulary has its own max and
+its own sum. The kernel of this file merges the sums of all splits, and computes the gradient of the
+hidden states without computing the logits again.
 
 The column of the label is left out of the sums. With this column, the gradient would be the
-difference of two nearly equal vectors if p of the label is near 1. Instead, this kernel adds p of
-the label to the label's term of the gradient in fp32, before the product with the weight. So the
-difference is exact.
+difference of two nearly equal vectors if p of the label is near 1. Instead, this kernel computes
+the label's coefficient, p - 1 for cross-entropy, in fp32, and multiplies the label's row of the
+weight by this coefficient. So nearly equal vectors are never subtracted.
 """
 
 import functools
@@ -34,17 +36,18 @@ MOST_BYTES = config.NARROW_SUMS
 
 
 class Expected(NamedTuple):
-    """The sums Σ e^(d/T) · weight of each split, without the label's column."""
+    """The sums Σ e^(d/T) · weight of each split, without the label's column (see above)."""
 
     sums: Tensor  # (splits, N, D), fp32
-    state: Tensor  # (N rounded up, fields, splits); holds the max m of y, and y at the label
+    # (N rounded up, fields, splits); holds the max m of the logits y, and y at the label
+    state: Tensor
 
 
 def is_expected(reading: Reading) -> bool:
-    """Whether the gradient of a loss needs no sums except those of `Expected`.
+    """Whether the gradient of the hidden states can be computed from the sums in `Expected`.
 
-    The result is False for a loss with ids, because p and the teacher's probability at an id can be
-    nearly equal. `Expected` leaves out only the label's column. The result is also False for a loss
+    The result is False for a loss with ids. At an id, p and the teacher's probability can be nearly
+    equal, and `Expected` leaves out only the label's column. The result is also False for a loss
     without a statistic at the label. The labels of such a loss only mark ignored rows.
     """
     at_label = reading.ids is None and not {"nll", "logprob", "picked"}.isdisjoint(reading.wants)
@@ -105,7 +108,7 @@ def hidden_from_expected(
     expected: Expected,
     weight: Tensor,  # (V, D)
     terms: Tensor,  # (TERMS, N)
-    pairs: Pairs,  # one pair per row, for the label
+    pairs: Pairs,  # one pair (row, column of the label) per row, with its gradient g
     d_hidden: Tensor,  # (N, D), contiguous
 ) -> None:
     """Writes the gradient of the hidden states to d_hidden."""

@@ -2,8 +2,9 @@
 
 A GEMM library chooses its kernel by the shapes of the matrices. So the order in which the terms of
 a sum are added depends on the number of rows. In this file, the order is fixed. One program
-computes a whole tile of the result, and adds the products of BLOCK_K columns at a time, from left
-to right. The tile sizes depend only on the dtype and the device (config.row_gemm).
+computes a whole tile of the result, and adds the products of BLOCK_K columns of the first matrix at
+a time, from left to right. The tile sizes depend only on the dtype and the device
+(config.row_gemm).
 """
 
 import functools
@@ -19,7 +20,9 @@ from .blockfp_gemm import PACK, aligned_matrix, is_aligned, tiles_of
 from .launch import REMEMBERED, Launch
 from .profiling import nothing, profiled
 
-GROUP = 16  # rows of tiles in a group; programs of the same group share data in the cache
+# The number of rows of tiles in a group. Programs that compute tiles of the same group share data
+# in the cache.
+GROUP = 16
 
 
 @triton.jit(

@@ -1,8 +1,9 @@
 """Coefficients of the backward formula, from the gradients of the row statistics, in one launch.
 
-The rules are the RULES of eager/stats_coefficients.py. With PyTorch's own operations, the
-coefficients of `score` would take eight launches, which is most of the host time of a small
-backward.
+contract.py defines the backward formula and its coefficients a, b, g_label and g_c, which is called
+g_total here. The kernel applies the RULES of eager/stats_coefficients.py. With PyTorch's own
+operations, the coefficients of `score` would take eight launches. These launches would take most of
+the host time of a small backward.
 """
 
 import functools
@@ -72,7 +73,10 @@ def step_of(constants, index):
 
 @triton.jit
 def _plus(total, d, SIGN: tl.constexpr):
-    """Returns total + SIGN · d. If SIGN is 0, an infinite d has no effect."""
+    """Returns total + SIGN · d.
+
+    If SIGN is 0, d is not used, because 0 times an infinite d would be NaN.
+    """
     if SIGN == 0:
         return total
     else:
@@ -92,7 +96,7 @@ def _sum_over_ids(D, row, mask, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr)
 
 @triton.jit
 def _add(sums, D, entropy, row, mask, K, INDEX: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Adds the terms of one statistic. D is the gradient of the statistic. None stands for 0."""
+    """Adds the terms of one statistic, whose gradient is D. If D is None, the gradient is 0."""
     if D is None:
         return sums
     else:

@@ -16,8 +16,8 @@ def leave_to_python(*functions: Any) -> bool:
 
     Dynamo ends its graph before a call of these functions. If a user's compiled function gets lazy
     logits, Dynamo would otherwise compile our own functions too, which takes many seconds.
-    torch.compiler.disable has the same effect, but imports the compiler. Returns whether this
-    version of PyTorch can leave functions to Python.
+    torch.compiler.disable has the same effect, but imports the compiler. Returns False if this
+    version of PyTorch has no setting to skip functions.
     """
     try:
         from torch._C._dynamo import eval_frame as frames
@@ -29,7 +29,8 @@ def leave_to_python(*functions: Any) -> bool:
             function._torchdynamo_disable = True
             function._torchdynamo_disable_msg = "lazy logits cannot be inside of a graph"
         return True
-    except (ImportError, AttributeError):  # not in this version of PyTorch; compiling takes longer
+    except (ImportError, AttributeError):
+        # This version of PyTorch has no such setting, so Dynamo compiles our functions too.
         return False
 
 
@@ -44,8 +45,8 @@ _can_leave = leave_to_python(outside_of_graph)
 def can_leave_graph() -> bool:
     """Whether Dynamo is tracing, and is allowed to end its graph here.
 
-    The result is False with `fullgraph=True`, in torch.export, and inside an operator that holds a
-    graph of its own, such as torch.utils.checkpoint.
+    The result is False with `fullgraph=True`, in torch.export, and inside a function that Dynamo
+    traces into a separate graph, such as the function of torch.utils.checkpoint.
     """
     tracer = _tracer()
     whole = tracer is None or tracer.one_graph or tracer.error_on_graph_break
@@ -66,7 +67,8 @@ def _tracer() -> Any:
         tracer = InstructionTranslator.current_tx()
         _ = tracer.one_graph, tracer.error_on_graph_break, tracer.export
         return tracer
-    except (ImportError, AttributeError):  # not Dynamo, or not in this version of PyTorch
+    except (ImportError, AttributeError):
+        # Dynamo is not tracing, or this version of PyTorch has no such attributes.
         return None
 
 

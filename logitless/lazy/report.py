@@ -1,4 +1,4 @@
-"""Records where lazy logits are materialised, for `report()` and warnings about large logits."""
+"""Records where lazy logits are materialised, for `report()` and for warnings."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 VARIABLE = "LOGITLESS_WARN_BYTES"
-PLACES = 1000  # the largest number of records; if there are more, the oldest is dropped
+PLACES = 1000  # the largest number of records; a further record replaces the oldest record
 LIMIT = 1 << 30  # the default of LOGITLESS_WARN_BYTES for logits outside of a training forward
 
 # The file names of logitless, of PyTorch, and of code that PyTorch generates begin with one of
@@ -130,8 +130,8 @@ def note(z: Any, operation: str, warns: bool = True) -> None:
     limit = _limit(0 if z.recipe.trains else LIMIT)
     if warns and limit is not None and size > limit:
         message = (
-            f"logits of a fused head are materialised by {operation}. The materialised logits have"
-            f" the shape {shape} and take {in_units(size)}, at {line}. {INSTEAD}"
+            f"logits of a fused head are materialised by {operation}, at {line}. The materialised"
+            f" logits have the shape {shape} and take {in_units(size)}. {INSTEAD}"
         )
         warn_once(message, f"{operation} at {line}", frame)
 

@@ -31,10 +31,10 @@ NO_NEEDS = (False,) * 4
 def summed(a: LazyLogits, b: LazyLogits) -> Any:
     """Returns a + b as lazy logits of a single head, or NotImplemented.
 
-    The head with more columns of the weight is the first head of the sum. If only one of a and b
-    needs a gradient, the weight of its head must have fewer columns, like the adapter of a frozen
-    layer. If neither a nor b needs a gradient, the numbers of columns must differ. elementwise.py
-    computes all other sums.
+    Let the width of a head be the number of columns of its weight. The wider head is the first head
+    of the sum. If only a or only b needs a gradient, the head that needs the gradient must be the
+    narrower head, like the LoRA adapter of a frozen layer. If neither needs a gradient, the widths
+    must differ. elementwise.py computes all other sums.
     """
     if not (is_summable(a) and is_summable(b)) or a.shape != b.shape or a.device != b.device:
         return NotImplemented
@@ -87,7 +87,9 @@ def _joined(first: Recipe, second: Recipe) -> Head | None:
     """Returns a head whose logits are the sum of the logits of both recipes, or None.
 
     The matrices of several adapters are copied into one `low_rank`. The result is None if this
-    `low_rank` would have more than a quarter of the weight's columns.
+    `low_rank` would have more than a quarter of the weight's columns. The result is also None if
+    the dtypes do not fit, if the second head has a quantised weight or its own `low_rank`, or if
+    the first logits are scaled.
     """
     x, y = first.head, second.head
     scale, dtype = second.logits.pre, x.hidden.dtype  # pyright: ignore[reportOptionalMemberAccess]
@@ -155,7 +157,10 @@ class LazySum(Node):
 
     @staticmethod
     def divided(ctx, parts: Parts) -> list[Parts]:
-        """Splits the gradients of the sum's tensors into those of the tensors of x and y."""
+        """Splits the gradients of the joined head's tensors.
+
+        The result holds the gradients for the head of x, and for the head of y.
+        """
         (hidden, *_, low_rank), (of_y, *_) = ctx.tensors
         d_hidden, d_weight, d_bias, d_low_rank = parts
         used, rank = ctx.used, 0 if low_rank is None else low_rank.shape[1]
@@ -174,5 +179,5 @@ class LazySum(Node):
 
 
 def cast_like(d: Tensor | None, like: Any) -> Tensor | None:
-    """Casts a gradient to the dtype of its tensor. A tensor that does not exist has no gradient."""
+    """Casts a gradient to the dtype of its tensor. If the tensor is None, the result is None."""
     return None if d is None or like is None else d.to(like.dtype)

@@ -50,8 +50,9 @@ class KeptLogits(KeptStatistics):
     """Computes z - max z at the ids, where max z is the maximum over the ids of the row.
 
     No other logits are read. The maximum is subtracted before the division by the temperature, so
-    that the differences are exact even if all logits of a row are large. The gradient leaves out
-    the maximum, because the scores do not depend on it.
+    that the differences are exact even if all logits of a row are large. Backward treats the
+    maximum as a constant, because subtracting a constant from all logits of a row does not change
+    the scores.
     """
 
     def forward(self, backend, x):
@@ -132,17 +133,19 @@ def kept_scores(
 def _distinct(ids: Tensor, label: Tensor, vocab: int) -> Tensor:
     """Returns the ids with NO_ID in empty slots, and in slots that repeat an earlier id of the row.
 
-    If the label of a row is out of range, its ids become out of range too, so that the row is NaN
-    where no error is raised.
+    If the label of a row is out of range, all ids of the row are replaced by an id out of range. So
+    the row is NaN on a GPU, where no error is raised.
     """
     if ids.shape[-1] == 0:
         ids = ids.new_full((*ids.shape[:-1], 1), EMPTY)
     in_order, order = ids.sort(dim=-1, stable=True)
     again = torch.nn.functional.pad(in_order[..., 1:] == in_order[..., :-1], (1, 0))
     repeated = torch.zeros_like(again).scatter(-1, order, again)
-    ids = torch.where(ids == NO_ID, EMPTY - 1, ids)  # NO_ID is no valid id of a caller
+    # A caller must not pass NO_ID, so NO_ID becomes an invalid id.
+    ids = torch.where(ids == NO_ID, EMPTY - 1, ids)
     ids = torch.where(repeated | (ids == EMPTY), NO_ID, ids)
-    bad = (label < 0) | (label >= vocab)  # also of ignored rows, which are not read
+    # `bad` can be True for ignored rows too, but ignored rows are not read.
+    bad = (label < 0) | (label >= vocab)
     return torch.where(bad.unsqueeze(-1), vocab, ids)
 
 
@@ -151,30 +154,32 @@ def _scores(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns logprob, entropy and log_mass, from z and log p at the ids (..., K).
 
-    A constant can be added to all z of a row. Rows in which no id has a z above -inf are computed
-    from constants, so that their gradient is 0 instead of NaN.
+    The z of a row can differ from the logits by a constant, because such a constant does not change
+    the scores. Rows in which no id has a z above -inf are computed from constants, so that their
+    gradient is 0 instead of NaN.
     """
     real = ids != NO_ID
-    some = (real & (z != -torch.inf)).any(-1)  # True for NaN
+    some = (real & (z != -torch.inf)).any(-1)  # also True if a z is NaN
 
     def at_ids(t: Tensor) -> Tensor:
         return torch.where(some.unsqueeze(-1), torch.where(real, t, -torch.inf), 0.0)
 
     z = at_ids(z)
     if logprobs is not None:
-        # z and log p have the same differences. Rounding errors are relative to the values, so each
-        # row is computed from the values whose maximum is closer to 0.
+        # Between any two ids of a row, z and log p have the same difference, so both give the same
+        # q. Rounding errors are relative to the values, so each row is computed from the values
+        # whose maximum is closer to 0.
         logprobs = at_ids(logprobs)
         top_z, top_p = (t.detach().amax(-1, keepdim=True).abs() for t in (z, logprobs))
         z = torch.where(top_p < top_z, logprobs, z)
     log_q = z.log_softmax(-1)
-    is_target = ids == label.unsqueeze(-1)  # in one slot at most
+    is_target = ids == label.unsqueeze(-1)  # True in at most one slot per row
     logprob = torch.where(is_target | log_q.isnan(), log_q, 0.0).sum(-1)
     found = some & is_target.any(-1) & (logprob > -torch.inf) | logprob.isnan()
     logprob = torch.where(found, logprob, -torch.inf)
-    # The factor log q is 0 where q is 0, because 0 · -inf would be NaN.
+    # log q is replaced by 0 where q is 0, because 0 · -inf would be NaN.
     terms = log_q.exp() * torch.where(log_q == -torch.inf, 0.0, log_q)
-    entropy = torch.where(some, 0.0 - terms.sum(-1), 0.0)  # 0.0 - 0.0 is not -0.0
+    entropy = torch.where(some, 0.0 - terms.sum(-1), 0.0)  # `0.0 - sum` avoids an entropy of -0.0
     if logprobs is None:
         return logprob, entropy, None
     return logprob, entropy, torch.where(some, logprobs.logsumexp(-1), -torch.inf)

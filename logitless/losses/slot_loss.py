@@ -25,7 +25,8 @@ from .row_loss import Formula
 Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
 
 # The log-probability of student and teacher where both probabilities are 0. NOTHING is finite, so
-# that the difference of the two is 0 instead of NaN. exp(NOTHING / 100) is 0 too, also in fp64.
+# that the difference of the two log-probabilities is 0 instead of NaN. exp(NOTHING) is 0. Even
+# exp(NOTHING / 100) is 0 in fp64, so a formula can divide the log-probabilities by up to 100.
 NOTHING = -1e5
 
 
@@ -44,7 +45,11 @@ class SlotProbs(NamedTuple):
 
 @dataclass(eq=False)
 class SlotFormula(Formula):
-    """A `Formula` whose function gets a SlotProbs. The first row_inputs are of the teacher."""
+    """A `Formula` whose function gets a SlotProbs.
+
+    The row_inputs are the mask of the slots, the teacher's log-probabilities, the teacher's tail if
+    requested, and then the tensors in `rows`.
+    """
 
     names: ClassVar[tuple[str, str]] = ("labels", "targets.ids")
     caller: ClassVar[str] = "slot_loss"
@@ -72,10 +77,11 @@ class SlotFormula(Formula):
 
 
 def _compared(student: Tensor, teacher: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns both log-probabilities, with NOTHING where both probabilities are 0 or not real.
+    """Returns both log-probabilities.
 
-    Where the student's probability is 0, its log-probability becomes a constant, because the
-    gradient of a formula could be 0 · inf = NaN.
+    Where both probabilities are 0, and where `real` is False (a masked slot or an ignored row),
+    both are NOTHING. Where the student's probability is 0, the student's log-probability becomes a
+    constant, because the gradient of a formula could be 0 · inf = NaN.
     """
     teacher = teacher.to(student.dtype)
     gone = student == -torch.inf
@@ -117,10 +123,10 @@ def slot_loss(
     `rows` can require gradients. The targets, and other tensors that the formula uses, get no
     gradient. The formula must not mix rows, because a call can get any number of rows.
 
-    In a masked slot, log q and log p are the same finite number, whose exp is 0. So masked slots
-    add 0 to most divergences. Other formulas, such as rankings, must use slots.mask. The same holds
-    for slots and tails where both probabilities are 0. If only one probability is 0, its logarithm
-    is -inf. If q is 0, log q has no gradient.
+    In a masked slot, log q and log p are the same finite number, whose exp is 0. Where both
+    probabilities are 0, in a slot or in the tails, log q and log p are this finite number too. So
+    masked slots add 0 to most divergences. Other formulas, such as rankings, must use slots.mask.
+    If only one probability is 0, its logarithm is -inf. If q is 0, log q has no gradient.
 
     A row does not count if its label is ignore_index or its entry in `mask` is False. The loss of a
     row whose ids are all masked is 0. `row_weight` multiplies the loss of each row. "mean" divides

@@ -1,12 +1,13 @@
 """`use_in_trl`: TRL's trainers compute their losses and metrics with functions of this library.
 
-Most trainers of TRL have a fused head of their own, which multiplies by the weight of the model's
-head and never calls the head. TRL computes this fused head in two autograd functions. One function
-returns log-probabilities, entropies and other statistics of tokens. The other function returns
-divergences from a teacher. `use_in_trl` replaces each function by a `Switch`. Inside the forward of
-an adapted model, the Switch calls this library. Everywhere else, the Switch calls TRL's own
-function. All other code of TRL runs unchanged. This code chooses the rows, the scale and the
-softcap of the logits, and computes the losses of experts and the metrics.
+Most trainers of TRL have a fused head of their own, which multiplies the hidden states by the
+weight of the model's head, and never calls the model's head. TRL computes this fused head in two
+autograd functions. One function returns log-probabilities, entropies and other statistics of
+tokens. The other function returns divergences from a teacher. `use_in_trl` replaces each function
+by a `Switch`. Inside the forward of an adapted model, the Switch calls this library. Everywhere
+else, the Switch calls TRL's own function. All other code of TRL runs unchanged. TRL's code still
+chooses the rows, the scale and the softcap of the logits, and computes the metrics and the
+auxiliary loss of mixture-of-experts models.
 
 Other trainers of TRL call the model's head, and compute log-probabilities from the logits. On a
 GPU, these trainers call a kernel of TRL, which would materialise lazy logits. A `LogitsSwitch`
@@ -90,7 +91,8 @@ def unuse_in_trl(model: T) -> T:
     for owner in _owners(model):
         owner.__dict__.pop(USE, None)
         for name, (ours, below) in owner.__dict__.pop(SET, {}).items():
-            # If other code has wrapped our function, our function stays and calls TRL's function.
+            # If other code has wrapped our function, our function cannot be removed. Without USE,
+            # our function only calls TRL's function.
             if owner.__dict__.get(name) is ours:
                 _put_back(owner, name, below)
     if not _uses:  # the last Use is gone
@@ -217,7 +219,10 @@ def _owners(model: Any) -> Iterator[Any]:
 
 
 def _trl_forward(module: nn.Module) -> Any:
-    """The forward that `add_fused_lm_head` set on a module, inside of any wrappers, or None."""
+    """Returns the forward that `add_fused_lm_head` set on a module, or None.
+
+    If other code has wrapped this forward, the forward inside of the wrappers is returned.
+    """
     function = module.__dict__.get("forward")
     while function is not None:
         code = getattr(function, "__code__", None)
@@ -228,9 +233,10 @@ def _trl_forward(module: nn.Module) -> Any:
 
 
 def _calls_fused_head(model: Any) -> bool:
-    """Whether a trainer calls the fused head that TRL's SFTTrainer gives to its model.
+    """Whether TRL's fused head is called.
 
-    Some subclasses of SFTTrainer, such as GKDTrainer, compute another loss from the logits.
+    The result can be False only for a subclass of SFTTrainer. Some subclasses, such as GKDTrainer,
+    compute another loss from the logits.
     """
     from trl import SFTTrainer
 
@@ -252,7 +258,8 @@ def _words(code: types.CodeType | None) -> set[str]:
     """The names in a function's code: variables, attributes, and the keywords of calls."""
     if code is None:
         return set()
-    # The keywords of a call are one tuple. In a call with **arguments, each is a separate string.
+    # In the constants of the code, the keywords of a call are one tuple. If the call also has
+    # **arguments, each keyword is a string of its own.
     groups = [c if isinstance(c, tuple) else (c,) for c in code.co_consts]
     keywords = {word for words in groups for word in words if isinstance(word, str)}
     return {*code.co_varnames, *code.co_names} | keywords
@@ -273,14 +280,20 @@ def _computed_by_us(use: Use, model: nn.Module, **how) -> Iterator[None]:
 
 
 def _guard_of(model: nn.Module) -> Guard | None:
-    """The guard of a fused model, or of the fused model inside of a PEFT model."""
+    """Returns the Guard (lazy/fuse.py) of a fused model, or of the fused model in a PEFT model.
+
+    Returns None if neither is fused.
+    """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
     guards = (each.__dict__.get(GUARD) for each in (model, inner))
     return next((guard for guard in guards if guard is not None and guard.active), None)
 
 
 def _adapted_forward(below: Callable, is_method: bool) -> Callable:
-    """Returns a forward that calls the forward `below`. logitless computes TRL's fused head."""
+    """Returns a forward that calls the forward `below`.
+
+    If the call requests TRL's fused head, logitless computes this head.
+    """
 
     # `wraps` keeps the signature of `below`. `generate` checks its arguments by this signature.
     @functools.wraps(below)
@@ -339,7 +352,7 @@ def _check_installed() -> None:
 
 
 def _sums_its_loss(model: Any) -> bool:
-    """Whether the model's trainer uses log-probabilities only in a sum over all tokens."""
+    """Whether the trainer `model` uses log-probabilities only in a sum over all tokens."""
     from trl import SFTTrainer
 
     if not isinstance(model, SFTTrainer) or "compute_loss" in model.__dict__:
@@ -350,7 +363,10 @@ def _sums_its_loss(model: Any) -> bool:
 def _what_is_missing(model: Any) -> str:
     from transformers import Trainer
 
-    rule = "model must be a trainer of TRL with a fused head, or a model with TRL's fused head"
+    rule = (
+        "model must be a trainer of TRL (SFT, DPO, KTO, GRPO, RLOO, distillation, GKD, ORPO, CPO or"
+        " TPO) or a model with TRL's fused head"
+    )
     if isinstance(model, Trainer):
         return (
             f"{rule}, got {kind_of(model)}, which calls the model's own head. Call ll.fuse on the"

@@ -38,10 +38,11 @@ def token_statistics(
     scale: float = 1.0,
     outputs: tuple[str, ...] = (),
 ) -> tuple[Tensor | None, ...]:
-    """Returns log p, the entropy, log Σ p², the mean logit, and whether the target is the argmax.
+    """Returns log p of the target, and further statistics of each token.
 
-    Let z = softcap · tanh(scale · x / softcap) / temperature, with x the logits of the head, and
-    p = softmax(z). Results that are not in `outputs` are None, except log p.
+    The further statistics are the entropy, log Σ p², the mean logit, and whether the target is the
+    argmax. Let z = softcap · tanh(scale · x / softcap) / temperature, with x the logits of the
+    head, and p = softmax(z). Results that are not in `outputs` are None, except log p.
     """
     logits, scale = _logits(hidden, weight, bias, scale, call.options)
     how = {"temperature": temperature / scale, "softcap": softcap and softcap / scale}
@@ -100,7 +101,8 @@ def divergences(
 ) -> tuple[Tensor, Tensor]:
     """Returns the divergence `jsd` of each row, and the detached entropy of the student.
 
-    The logits of both heads are in fp32, as in TRL.
+    By default, the logits of both heads are in fp32, as in TRL. The option `logits_dtype` can
+    change this.
     """
     options = {"logits_dtype": torch.float32, **call.options}
     student = _transformed(
@@ -136,10 +138,10 @@ def gkd_loss(
     temperature: float = 1.0,
     num_items_in_batch: Tensor | float | None = None,
 ) -> Tensor:
-    """Returns the sum of `jsd` over all tokens that have a label, divided by a number.
+    """Returns the sum of `jsd` over all tokens that have a label, divided by `num_items_in_batch`.
 
-    The number is `num_items_in_batch`, if given. Otherwise, it is the number of tokens that have a
-    label. Without labels, the sum is over all tokens, and the number is B.
+    If num_items_in_batch is None, the divisor is the number of tokens that have a label. Without
+    labels, the sum is over all tokens, and the default divisor is the batch size B.
     """
     mask = None if labels is None else labels != -100
     rows = jsd(
@@ -147,7 +149,7 @@ def gkd_loss(
         reduction="none",
     )  # fmt: skip
     if num_items_in_batch is not None:
-        # A number or a tensor () on the CPU needs no copy to the device of the rows.
+        # A Python number, or a CPU tensor of shape (), can divide a GPU tensor without a copy.
         if isinstance(num_items_in_batch, Tensor) and num_items_in_batch.is_cuda:
             num_items_in_batch = num_items_in_batch.to(rows.device)
         return rows.sum() / num_items_in_batch
@@ -157,9 +159,9 @@ def gkd_loss(
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, options: dict
 ) -> tuple[LinearLogits, float]:
-    """Returns logits and a positive factor, whose product is `scale` times the head's logits.
+    """Returns logits and a positive factor. Their product is `scale` times the head's logits.
 
-    A factor that is not positive is multiplied into hidden and bias instead.
+    If `scale` is not positive, hidden and bias are multiplied by `scale`, and the factor is 1.
     """
     if hasattr(weight, "ds_id"):
         raise NotImplementedError(
@@ -169,7 +171,7 @@ def _logits(
     if not autocasts(hidden.device):
         weight = weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)
-    if scale <= 0:  # a temperature must be above 0
+    if scale <= 0:  # `scale` divides the temperature, which must stay positive
         hidden, bias, scale = hidden * scale, None if bias is None else bias * scale, 1.0
     return LinearLogits(hidden, weight, bias, **options), scale
 
@@ -186,11 +188,11 @@ def _transformed(
 
 
 class LogprobsOfSum(torch.autograd.Function):
-    """Returns the log-probabilities of tokens. Backward passes their gradient to `loss`.
+    """Returns the log-probabilities of tokens. Backward passes one number to `loss`.
 
-    `loss` is minus the sum of the log-probabilities. The forward of `loss` has already computed the
-    gradients, so backward does not compute the logits again. Every token that counts must have the
-    same upstream gradient. The loss of TRL's SFTTrainer has this property.
+    All tokens that count must have the same upstream gradient g, as in TRL's SFTTrainer. Backward
+    passes -g to `loss`, which is minus the sum of the log-probabilities. The forward of `loss` has
+    already computed the gradients, so backward does not compute the logits again.
     """
 
     @staticmethod

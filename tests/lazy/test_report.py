@@ -102,8 +102,8 @@ def test_large_logits_warn_once_per_place(x, monkeypatch):
     monkeypatch.setattr(report, "LIMIT", SIZE - 1)
     first, second = seen(two)
     assert first.startswith(
-        "logits of a fused head are materialised by Tensor.cumsum. The materialised logits have"
-        f" the shape (2, 5, 11) and take 880 bytes, at {line_of(two, 2)}. The logits stay lazy if"
+        f"logits of a fused head are materialised by Tensor.cumsum, at {line_of(two, 2)}. The"
+        " materialised logits have the shape (2, 5, 11) and take 880 bytes. The logits stay lazy if"
     )
     assert f"at {line_of(two, 3)}." in second
     assert seen(two) == []

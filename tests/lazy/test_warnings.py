@@ -34,7 +34,7 @@ NAMES = {
 def test_the_function_and_the_line_of_the_caller(name):
     """CLIENTS X3: aten.sub.Tensor, in a file of PyTorch."""
     z = model(True, dtype=torch.float32)(torch.randn(2, 5, 4))
-    with pytest.warns(UserWarning, match=f"materialised by {name}\\. ") as seen:
+    with pytest.warns(UserWarning, match=f"materialised by {name}, at ") as seen:
         NAMES[name](z)
     (at,) = [(w.filename, w.lineno) for w in seen if "materialised" in str(w.message)]
     assert at == (__file__, inspect.getsourcelines(NAMES[name])[1])

@@ -140,7 +140,7 @@ def checked(name: str) -> Outcome:
         return Outcome("wrong", "; ".join(filter(None, differences)))
     if not same(answers(model), said):
         return Outcome("wrong", "generates something else")
-    made = [re.search("materialised by ([^;]+)", str(w.message)) for w in seen]
+    made = [re.search("materialised by (.+?), at ", str(w.message)) for w in seen]
     by = sorted({m[1] for m in made if m})
     if (
         by
@@ -171,7 +171,7 @@ def table(found: dict[str, Outcome]) -> str:
     lines += [f"| {kind} | {count[kind]} | {KINDS[kind]} |" for kind in KINDS if count[kind]]
     lines += ["", *not_fused(found)]
     fused = [re.sub("ForCausalLM$", "", name) for name, o in found.items() if o.kind == "fused"]
-    return "\n".join([*lines, "", *textwrap.wrap(f"Fused: {', '.join(fused)}.", 140), ""])
+    return "\n".join([*lines, "", *textwrap.wrap(f"Fused: {', '.join(fused)}.", 100), ""])
 
 
 def not_fused(found: dict[str, Outcome]) -> list[str]:
