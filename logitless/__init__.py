@@ -15,7 +15,7 @@ from .losses.cross_entropy import (
     cross_entropy_and_scores,
     linear_cross_entropy,
 )
-from .losses.dense_teacher import jsd, kl_div, soft_cross_entropy
+from .losses.dense_teacher import jsd, kl_div, soft_cross_entropy, tvd
 from .losses.kept_scores import KeptScores, kept_scores
 from .losses.row_loss import row_loss
 from .losses.slot_loss import slot_loss
@@ -78,6 +78,7 @@ __all__ = [
     "store",
     "token_logprobs",
     "topk_distill",
+    "tvd",
     "unfuse",
 ]
 

@@ -331,7 +331,7 @@ class Pair(NamedTuple):
     # also be a `Shard`. parallel/shard.py replaces the `Shard` by the teacher's columns on this
     # rank.
     teacher: Any
-    kind: str  # "forward", "reverse", "jsd" or "soft"
+    kind: str  # "forward", "reverse", "jsd", "tvd" or "soft"
     blend: float  # β for "jsd", the label smoothing for "soft"
 
     TENSORS = (("teacher", TEACHER),)
@@ -339,9 +339,16 @@ class Pair(NamedTuple):
 
 # The number of values saved per row for a loss against a dense teacher. Four values are the max and
 # the sum of exponentials of the student's logits and of the teacher's logits. The fifth value is a
-# mean under the student's probabilities. Each loss takes the mean of another quantity (see
-# eager/pair.py).
+# mean under the student's probabilities, or for "tvd" a ratio of two masses. Each loss takes the
+# mean of another quantity (see eager/pair.py).
 PAIR_STATE = 5
+
+# The kinds of `Pair` whose loss needs two passes, because each term of the loss needs the
+# normalisers of both rows. If the columns of a row are divided into parts, the second pass computes
+# some sums over the columns of each part. PAIR_SUMS gives the number of these sums. The first sum
+# is the loss of the part's columns. The other sums are the last columns of the state (see
+# eager/pair.py).
+PAIR_SUMS = {"jsd": 2, "tvd": 3}
 
 # The dtype of statistics and losses for each dtype of logits.
 PRECISION = {

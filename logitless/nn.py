@@ -27,6 +27,7 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LogSumExp",
     "Score",
+    "TVDLoss",
     "TokenLogprobs",
     "TopKDistillLoss",
 ]
@@ -235,6 +236,16 @@ class JSDLoss(_PairLoss):
         self, *, beta: float = 0.5, t_squared: bool = False, reduction: str = "mean", **reading
     ):
         super().__init__({"beta": beta, "t_squared": t_squared, "reduction": reduction}, reading)
+
+
+class TVDLoss(_PairLoss):
+    """`logitless.tvd` as a module, for two tensors of logits."""
+
+    _function = staticmethod(pair.tvd)
+
+    @_call.named(_LogitsModule)
+    def __init__(self, *, t_squared: bool = False, reduction: str = "mean", **reading):
+        super().__init__({"t_squared": t_squared, "reduction": reduction}, reading)
 
 
 class LinearCrossEntropyLoss(CrossEntropyLoss):

@@ -16,6 +16,7 @@ BAD_MODULES = {
     "reduction": (lambda v: ll.nn.CrossEntropyLoss(reduction=v), "avg"),
     "reduction of a head's": (lambda v: ll.nn.LinearCrossEntropyLoss(reduction=v), "avg"),
     "reduction of jsd": (lambda v: ll.nn.JSDLoss(reduction=v), None),
+    "reduction of tvd": (lambda v: ll.nn.TVDLoss(reduction=v), "avg"),
     "label_smoothing": (lambda v: ll.nn.CrossEntropyLoss(label_smoothing=v), 2),
     "z_loss": (lambda v: ll.nn.CrossEntropyLoss(z_loss=v), -1),
     "ignore_index": (lambda v: ll.nn.Score(ignore_index=v), None),
@@ -57,6 +58,10 @@ def test_losses_against_a_teacher(device):
     jsd = ll.nn.JSDLoss(beta=0.2, softcap=5.0)
     want = ll.jsd(x, other, beta=0.2, softcap=5.0, mask=mask)
     torch.testing.assert_close(jsd(x, other, mask), want)
+    tvd = {"temperature": 2.0, "reduction": "none"}
+    weight = torch.rand(4, device=device)
+    want = ll.tvd(x, other, mask=mask, row_weight=weight, **tvd)
+    torch.testing.assert_close(ll.nn.TVDLoss(**tvd)(x, other, mask, weight), want)
 
 
 def test_cross_entropy_is_pytorchs_on_defaults(impl, device):

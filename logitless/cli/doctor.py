@@ -80,7 +80,7 @@ class Outcome(NamedTuple):
 
 ADVICE = """
 What to do: set LOGITLESS_IMPL=eager until this is fixed; everything then runs in plain PyTorch.
-If only jsd and the checks "in place" are wrong or hang, try LOGITLESS_WAITING=0
+If only jsd, tvd and the checks "in place" are wrong or hang, try LOGITLESS_WAITING=0
 (docs/performance.md). Please report the problem with all of the output above."""
 
 

@@ -107,6 +107,10 @@ def jsd(x, teacher):
     return 0.5 * kl(p, m) + 0.5 * kl(q, m)
 
 
+def tvd(x, teacher):
+    return 0.5 * (wide(x).softmax(-1) - wide(teacher).softmax(-1)).abs().sum(-1)
+
+
 FORMULAS = {
     "cross_entropy": cross_entropy,
     "logsumexp": lambda x, target: torch.logsumexp(x, -1),
@@ -117,6 +121,7 @@ FORMULAS = {
     "gathered_kl": lambda x, logp: kl(logp, log_softmax(x)),
     "kl_div": kl_div,
     "jsd": jsd,
+    "tvd": tvd,
     "soft_cross_entropy": lambda x, p: F.cross_entropy(x.to(p), p, reduction="none"),
 }
 BY_ROW = {"logsumexp", "score", "capture_topk"}  # ops with results per row; other ops return a mean

@@ -325,6 +325,11 @@ CHECKS = (
         lambda x, _, t: formulas.jsd(x, t),
     ),
     Check(
+        "tvd",
+        lambda x, _, t: ll.tvd(x, t, reduction="none"),
+        lambda x, _, t: formulas.tvd(x, t),
+    ),
+    Check(
         "soft_cross_entropy",
         lambda x, _, t: ll.soft_cross_entropy(x, wide(t).softmax(-1), reduction="none"),
         lambda x, _, t: -(t.softmax(-1) * x.log_softmax(-1)).sum(-1),

@@ -1,7 +1,7 @@
 """The backend in plain PyTorch, which is the default on CPUs, and on every device for fp64."""
 
 from .gather import gather, gather_gradient
-from .pair import merge_pairs, pair_finish, pair_gradient, pair_partial, pair_read
+from .pair import merge_pairs, pair_finish, pair_gradient, pair_join, pair_partial, pair_read
 from .row_gemm import row_gemm
 from .rows import reduce, scale_, scale_two_, share, zero_ignored
 from .slot_divergence import slots
@@ -36,6 +36,7 @@ __all__ = [
     "outside",
     "pair_finish",
     "pair_gradient",
+    "pair_join",
     "pair_partial",
     "pair_read",
     "partial",

@@ -10,16 +10,17 @@ max of the logits, or 0 if the max is infinite. In this file, the exponents d ar
 (logit - shift) / temperature, and the normaliser is Σ e^d. The mean is an expectation under the
 student's probabilities q. For reverse KL, the mean is Σ q (d_q - d_p), where d_q are the student's
 exponents, and d_p are the teacher's exponents. For JSD, the mean is Σ q log(q / M), where M is the
-mixture of student and teacher. For the other losses, the mean is 0. The Triton kernels save the
-mean in other units (kernels/pair_state.py). A partial state covers only some columns of a row. A
-partial state holds the max instead of the shift. Instead of the mean, a partial state holds a sum
-c, in nats, which kernels/pair_fwd.py defines for each loss.
+mixture of student and teacher. For total variation (TVD), the state holds a ratio of two masses of
+the student instead of the mean (`ratio`). For the other losses, the mean is 0. The Triton kernels
+save the mean in other units (kernels/pair_state.py). A partial state covers only some columns of a
+row. A partial state holds the max instead of the shift. Instead of the mean, a partial state holds
+a sum c, in nats, which kernels/pair_fwd.py defines for each loss.
 """
 
 import torch
 from torch import Tensor
 
-from ..contract import PAIR_STATE, PRECISION, Pair, Reading
+from ..contract import PAIR_STATE, PAIR_SUMS, PRECISION, Pair, Reading
 from .rows import (
     by_row,
     capped,
@@ -35,8 +36,8 @@ from .rows import (
 
 # The chunk size is divided by a number, which _DIVISORS gives for each kind of loss. For a kind
 # that is not in _DIVISORS, the number is 1. JSD needs smaller chunks, because JSD keeps about
-# twenty tensors of a chunk's size in memory, and the other losses keep six.
-_DIVISORS = {"jsd": 8}
+# twenty tensors of a chunk's size in memory. TVD keeps about ten, and the other losses keep six.
+_DIVISORS = {"jsd": 8, "tvd": 2}
 
 
 def _expected(e: Tensor, h: Tensor) -> Tensor:
@@ -83,15 +84,54 @@ def _mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor,
     return -big * (w * share * a + mu * log_mu), q, torch.where(more, 0.0, -a) - log_mu
 
 
+def _probabilities(d: Tensor, s: Tensor) -> Tensor:
+    """Returns the probabilities of each row from its exponents d and its normaliser s.
+
+    If all logits of a row are -inf, s is 0, and all probabilities are 0.
+    """
+    return d.exp() / torch.where(s == 0, torch.inf, s)
+
+
+def _above(q: Tensor, gap: Tensor) -> Tensor:
+    """Returns the part of each q that counts as above the teacher's p, where gap = q - p.
+
+    The part is q if q > p, q / 2 if q = p, and 0 otherwise.
+    """
+    return torch.where(gap > 0, q, torch.where(gap == 0, q / 2, 0.0))
+
+
+def ratio(above: Tensor, below: Tensor) -> Tensor:
+    """Returns the student's mass above the teacher divided by the student's mass below the teacher.
+
+    `above` is Σ q over the columns with q > p, and `below` is Σ q over the columns with q < p. Half
+    of the mass of the columns with q = p counts as above, and half as below.
+    """
+    return torch.where(below == 0, torch.inf, above / torch.where(below == 0, 1.0, below))
+
+
+def _slopes(ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns below / (above + below) and above / (above + below) from ratio = above / below.
+
+    Both results have full relative precision, even if one of the results is tiny.
+    """
+    below = 1 / (1 + ratio)
+    return below, torch.where(ratio > 1, 1 - below, ratio * below)
+
+
 def pair_read(
     x: Tensor,  # (..., V)
     reading: Reading,
     pair: Pair,
-    # (N, PAIR_STATE), shift and normaliser of whole rows. JSD needs `norms` if the logits are
-    # sharded over ranks.
+    # (N, PAIR_STATE), shift and normaliser of whole rows. JSD and TVD need `norms` if the logits
+    # are sharded over ranks.
     norms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the loss of each row, and the state (N, PAIR_STATE) that the backward needs."""
+    """Returns the loss of each row, and the state (N, PAIR_STATE) that the backward needs.
+
+    If `norms` is given, the results are sums over the columns of x. `pair_join` computes the loss
+    and the state's last number from the sums of all columns. For TVD, the last two columns of the
+    returned state are then the masses `above` and `below` (see `ratio`).
+    """
     results = _by_chunks(x, reading, pair, 1 + PAIR_STATE, norms, _value_and_state)
     value, state = results.split((1, PAIR_STATE), 1)
     # The results are cloned, because autograd forbids in-place writes to a view that a custom
@@ -143,7 +183,7 @@ def _partial_state(
     e_q, e_p = d_q.exp(), d_p.exp()
     s_q, s_p = e_q.sum(1, keepdim=True), e_p.sum(1, keepdim=True)
     c = torch.zeros_like(s_q)
-    if kind != "jsd":
+    if kind not in PAIR_SUMS:
         c = _expected(e_p, d_p - d_q) if kind == "forward" else _expected(e_q, d_q - d_p)
     m_q, m_p = y.amax(1, keepdim=True), t.amax(1, keepdim=True)
     return torch.cat((m_q, s_q, m_p, s_p, c), 1), d_q, d_p
@@ -160,16 +200,40 @@ def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
         # row are -inf, log_p is inf. If log_q or log_p is inf, the term 0 · inf makes the loss NaN.
         value = _positive(terms.sum(1, keepdim=True) + 0.0 * (log_q + log_p))
         state[:, 4:] = (q * log_q_m).sum(1, keepdim=True)
+    elif pair.kind == "tvd":
+        s_q, s_p = state[:, 1:2], state[:, 3:4]
+        q = _probabilities(d_q, s_q)
+        gap = q - _probabilities(d_p, s_p)
+        # As for JSD, the loss is NaN if all logits of one of the two rows are -inf.
+        value = gap.abs().sum(1, keepdim=True) / 2 + 0.0 * (_log(s_q) + _log(s_p))
+        part = _above(q, gap)
+        above, below = (t.sum(1, keepdim=True) for t in (part, q.sub_(part)))
+        if norms is None:
+            value, state[:, 4:] = pair_join(torch.cat((value, above, below), 1), "tvd")
+        else:
+            state = torch.cat((state[:, :3], above, below), 1)
     return torch.cat((value, state), 1)
+
+
+def pair_join(sums: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Returns the loss (N, 1) and the last number of the state (N, 1) from PAIR_SUMS (N, 2 or 3).
+
+    `sums` is added up over all columns of a row. The total variation is at most 1. A larger sum is
+    a rounding error, and is set to 1. NaN stays NaN.
+    """
+    value, *masses = sums.split(1, 1)
+    if kind == "jsd":
+        return value, masses[0]
+    return torch.where(value > 1, 1.0, value), ratio(*masses)
 
 
 def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
 
-    For "jsd", the returned loss is 0, and the mean in the returned state is 0, because both need
-    another pass over the logits. The argument inv_t (N, 1), which is 1 / temperature, is not used.
-    The function pair_finish in kernels/ uses inv_t to convert the mean from nats to the unit of the
-    logits y.
+    For "jsd" and "tvd", the returned loss is 0, and the mean in the returned state is 0, because
+    both need another pass over the logits. The argument inv_t (N, 1), which is 1 / temperature, is
+    not used. The function pair_finish in kernels/ uses inv_t to convert the mean from nats to the
+    unit of the logits y.
     """
     m_q, s_q, m_p, s_p, c = partial.split(1, 1)
     shift_q, shift_p = (torch.where(m.isinf(), 0.0, m) for m in (m_q, m_p))
@@ -238,6 +302,8 @@ def pair_gradient(
         gain = gain / alive
     elif pair.kind == "jsd":
         gain = gain * (1 - pair.blend) + 0.0 * (log_q + log_p)
+    elif pair.kind == "tvd":
+        gain = gain + 0.0 * (log_q + log_p)
     else:
         mean = s_p / alive
         gain = gain / s_p if pair.kind == "forward" else gain
@@ -258,6 +324,12 @@ def pair_gradient(
             elif pair.kind == "reverse":
                 e_q = d_q.exp()
                 dz = torch.where(e_q == 0, 0.0, e_q * (d_q - d_p - mean[rows]))
+            elif pair.kind == "tvd":
+                q = _probabilities(d_q, s_q[rows])
+                gap = q - _probabilities(d_p, s_p[rows])
+                below, above = _slopes(mean[rows])
+                slopes = torch.where(gap < 0, -above, (below - above) / 2)
+                dz = q * torch.where(gap > 0, below, slopes)
             else:
                 _, q, log_q_m = _mixture(d_q - log_q[rows], d_p - log_p[rows], pair.blend)
                 dz = q * (log_q_m - mean[rows])

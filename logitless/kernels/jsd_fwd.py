@@ -1,6 +1,7 @@
-"""Computes the Jensen-Shannon divergence (JSD) in two passes over student and teacher.
+"""Computes the Jensen-Shannon divergence (JSD) or the total variation (TVD) in two passes.
 
     JSD = β Σ p log(p/M) + (1-β) Σ q log(q/M), with teacher p, student q and M = βp + (1-β)q
+    TVD = ½ Σ |p - q|
 
 Each term of the sums needs the normalisers of the student's row and of the teacher's row. Therefore
 the first pass computes the normalisers, and the second pass computes the sums. Several programs
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..contract import Reading
+from ..contract import PAIR_SUMS, Pair, Reading
 from . import config
 from .jsd_math import bits, mixture, safe_beta
 from .launch import REMEMBERED, Launch
@@ -41,6 +42,7 @@ from .pair_state import (
 from .profiling import profiled
 from .program_exchange import MAX_PROGRAMS, collect, may_wait, publish
 from .state import pack_of
+from .tvd_math import apart, ratio_of, to_student
 
 
 class Norms(NamedTuple):
@@ -57,11 +59,25 @@ class Norms(NamedTuple):
 
 
 class Second(NamedTuple):
-    """The state of the second pass: the normalisers, and two sums per column of a block."""
+    """The state of the second pass of JSD: the normalisers, and two sums per column of a block."""
 
     norms: tl.tensor
     of_q: tl.tensor  # Σ q log2(q / M)
     of_p: tl.tensor  # Σ p log2(p / M)
+
+
+class Apart(NamedTuple):
+    """The state of the second pass of TVD: the shifts, and three sums per column of a block.
+
+    All sums are multiplied by s_q, the student's normaliser.
+    """
+
+    shift_q: tl.tensor
+    shift_p: tl.tensor
+    scale: tl.tensor  # s_q divided by the teacher's normaliser
+    gaps: tl.tensor  # Σ |p - q|
+    above: tl.tensor  # the student's masses above and below the teacher (see tvd_math.py)
+    below: tl.tensor
 
 
 @triton.jit
@@ -85,29 +101,60 @@ def _fold_second(state, both, start, offs, mask):
 
 
 @triton.jit
-def _second_sweep(
-    m_q, s_q, m_p, s_p, both, head, body, lo, hi,
-    ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Returns the student's Σ q log2(q / M) and the teacher's Σ p log2(p / M) over [lo, hi)."""
-    zero = tl.zeros((BLOCK_V,), tl.float32)
-    sums = Second(Norms(m_q, bits(s_q), m_p, bits(s_p)), zero, zero)
-    sums = walk_both(_fold_second, sums, both, head, body, lo, hi, ALIGNED, T_ALIGNED, BLOCK_V)
-    return tl.sum(sums.of_q, axis=0), tl.sum(sums.of_p, axis=0)
+def _fold_apart(state, both, start, offs, mask):
+    """Adds one block to the three sums of the TVD (second pass)."""
+    shift_q, shift_p, scale = state.shift_q, state.shift_p, state.scale
+    e_q = tl.exp2((student(both, start + offs, mask) - shift_q) * both.rate)
+    e_p = tl.exp2((teacher(both, start + offs, mask) - shift_p) * both.rate)
+    gap, above, below = apart(e_q, e_p, scale)
+    gaps, above, below = state.gaps + gap, state.above + above, state.below + below
+    return Apart(shift_q, shift_p, scale, gaps, above, below)
 
 
 @triton.jit
-def _divergence(of_q, of_p, s_q, s_p, blend):
-    """Returns the JSD of a row in nats. The sums `of_q` and `of_p` are in bits."""
+def _second_sweep(
+    m_q, s_q, m_p, s_p, both, head, body, lo, hi,
+    KIND: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Returns three sums over the columns [lo, hi).
+
+    For JSD, the sums are the student's Σ q log2(q / M), the teacher's Σ p log2(p / M), and 0. For
+    TVD, the sums are Σ |p - q|, and the student's masses above and below the teacher. All sums of
+    TVD are multiplied by s_q.
+    """
+    zero = tl.zeros((BLOCK_V,), tl.float32)
+    if KIND == "jsd":
+        sums = Second(Norms(m_q, bits(s_q), m_p, bits(s_p)), zero, zero)
+        sums = walk_both(_fold_second, sums, both, head, body, lo, hi, ALIGNED, T_ALIGNED, BLOCK_V)
+        return tl.sum(sums.of_q, axis=0), tl.sum(sums.of_p, axis=0), 0.0
+    else:
+        sums = Apart(m_q, m_p, to_student(s_q, s_p), zero, zero, zero)
+        sums = walk_both(_fold_apart, sums, both, head, body, lo, hi, ALIGNED, T_ALIGNED, BLOCK_V)
+        return tl.sum(sums.gaps, axis=0), tl.sum(sums.above, axis=0), tl.sum(sums.below, axis=0)
+
+
+@triton.jit
+def _divergence(first, second, third, s_q, s_p, blend, KIND: tl.constexpr):
+    """Returns the divergence of a row, and the last number of its state (see pair_state.py).
+
+    `first`, `second` and `third` are the sums of `_second_sweep` over all columns. The divergence
+    is in nats, and the sums of JSD are in bits.
+    """
     # If all logits of the student's or the teacher's row are -inf, `bits` returns inf for the row's
     # normaliser, and the term 0 · inf makes the divergence NaN.
-    value = ((1.0 - blend) * of_q + blend * of_p) * LN2 + 0.0 * (bits(s_q) + bits(s_p))
-    # A negative divergence is a rounding error, and is set to 0. NaN stays NaN.
-    return tl.where(value < 0, 0.0, value)
+    no_row = 0.0 * (bits(s_q) + bits(s_p))
+    # A divergence that is negative, or a TVD that is larger than 1, is a rounding error. NaN stays
+    # NaN.
+    if KIND == "jsd":
+        value = ((1.0 - blend) * first + blend * second) * LN2 + no_row
+        return tl.where(value < 0, 0.0, value), first
+    else:
+        value = 0.5 * first / s_q + no_row
+        return tl.where(value > 1, 1.0, value), ratio_of(second, third)
 
 
 @triton.jit(
-    **profiled("jsd_fwd"),
+    **profiled("jsd_fwd", shows=("KIND",)),
     do_not_specialize=["rows_t"],
     do_not_specialize_on_alignment=["LABEL", "temperature"],
 )
@@ -117,7 +164,8 @@ def _jsd_fwd_kernel(
     temperature,  # a number, or a pointer to one number per row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
     softcap, blend, ignore_index,  # options
-    KNOWN: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+    KIND: tl.constexpr, KNOWN: tl.constexpr,
+    ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Each program computes one whole row.
 
@@ -144,15 +192,19 @@ def _jsd_fwd_kernel(
             fold_norms, fresh_state(BLOCK_V), both, head, body, 0, V, ALIGNED, T_ALIGNED, BLOCK_V
         ))  # fmt: skip
     shift_q, s_q, shift_p, s_p = finite(norms.m_q), norms.s_q, finite(norms.m_p), norms.s_p
-    mean, of_p = _second_sweep(
-        shift_q, s_q, shift_p, s_p, both, head, body, 0, V, ALIGNED, T_ALIGNED, BLOCK_V
+    first, second, third = _second_sweep(
+        shift_q, s_q, shift_p, s_p, both, head, body, 0, V, KIND, ALIGNED, T_ALIGNED, BLOCK_V
     )
-    tl.store(VALUE + row, _divergence(mean, of_p, s_q, s_p, blend))
-    save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean)
+    value, mean = _divergence(first, second, third, s_q, s_p, blend, KIND)
+    tl.store(VALUE + row, value)
+    if KNOWN and KIND == "tvd":
+        save_state(STATE, row, shift_q, s_q, shift_p, second, third)
+    else:
+        save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean)
 
 
 @triton.jit(
-    **profiled("jsd_split_fwd"),
+    **profiled("jsd_split_fwd", shows=("KIND",)),
     do_not_specialize=["rows_t"],
     do_not_specialize_on_alignment=["LABEL", "temperature"],
 )
@@ -162,7 +214,7 @@ def _jsd_split_fwd_kernel(
     temperature,  # a number, or a pointer to one number per row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
     softcap, blend, ignore_index,  # options
-    ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr,
+    KIND: tl.constexpr, SUMS_OF: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr,
     SPAN: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Each program computes one split, which is SPAN columns of a row's body (see layout.py).
@@ -193,18 +245,21 @@ def _jsd_split_fwd_kernel(
     m_q, s_q = collect(at, splits, rate, BLOCK_P)
     m_p, s_p = collect(at + splits, splits, rate, BLOCK_P)
     shift_q, shift_p = finite(m_q), finite(m_p)
-    of_q, of_p = _second_sweep(
-        shift_q, s_q, shift_p, s_p, both, head, body, lo, lo + SPAN, ALIGNED, T_ALIGNED, BLOCK_V
-    )
-    at_sums = SUMS + (row.to(tl.int64) * splits + split) * 2
-    tl.store(at_sums, of_q)
-    tl.store(at_sums + 1, of_p)
+    first, second, third = _second_sweep(
+        shift_q, s_q, shift_p, s_p, both, head, body, lo, lo + SPAN,
+        KIND, ALIGNED, T_ALIGNED, BLOCK_V,
+    )  # fmt: skip
+    at_sums = SUMS + (row.to(tl.int64) * splits + split) * SUMS_OF
+    tl.store(at_sums, first)
+    tl.store(at_sums + 1, second)
+    if KIND == "tvd":
+        tl.store(at_sums + 2, third)
     if split == 0:
         save_state(STATE, row, shift_q, s_q, shift_p, s_p, 0.0)
 
 
 @triton.jit(
-    **profiled("jsd_merge"),
+    **profiled("jsd_merge", shows=("KIND",)),
     do_not_specialize=["splits"],
     do_not_specialize_on_alignment=["LABEL"],
 )
@@ -212,7 +267,8 @@ def _jsd_merge_kernel(
     SUMS, LABEL,  # inputs
     # Outputs. In rows that are not ignored, only the mean of STATE is written (see pair_state.py).
     VALUE, STATE,
-    splits, blend, ignore_index, BLOCK_P: tl.constexpr,
+    splits, blend, ignore_index,
+    KIND: tl.constexpr, SUMS_OF: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Each program adds the sums of all splits of one row, and writes the row's divergence."""
     row = tl.program_id(0)
@@ -223,35 +279,44 @@ def _jsd_merge_kernel(
             return
 
     offs_p = tl.arange(0, BLOCK_P)
-    at_sums = SUMS + (row.to(tl.int64) * splits + offs_p) * 2
-    mean = tl.sum(load(at_sums, 0, offs_p < splits), axis=0)
-    of_p = tl.sum(load(at_sums, 1, offs_p < splits), axis=0)
+    at_sums = SUMS + (row.to(tl.int64) * splits + offs_p) * SUMS_OF
+    first = tl.sum(load(at_sums, 0, offs_p < splits), axis=0)
+    second = tl.sum(load(at_sums, 1, offs_p < splits), axis=0)
+    third = 0.0
+    if KIND == "tvd":
+        third = tl.sum(load(at_sums, 2, offs_p < splits), axis=0)
     at = STATE + row.to(tl.int64) * PAIR_STATE
-    tl.store(VALUE + row, _divergence(mean, of_p, tl.load(at + 1), tl.load(at + 3), blend))
+    s_q, s_p = tl.load(at + 1), tl.load(at + 3)
+    value, mean = _divergence(first, second, third, s_q, s_p, blend, KIND)
+    tl.store(VALUE + row, value)
     tl.store(at + 4, mean)
 
 
 def read_jsd(
     x: Tensor, rows: Rows, teacher: Tensor, t_rows: Rows, label: Tensor | None,
-    value: Tensor, state: Tensor, reading: Reading, beta: float, known: bool = False,
+    value: Tensor, state: Tensor, reading: Reading, pair: Pair, known: bool = False,
 ) -> None:  # fmt: skip
     """Writes the divergence of each row to `value`, and the state of each row to `state`.
 
-    If `known`, `state` already holds the shifts and the normalisers, and the kernel computes only
-    the divergence and the mean. pair_state.py describes the state.
+    The kind of the pair is "jsd" or "tvd". If `known`, `state` already holds the shifts and the
+    normalisers, and the kernel computes only the sums over the columns of x (see eager/pair.py).
+    pair_state.py describes the state.
     """
+    kind = pair.kind
     tensor, number = temperature_of(reading)
-    options = reading.softcap, safe_beta(beta), None if label is None else reading.ignore_index
+    ignore_index = None if label is None else reading.ignore_index
+    options = reading.softcap, safe_beta(pair.blend), ignore_index
     splits = splits_of(x)
     if splits > 1 and not known:
         cut = config.jsd_split_fwd(rows.vocab, rows.itemsize)
         exchange = torch.zeros((rows.count, 2, splits), device=x.device, dtype=torch.int64)
-        sums = torch.empty((rows.count, splits, 2), device=x.device, dtype=torch.float32)
-        first, second = _shared_plan(rows, t_rows, splits, number, options, cut)
+        shape = rows.count, splits, PAIR_SUMS[kind]
+        sums = torch.empty(shape, device=x.device, dtype=torch.float32)
+        first, second = _shared_plan(rows, t_rows, splits, number, options, kind, cut)
         first(x, teacher, label, state, sums, exchange, *tensor)
         second(sums, label, value, state)
     else:
-        launch = _plan(rows, t_rows, number, options, known, config.pair_fwd(rows.vocab))
+        launch = _plan(rows, t_rows, number, options, kind, known, config.pair_fwd(rows.vocab))
         launch(x, teacher, label, value, state, *tensor)
 
 
@@ -263,29 +328,32 @@ def splits_of(x: Tensor) -> int:
 
 @functools.lru_cache(REMEMBERED)
 def _plan(
-    rows: Rows, t_rows: Rows, number: tuple, options: tuple, known: bool, cut: config.Config
-) -> Launch:
+    rows: Rows, t_rows: Rows, number: tuple, options: tuple, kind: str, known: bool,
+    cut: config.Config,
+) -> Launch:  # fmt: skip
     """Returns a launch with one program per row."""
     return Launch(
         _jsd_fwd_kernel, (rows.count,),
         (*number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab, *options),
-        num_warps=cut.num_warps, KNOWN=known, ALIGNED=rows.aligned,
+        num_warps=cut.num_warps, KIND=kind, KNOWN=known, ALIGNED=rows.aligned,
         T_ALIGNED=t_rows.aligned_like(rows), BLOCK_V=cut.block_v,
     )  # fmt: skip
 
 
 @functools.lru_cache(REMEMBERED)
 def _shared_plan(
-    rows: Rows, t_rows: Rows, splits: int, number: tuple, options: tuple, cut: config.Config
-) -> tuple[Launch, Launch]:
+    rows: Rows, t_rows: Rows, splits: int, number: tuple, options: tuple, kind: str,
+    cut: config.Config,
+) -> tuple[Launch, Launch]:  # fmt: skip
     """Returns a launch with one program per split, and a launch with one program per row."""
     _, beta, ignore_index = options
     block_p = 32 if splits <= 32 else MAX_PROGRAMS
     return Launch(
         _jsd_split_fwd_kernel, (rows.count * splits,),
         (*number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab, *options),
-        num_warps=cut.num_warps, ALIGNED=rows.aligned, T_ALIGNED=t_rows.aligned_like(rows),
-        SPAN=cut.span, BLOCK_V=cut.block_v, BLOCK_P=block_p,
+        num_warps=cut.num_warps, KIND=kind, SUMS_OF=PAIR_SUMS[kind], ALIGNED=rows.aligned,
+        T_ALIGNED=t_rows.aligned_like(rows), SPAN=cut.span, BLOCK_V=cut.block_v, BLOCK_P=block_p,
     ), Launch(
-        _jsd_merge_kernel, (rows.count,), (splits, beta, ignore_index), num_warps=1, BLOCK_P=block_p
+        _jsd_merge_kernel, (rows.count,), (splits, beta, ignore_index),
+        num_warps=1, KIND=kind, SUMS_OF=PAIR_SUMS[kind], BLOCK_P=block_p,
     )  # fmt: skip

@@ -7,6 +7,7 @@ each loss, the gradient of the student's logits z is:
     cross-entropy    q Σ v - v
     reverse KL       q (log(q/p) - Σ q log(q/p))
     JSD              (1-β) q (log(q/M) - Σ q log(q/M))
+    TVD              ½ q (sign(q-p) - Σ q sign(q-p)), without the cancellation (tvd_math.py)
 
 In these formulas, q is the student's probability, p is the teacher's probability, v is the target
 of soft cross-entropy, and M = βp + (1-β)q. The kernel also divides the gradient by the temperature,
@@ -45,6 +46,7 @@ from .pair_state import (
 from .profiling import profiled
 from .state import field, pack_of
 from .stats_split_fwd import aligned
+from .tvd_math import gradient_of, to_student
 
 
 class Terms(NamedTuple):
@@ -52,8 +54,8 @@ class Terms(NamedTuple):
 
     shift_q: tl.tensor
     shift_p: tl.tensor
-    log_q: tl.tensor  # log2 of the student's normaliser, for JSD
-    log_p: tl.tensor  # log2 of the teacher's normaliser, for JSD
+    norm_q: tl.tensor  # log2 of the student's normaliser, for JSD
+    norm_p: tl.tensor  # log2 of the teacher's normaliser, for JSD; s_q / s_p, for TVD
     mean: tl.tensor  # s_p / s_q for "forward" and "soft"; else the saved mean (see pair_state.py)
     gain: tl.tensor  # multiplies the gradient of the whole row
 
@@ -62,20 +64,23 @@ class Terms(NamedTuple):
 def _row_terms(STATE, row, g, inv_t, blend, KIND: tl.constexpr):
     saved = load_state(STATE, row)
     s_q, s_p, mean = saved.s_q, saved.s_p, saved.c
-    log_q, log_p = 0.0, 0.0
+    norm_q, norm_p = 0.0, 0.0
     alive = tl.where(s_q == 0, INF, s_q)
     gain = g * inv_t
     if KIND == "reverse":
         gain = gain * inv_t / alive
     elif KIND == "jsd":
-        log_q, log_p = bits(s_q), bits(s_p)
-        gain = gain * (1.0 - blend) * LN2 + 0.0 * (log_q + log_p)
+        norm_q, norm_p = bits(s_q), bits(s_p)
+        gain = gain * (1.0 - blend) * LN2 + 0.0 * (norm_q + norm_p)
+    elif KIND == "tvd":
+        norm_p = to_student(s_q, s_p)
+        gain = gain / alive + 0.0 * (bits(s_q) + bits(s_p))
     else:
         mean = s_p / alive
         if KIND == "forward":
             gain = gain / s_p
     # If all logits of a student's row are -inf, the row has no distribution, and its gradient is 0.
-    return Terms(saved.m_q, saved.m_p, log_q, log_p, mean, tl.where(s_q == 0, 0.0, gain))
+    return Terms(saved.m_q, saved.m_p, norm_q, norm_p, mean, tl.where(s_q == 0, 0.0, gain))
 
 
 @triton.jit
@@ -92,9 +97,12 @@ def _write_tile(DX, both, terms, cols, mask, KIND: tl.constexpr):
         elif KIND == "reverse":
             e_q = tl.exp2(d_q * both.rate)
             dz = tl.where(e_q != 0, e_q * (d_q - d_p - terms.mean), 0.0)
+        elif KIND == "tvd":
+            e_q, e_p = tl.exp2(d_q * both.rate), tl.exp2(d_p * both.rate)
+            dz = gradient_of(e_q, e_p, terms.norm_p, terms.mean)
         else:
             q, log_q_m, _, _ = mixture(
-                d_q * both.rate - terms.log_q, d_p * both.rate - terms.log_p, both.blend,
+                d_q * both.rate - terms.norm_q, d_p * both.rate - terms.norm_p, both.blend,
                 both.X.dtype.element_ty,
             )  # fmt: skip
             dz = q * (log_q_m - terms.mean)

@@ -12,7 +12,8 @@ of soft cross-entropy, and T is the temperature. For the student (suffix _q) and
 
 KL and cross-entropy need one pass over student and teacher. When a later block changes the max of a
 row, the kernel corrects c, because all d of the earlier blocks change by the same number. If
-student and teacher are equal, the divergence is exactly 0. JSD needs two passes (jsd_fwd.py).
+student and teacher are equal, the divergence is exactly 0. JSD and the total variation need two
+passes (jsd_fwd.py).
 """
 
 import functools
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..contract import PAIR_STATE, Pair, Reading
+from ..contract import PAIR_STATE, PAIR_SUMS, Pair, Reading
 from ..eager.pair import pair_finish as finish_in_torch
 from . import config
 from .jsd_fwd import fold_norms, read_jsd
@@ -116,7 +117,7 @@ def _pair_fwd_kernel(
 
     fold: tl.constexpr = (
         _fold_forward if KIND == "forward" else _fold_reverse if KIND == "reverse"
-        else fold_norms if KIND == "jsd" else _fold_soft
+        else _fold_soft if KIND == "soft" else fold_norms
     )  # fmt: skip
     Xrow = X + row_offset(row, rows_t, stride_xb, stride_xt)
     Trow = T + row_offset(row, rows_t, stride_tb, stride_tt)
@@ -149,23 +150,26 @@ def pair_read(
     x: Tensor,  # (..., V)
     reading: Reading,
     pair: Pair,
-    # (N, PAIR_STATE), the shifts and normalisers of whole rows. JSD needs `norms` if the logits are
-    # sharded over ranks.
+    # (N, PAIR_STATE), the shifts and normalisers of whole rows. JSD and TVD need `norms` if the
+    # logits are sharded over ranks.
     norms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the loss of each row, and the state (N, PAIR_STATE) that the backward needs."""
+    """Returns the loss of each row, and the state (N, PAIR_STATE) that the backward needs.
+
+    If `norms` is given, the results are sums over the columns of x (see eager/pair.py).
+    """
     value = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
     state = torch.empty((value.numel(), PAIR_STATE), device=x.device, dtype=torch.float32)
     if value.numel() == 0:
         return value, state
-    if pair.kind != "jsd":
+    if pair.kind not in PAIR_SUMS:
         _read(x, reading, pair, value, state)
         return value, state
     if norms is not None:
         state.copy_(norms)
     label = None if reading.ignore_index is None else contiguous(reading.label)
     x, rows, teacher, t_rows = rows_of_both(x, pair.teacher)
-    read_jsd(x, rows, teacher, t_rows, label, value, state, reading, pair.blend, norms is not None)
+    read_jsd(x, rows, teacher, t_rows, label, value, state, reading, pair, norms is not None)
     return value, state
 
 
@@ -184,8 +188,8 @@ def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
 def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
 
-    For "jsd", the returned loss is 0, and the mean in the returned state is 0, because both need
-    another pass over the logits.
+    For "jsd" and "tvd", the returned loss is 0, and the mean in the returned state is 0, because
+    both need another pass over the logits.
     """
     value, state = finish_in_torch(partial, kind, inv_t)
     if inv_t is not None:  # converts the mean from nats to the unit of the logits y

@@ -9,8 +9,9 @@ The saved state has shape (N, PAIR_STATE) and holds five numbers per row: the st
 normaliser, the teacher's shift and normaliser, and a mean. A shift is the max, or 0 if the max is
 infinite. The mean is an expectation under the student's probabilities. For reverse KL, the mean is
 Σ q (d_q - d_p), which is not divided by the temperature. For JSD, the mean is Σ q log2(q / M), in
-bits, where M is the mixture of student and teacher. For other losses, the mean is 0. eager/pair.py
-saves the mean in nats. The backends can use different units, because each backend reads only its
+bits, where M is the mixture of student and teacher. For the total variation (TVD), the state holds
+the ratio of tvd_math.py instead of the mean. For other losses, the mean is 0. eager/pair.py saves
+the mean in nats. The backends can use different units, because each backend reads only its
 own state.
 
 The function `pair_partial` returns a partial state, which covers only some columns of a row. A

@@ -1,7 +1,7 @@
 """Losses against a dense teacher, which has logits or probabilities for the whole vocabulary.
 
 Each loss is one number per row, computed in one pass over the logits of student and teacher (two
-passes for JSD). The gradient is the only new tensor with V columns.
+passes for JSD and TVD). The gradient is the only new tensor with V columns.
 """
 
 from dataclasses import dataclass
@@ -138,6 +138,40 @@ def jsd(
     """
     return _compared(
         student, teacher, "jsd", beta, temperature, softcap, t_squared, mask, row_weight, reduction
+    )
+
+
+@call.named()
+def tvd(
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    t_squared: bool = False,
+    mask: Tensor | None = None,
+    row_weight: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Computes the total variation distance of student and teacher logits of shape (..., V).
+
+    Let p and q be the distributions of teacher and student as in `kl_div`. The distance is
+
+        ½ Σ |p - q|
+
+    The distance is in [0, 1]. The gradient of a class with p = q uses 0 as the derivative of
+    |p - q|. So the gradient is 0 if student and teacher are equal. The options are the same as in
+    `kl_div`. With a high temperature T, the gradient shrinks only as 1/T, so t_squared=True is
+    rarely right.
+
+    Speculative sampling accepts a token of the draft model with the probability 1 - TVD. So
+    `-torch.log(1 - ll.tvd(draft, target, reduction="none"))` is -log(acceptance rate) per row.
+
+    >>> tvd(torch.zeros(1, 4), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]))
+    tensor(0.5000)
+    """
+    return _compared(
+        student, teacher, "tvd", 0.0, temperature, softcap, t_squared, mask, row_weight, reduction
     )
 
 

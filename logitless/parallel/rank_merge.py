@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from .. import contract, eager
-from ..contract import NO_ID, PAIR_STATE, PRECISION, Pair, Partials, Reading, Statistics, part_width
+from ..contract import (
+    NO_ID,
+    PAIR_STATE,
+    PAIR_SUMS,
+    PRECISION,
+    Pair,
+    Partials,
+    Reading,
+    Statistics,
+    part_width,
+)
 from ..eager.rows import capped, inverse_temperature, live_rows
 from ..heads.gradient_sums import put
 from ..heads.head import Rows
@@ -27,8 +37,8 @@ class ColumnBackend:
 
     `gather` is an all-gather: each rank passes a tensor of shape (N, F), and every rank gets the
     stacked tensors of all ranks, of shape (ranks, N, F). The methods that compute statistics or
-    top-k ids call this argument once, or twice for JSD. The methods that compute gradients do not
-    call it.
+    top-k ids call this argument once, or twice for JSD and TVD. The methods that compute gradients
+    do not call it.
     """
 
     # Loss and gradient cannot be computed in one pass over the logits, because a gradient needs the
@@ -145,7 +155,7 @@ class ColumnBackend:
     def pair_read(self, x: Tensor, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
         """Returns the loss per row over the columns of all ranks, and the state for the backward.
 
-        JSD calls gather twice.
+        JSD and TVD call gather twice.
         """
         lead, rows = x.shape[:-1], x.shape[:-1].numel()
         here = self._pair_reading(reading)
@@ -156,13 +166,13 @@ class ColumnBackend:
         inv_t = inverse_temperature(reading, part[:, :1])
         whole = eager.merge_pairs(self.join(part), pair.kind, inv_t)
         value, state = self.backend.pair_finish(whole, pair.kind, inv_t)
-        if pair.kind == "jsd":
-            sums = torch.zeros_like(part[:, :2])
+        if pair.kind in PAIR_SUMS:
+            count = PAIR_SUMS[pair.kind]
+            sums = torch.zeros_like(part[:, :count])
             if self.width:
                 found, known = self.backend.pair_read(x, here, pair, state)
-                sums = torch.stack((found.reshape(-1), known[:, 4]), 1)
-            value, mean = self.join(sums).sum(0).split(1, 1)
-            state[:, 4:] = mean
+                sums = torch.cat((found.reshape(-1, 1), known[:, PAIR_STATE + 1 - count :]), 1)
+            value, state[:, 4:] = eager.pair_join(self.join(sums).sum(0), pair.kind)
         live = live_rows(reading)
         if live is not None:
             value, state = (torch.where(live[:, None], t, 0.0) for t in (value, state))

@@ -7,11 +7,11 @@ VocabShard. All ranks call the same loss with the same arguments. Ids refer to t
 The result is bitwise the same on all ranks.
 
 The forward of a loss gathers a few numbers per row from each rank. For logits, the forward calls
-gather once. For a head, the forward calls gather once per chunk of rows. JSD calls gather twice
-instead of once. The backward of logits needs no communication. The backward of a head sums the
-gradient of the hidden states over ranks. When a VocabShard is constructed, the ranks exchange their
-first columns and widths. If `start` and `vocab` are given, this exchange happens only for the first
-VocabShard with this group and this `vocab`.
+gather once. For a head, the forward calls gather once per chunk of rows. JSD and TVD call gather
+twice instead of once. The backward of logits needs no communication. The backward of a head sums
+the gradient of the hidden states over ranks. When a VocabShard is constructed, the ranks exchange
+their first columns and widths. If `start` and `vocab` are given, this exchange happens only for the
+first VocabShard with this group and this `vocab`.
 """
 
 from typing import Any, NamedTuple

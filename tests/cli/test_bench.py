@@ -288,10 +288,10 @@ def test_the_gpu_table_has_every_row_and_target_of_the_plan():
     assert count["logits", Mode.REPLAY] == 8
     assert count["logits", Mode.WALL] == count["teachers", Mode.WALL] == 2
     assert count["teachers", Mode.REPLAY_BOTH] == 2
-    assert count["teachers", Mode.BACKWARD] == 10
+    assert count["teachers", Mode.BACKWARD] == 11
     assert count["teachers", Mode.FORWARD] == 3
     named = {c.name: c for c in chosen}
-    assert len(named) == len(chosen) == 85
+    assert len(named) == len(chosen) == 86
     assert all(c.targets for c in chosen if c.family == "logits")
     large = "forward + backward, 8192×4096×128256 bf16"
     assert named[f"cross_entropy, {large}"].targets == {"floor": 1.06}

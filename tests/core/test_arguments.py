@@ -57,6 +57,7 @@ TYPOS = {
         "tails", "tail"),
     "kl_div": (lambda o: ll.kl_div(TEACHER, TEACHER, direction="forward", **o), "masks", "mask"),
     "jsd": (lambda o: ll.jsd(TEACHER, TEACHER, **o), "t_square", "t_squared"),
+    "tvd": (lambda o: ll.tvd(TEACHER, TEACHER, **o), "row_weights", "row_weight"),
     "soft_cross_entropy": (
         lambda o: ll.soft_cross_entropy(TEACHER, TEACHER, **o), "smoothing", "label_smoothing"),
     "topk_distill": (
@@ -70,6 +71,7 @@ TYPOS = {
     "LogSumExp": (lambda o: ll.nn.LogSumExp(**o), "soft_cap", "softcap"),
     "TopKDistillLoss": (lambda o: ll.nn.TopKDistillLoss(**SPARSE, **o), "betas", "beta"),
     "JSDLoss": (lambda o: ll.nn.JSDLoss(**o), "betta", "beta"),
+    "TVDLoss": (lambda o: ll.nn.TVDLoss(**o), "soft_cap", "softcap"),
     "FusedHead": (lambda o: ll.nn.FusedHead(2, 3, **o), "worksp", "workspace"),
 }  # fmt: skip
 

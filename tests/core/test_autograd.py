@@ -49,6 +49,7 @@ EVERY_LOSS = {
     "token_logprobs": lambda x, t: ll.token_logprobs(x, t).sum(),
     "kl_div": lambda x, t: ll.kl_div(x, x.detach().flip(0), direction="reverse"),
     "jsd": lambda x, t: ll.jsd(x, x.detach().flip(0)),
+    "tvd": lambda x, t: ll.tvd(x, x.detach().flip(0)),
     "gathered_kl": lambda x, t: ll.gathered_kl(x, torch.log_softmax(x.detach().flip(0), -1)),
     **{
         support: lambda x, t, support=support: ll.topk_distill(
@@ -133,8 +134,8 @@ def test_bug_19_logits_are_not_overwritten(name, impl, device):
 
 
 DIFFERENTIABLE = (
-    "cross_entropy", "cross_entropy_and_scores", "kl_div", "jsd", "topk_distill", "row_loss",
-    "row_loss, more", "score", "kept_scores", "kept_scores, mass", "slot_loss",
+    "cross_entropy", "cross_entropy_and_scores", "kl_div", "jsd", "tvd", "topk_distill",
+    "row_loss", "row_loss, more", "score", "kept_scores", "kept_scores, mass", "slot_loss",
 )  # fmt: skip
 
 

@@ -106,6 +106,7 @@ CALLS = {
     "jsd": lambda x, ids: ll.jsd(
         x, x.detach().flip(-1), beta=0.3, temperature=torch.rand(1, 2).to(x.device) + 0.5
     ),
+    "tvd": lambda x, ids: ll.tvd(x, x.detach().flip(-1), softcap=4.0, mask=some_rows(x)),
     "soft": lambda x, ids: ll.soft_cross_entropy(
         x, x.detach().softmax(-1), weight=torch.rand(V).to(x), label_smoothing=0.1
     ),

@@ -141,6 +141,10 @@ def jsd(x, teacher, **how):
     return oracle.dense_divergence(x, tensor_of(teacher), "jsd", **how)
 
 
+def tvd(x, teacher, **how):
+    return oracle.dense_divergence(x, tensor_of(teacher), "tvd", **how)
+
+
 def gathered_kl(x, teacher_logprobs, mask=None, **how):
     return oracle.gathered_kl(x, teacher_logprobs, mask, **how)
 
@@ -301,6 +305,7 @@ FUNCTIONS: dict[str, Function] = {
     "linear_cross_entropy": Function(call_linear, cross_entropy, CROSS_ENTROPY | MASK),
     "kl_div": Function(ll.kl_div, kl_div, KL_DIV),
     "jsd": Function(ll.jsd, jsd, JSD),
+    "tvd": Function(ll.tvd, tvd, DENSE),
     "soft_cross_entropy": Function(ll.soft_cross_entropy, oracle.soft_cross_entropy, SOFT),
     "topk_distill": Function(call_distill, slots.distill, DISTILL),
     "slot_loss": Function(call_slot_loss, slots.slot_loss, SLOT_LOSS),
@@ -327,6 +332,7 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "nn.KLDivLoss": Function(module("KLDivLoss", "teacher", "mask", "row_weight"), kl_div, KL_DIV),
     "nn.JSDLoss": Function(module("JSDLoss", "teacher", "mask", "row_weight"), jsd, JSD),
+    "nn.TVDLoss": Function(module("TVDLoss", "teacher", "mask", "row_weight"), tvd, DENSE),
     "nn.TopKDistillLoss": Function(call_distill_module, slots.distill, DISTILL),
 }  # fmt: skip
 

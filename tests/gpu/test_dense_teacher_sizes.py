@@ -86,7 +86,7 @@ def test_bitwise_repeatable(loss):
 
 
 @pytest.mark.gpu("8 GiB of logits are too many to interpret")
-@pytest.mark.parametrize("kind", ["forward", "jsd 0.5"])
+@pytest.mark.parametrize("kind", ["forward", "jsd 0.5", "tvd"])
 def test_more_than_2_31_elements(kind):
     rows, V = 17000, 128256
     assert rows * V > 2**31

@@ -1,6 +1,7 @@
 """Kernels whose programs wait for each other: crowded, replayed, and turned off."""
 
 import importlib.util
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -24,13 +25,13 @@ def in_place(x, other, labels):
     return loss.detach(), logits.detach()
 
 
-def divergence(x, other, labels):
+def divergence(x, other, labels, of=ll.jsd):
     logits = x.clone().requires_grad_()
-    loss = ll.jsd(logits, other, reduction="none")
+    loss = of(logits, other, reduction="none")
     return loss.detach(), *torch.autograd.grad(loss.sum(), logits)
 
 
-WORK = {"in place": in_place, "jsd": divergence}
+WORK = {"in place": in_place, "jsd": divergence, "tvd": partial(divergence, of=ll.tvd)}
 each_work = pytest.mark.parametrize("work", WORK.values(), ids=WORK.keys())
 
 
@@ -99,6 +100,7 @@ def test_replayed_beside_gemms_as_alone(work, dtype):
 PATHS = {  # the kernel that waits, and what runs where it may not
     "in place": ("_nll_fwd_bwd_kernel", "_label_bwd_kernel"),
     "jsd": ("_jsd_split_fwd_kernel", "_jsd_fwd_kernel"),
+    "tvd": ("_jsd_split_fwd_kernel", "_jsd_fwd_kernel"),
 }
 
 

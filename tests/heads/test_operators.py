@@ -86,6 +86,9 @@ LOSSES = {
     "a teacher's head, a row": lambda h, w, b, r, t: ll.jsd(
         head(h, w, b), teacher(h, w), reduction="none", mask=t != 3
     ) * r,
+    "a teacher's head, tvd": lambda h, w, b, r, t: ll.tvd(
+        head(h, w, b), teacher(h, w), temperature=2.0, mask=t != 3, row_weight=r
+    ),
     "low rank": lambda h, w, b, r, t: ll.cross_entropy(adapted(h, w, b), t, row_weight=r) + (
         ll.score(adapted(h, w, b), t).logprob * r
     ),

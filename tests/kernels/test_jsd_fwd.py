@@ -1,8 +1,9 @@
-"""JSD of long rows, whose parts are read by programs that wait for each other."""
+"""JSD and TVD of long rows, whose parts are read by programs that wait for each other."""
 
 import pytest
 import torch
 
+from logitless.contract import PAIR_SUMS
 from logitless.kernels import config
 from tests.support.dense_teachers import OPTIONS, make, naive, ours
 from tests.support.inputs import on
@@ -10,7 +11,7 @@ from tests.support.laws import assert_as_good_as_torch
 from tests.support.pairwise import pairwise
 
 
-def by_parts(x, t, reading, beta, span):
+def by_parts(x, t, reading, kind, beta, span):
     """The kernels that share a row, whose programs wait for each other, on any device.
 
     The interpreter runs one program after another. So that none waits in vain, a first run finds a
@@ -24,10 +25,12 @@ def by_parts(x, t, reading, beta, span):
     parts = config.ceil_div(rows.vocab, span)
     cut = config.Config(block_v=32, num_warps=1, span=span)
     options = (reading.softcap, beta, reading.ignore_index)
-    first, second = jsd_fwd._shared_plan(rows, t_rows, parts, (reading.temperature,), options, cut)
+    first, second = jsd_fwd._shared_plan(
+        rows, t_rows, parts, (reading.temperature,), options, kind, cut
+    )
     value, state, sums = (
         torch.full((rows.count, *shape), torch.nan, device=x.device)
-        for shape in ((), (5,), (parts, 2))
+        for shape in ((), (5,), (parts, PAIR_SUMS[kind]))
     )
     words = torch.full((rows.count, 2, parts), EMPTY.value, device=x.device)
     for _ in range(2):
@@ -41,32 +44,33 @@ def by_parts(x, t, reading, beta, span):
     span=[32, 48, 128],
     softcap=[None, 4.0],
     masked=[False, True],
+    kind=["jsd", "tvd"],
 )
-def test_parts_of_a_row_add_up(rows, span, softcap, masked, device):
+def test_parts_of_a_row_add_up(rows, span, softcap, masked, kind, device):
     """To the same as one program finds, with parts that are ragged, empty, of -inf, or masked."""
     from logitless import kernels
     from logitless.contract import Pair, Reading
 
     vocab, dtype = rows
-    x, t = make(("jsd", 0.3), rows=(7,), vocab=vocab, dtype=dtype, device=device)
+    x, t = make((kind, 0.3), rows=(7,), vocab=vocab, dtype=dtype, device=device)
     x[1, :50], t[2, :50], x[3, 40:], t[3, 40:] = [-torch.inf] * 4
     x[4, 60], t[5] = torch.nan, -torch.inf
     reading = Reading(x.shape[-1], temperature=1.7, softcap=softcap)
     if masked:
         label = (torch.arange(7, device=device) < 6).view(torch.int8)
         reading = reading._replace(label=label, ignore_index=0)
-    want = kernels.pair_read(x, reading, Pair(t, "jsd", 0.3))
-    got = by_parts(x, t, reading, 0.3, span)
+    want = kernels.pair_read(x, reading, Pair(t, kind, 0.3))
+    got = by_parts(x, t, reading, kind, 0.3, span)
     assert want[0][:4].isfinite().all()
     assert want[0][4:6].isnan().all()
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7, equal_nan=True)
 
 
+@pytest.mark.parametrize("loss", [("jsd", 0.3), ("tvd", None)], ids=["jsd", "tvd"])
 @pytest.mark.parametrize("how", [OPTIONS["plain"], OPTIONS["all"]], ids=["plain", "all"])
-def test_parts_of_a_row_wait_for_each_other(how, impl, device):
+def test_parts_of_a_row_wait_for_each_other(loss, how, impl, device):
     """Three to a row, on a GPU; elsewhere one program is left to do it all."""
-    loss = ("jsd", 0.3)
     x, t = make(loss, device=device)
     how = on(how, device)
     with config.override(block_v=32, span=32):

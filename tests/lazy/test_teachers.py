@@ -36,6 +36,7 @@ def test_a_teacher_stays_lazy_where_asked(without, x, t):
             student(x)[:, 1:], teacher, direction="forward", mask=t[:, 1:] > 1
         ),
         lambda teacher: ll.jsd(student(x)[:, 1:], teacher, reduction="none", temperature=2.0).sum(),
+        lambda teacher: ll.tvd(student(x)[:, 1:], teacher, mask=t[:, 1:] > 1, softcap=4.0),
         lambda teacher: ll.topk_distill(
             student(x)[:, 1:], ll.capture_topk(teacher, 3), divergence="jsd", support="tail"
         ),

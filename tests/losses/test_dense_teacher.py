@@ -288,7 +288,7 @@ def test_inputs_are_left_alone(impl, device):
 def test_compiles_whole(loss, impl, device):
     torch._dynamo.reset()
     x, t = make(loss, vocab=37, device=device)
-    how = on(OPTIONS["all" if loss[0] in ("jsd", "soft") else "plain"], device)
+    how = on(OPTIONS["all" if loss[0] in ("jsd", "tvd", "soft") else "plain"], device)
     upstream = torch.ones((), device=device)
     compiled = torch.compile(
         lambda x, t: ours(x, t, loss, **how), fullgraph=True, backend="aot_eager"
@@ -344,5 +344,5 @@ def test_bad_input_is_named(device):
 def test_a_student_and_a_teacher_by_name():
     """ll.kl_div(student=a, teacher=b), as documented: "missing 'logits'"."""
     x = leaves("tensor")[0]
-    for f, how in ((ll.kl_div, {"direction": "reverse"}), (ll.jsd, {})):
+    for f, how in ((ll.kl_div, {"direction": "reverse"}), (ll.jsd, {}), (ll.tvd, {})):
         assert torch.equal(f(student=x, teacher=TEACHER, **how), f(x, TEACHER, **how))

@@ -65,7 +65,7 @@ def test_both_minus_infinite(loss, device):
 @pytest.mark.parametrize("side", ["student", "teacher"])
 @pytest.mark.usefixtures("small_blocks")
 def test_one_minus_infinite(loss, side, device):
-    """Infinite only where the divergence is, and in no other row; JSD never."""
+    """Infinite only where the divergence is, and in no other row; JSD and TVD never."""
     x, t = make(loss, device=device)
     (x if side == "student" else t)[1, :40] = -torch.inf
     upstream = torch.ones(ROWS, device=device)

@@ -46,6 +46,7 @@ LOSSES = {
     ),
     "kl_div": lambda x, t, **how: ll.kl_div(x, DENSE.to(x.device), direction="forward", **how),
     "jsd": lambda x, t, **how: ll.jsd(x, DENSE.to(x.device), **how),
+    "tvd": lambda x, t, **how: ll.tvd(x, DENSE.to(x.device), **how),
     "soft_cross_entropy": lambda x, t, **how: ll.soft_cross_entropy(
         x, DENSE.softmax(-1).to(x.device), **how
     ),

@@ -14,7 +14,7 @@ WIDTHS = [(20, 17), (9, 0, 28), (0, 5, 31, 1)]
 
 BY_KERNELS = (  # between them, every kernel that a shard launches; the interpreter takes its time
     "row_stats", "cross_entropy, every option", "cross_entropy, in place", "kl_div, reverse", "jsd",
-    "cross_entropy_and_scores, in place", "soft_cross_entropy", "topk_distill",
+    "tvd", "cross_entropy_and_scores, in place", "soft_cross_entropy", "topk_distill",
     "topk_distill, with labels", "topk_distill, tvd", "capture_topk",
 )  # fmt: skip
 WAYS = [(name, how) for name in CALLS for how in ("eager fp64", "eager fp32")]
@@ -47,6 +47,7 @@ SENT = {
     "row_stats": [9 + K],
     "kl_div": [5],
     "jsd": [5, 2],
+    "tvd": [5, 3],
     "topk_distill": [5 + K],
     "topk_distill, tvd": [K],
     "slot_loss": [5 + K],
@@ -57,7 +58,7 @@ SENT = {
 
 @pytest.mark.parametrize("name", SENT)
 def test_what_is_sent(name):
-    """Nothing as wide as the vocabulary; once a forward, twice for JSD; in a backward, nothing."""
+    """Few numbers per row; once a forward, twice for JSD and TVD; in a backward, nothing."""
     _, _, calls = on_shards(CALLS[name], normal(N, V, seed=1), (20, 17))
     exchange = ("gather", 2)  # of widths, once
     for of_rank in calls:

@@ -26,6 +26,7 @@ from logitless import kernels
 from logitless.contract import (
     COEFFICIENTS,
     PAIR_STATE,
+    PAIR_SUMS,
     STATE,
     Coefficients,
     Pair,
@@ -260,19 +261,23 @@ def launch_of_a_head(x, reading: Reading, found, coefficients, one, v: Variant) 
             kernels.one_pass(x, reading, coefficients, one, into)
 
 
+PAIRS = ("forward", "reverse", "jsd", "tvd", "soft")
+
+
 def launch_pairs(x: torch.Tensor, reading: Reading, full: bool) -> None:
-    """Launches the losses against a dense teacher, and JSD with several programs per row."""
+    """Launches losses against a dense teacher, and JSD and TVD with several programs per row."""
     state, row = torch.zeros(2, PAIR_STATE), torch.zeros(2)
     reading = reading._replace(ignore_index=None)
     if full:
         reading = reading._replace(label=row.to(torch.int8), ignore_index=0)
-    for kind in ("forward", "reverse", "jsd", "soft"):
+    for kind in PAIRS:
         pair = Pair(x, kind, 0.5)
         kernels.pair_read(x, reading, pair)
         kernels.pair_gradient(x, reading, pair, state, row, row[0] if full else None)
     span = config.jsd_split_fwd(x.shape[1], x.element_size()).span
     with mock.patch.object(jsd_fwd, "splits_of", return_value=config.ceil_div(x.shape[1], span)):
-        kernels.pair_read(x, reading, Pair(x, "jsd", 0.5))
+        for kind in PAIR_SUMS:
+            kernels.pair_read(x, reading, Pair(x, kind, 0.5))
 
 
 def launch_shard(x: torch.Tensor, reading: Reading) -> None:
@@ -280,9 +285,10 @@ def launch_shard(x: torch.Tensor, reading: Reading) -> None:
     wants = tuple({*reading.wants} - {"tail"})
     part = reading._replace(vocab=2 * x.shape[1], wants=wants)
     kernels.finish(kernels.partial(x, part, 100), part)
-    for kind in ("forward", "reverse", "jsd", "soft"):
+    for kind in PAIRS:
         kernels.pair_partial(x, reading, Pair(x, kind, 0.5))
-    kernels.pair_read(x, reading, Pair(x, "jsd", 0.5), torch.zeros(2, PAIR_STATE))
+    for kind in PAIR_SUMS:
+        kernels.pair_read(x, reading, Pair(x, kind, 0.5), torch.zeros(2, PAIR_STATE))
 
 
 # The widths of narrow heads. A row of 72 numbers is 16-byte aligned and not a power of two.

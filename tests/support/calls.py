@@ -118,6 +118,7 @@ def calls_of(ll) -> dict[str, Callable]:
             ll.kl_div(x, TEACHER, direction="reverse", temperature=ROWS, t_squared=True),
         ),
         "jsd": lambda x: (ll.jsd(x, TEACHER, beta=0.3, temperature=2.0, t_squared=True),),
+        "tvd": lambda x: (ll.tvd(x, TEACHER, temperature=ROWS, mask=MASK, reduction="none"),),
         "soft_cross_entropy": lambda x: (
             ll.soft_cross_entropy(x, TEACHER.softmax(-1), weight=CLASSES, label_smoothing=0.1),
         ),

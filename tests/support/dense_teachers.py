@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from logitless import jsd, kl_div, soft_cross_entropy
+from logitless import jsd, kl_div, soft_cross_entropy, tvd
 from tests.support import oracle
 
 V = 75  # two blocks of 32 and a shorter block; rows are not 16-byte aligned
@@ -14,7 +14,7 @@ def naive(x, teacher, loss, **how):
     name, beta = loss
     if name == "soft":
         return oracle.soft_cross_entropy(x, teacher, **how)
-    kind = "jsd" if name == "jsd" else f"{name}_kl"
+    kind = name if name in ("jsd", "tvd") else f"{name}_kl"
     return oracle.dense_divergence(x, teacher, kind, beta=beta, **how)
 
 
@@ -24,6 +24,8 @@ def ours(x, teacher, loss, **how):
         return soft_cross_entropy(x, teacher, **how)
     if name == "jsd":
         return jsd(x, teacher, beta=beta, **how)
+    if name == "tvd":
+        return tvd(x, teacher, **how)
     return kl_div(x, teacher, direction=name, **how)
 
 
@@ -32,6 +34,7 @@ LOSSES = {
     "reverse": ("reverse", None),
     "jsd 0.1": ("jsd", 0.1),
     "jsd 0.5": ("jsd", 0.5),
+    "tvd": ("tvd", None),
     "soft": ("soft", None),
 }
 DIVERGENCES = {name: loss for name, loss in LOSSES.items() if name != "soft"}

@@ -70,6 +70,7 @@ LOSSES = {
         z, teacher(t.shape, t.device), direction="forward", mask=mask(t.shape, t.device), **how
     ),
     "jsd": lambda z, t, **how: ll.jsd(z, teacher(t.shape, t.device), **how),
+    "tvd": lambda z, t, **how: ll.tvd(z, teacher(t.shape, t.device), **how),
     "soft": lambda z, t, **how: ll.soft_cross_entropy(
         z, teacher(t.shape, t.device).softmax(-1), **how
     ),

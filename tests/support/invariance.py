@@ -79,6 +79,7 @@ def against_a_teacher(z, of):
     return [
         ll.kl_div(z, of["teacher"], direction="forward", reduction="none"),
         ll.jsd(z, of["teacher"], beta=0.3, reduction="none"),
+        ll.tvd(z, of["teacher"], temperature=of["temperature"], reduction="none"),
     ]
 
 

@@ -46,6 +46,7 @@ MEANINGS = calls_of(
         logsumexp=oracle.logsumexp, entropy=oracle.entropy, token_logprobs=oracle.token_logprobs,
         soft_cross_entropy=oracle.soft_cross_entropy, topk_distill=squared_in(oracle.topk_distill),
         kl_div=squared_in(functions.kl_div), jsd=squared_in(functions.jsd),
+        tvd=functions.tvd,
         cross_entropy=cross_entropy, row_loss=row_loss, slot_loss=slot_loss,
         cross_entropy_and_scores=cross_entropy_and_scores,
         kept_scores=functions.kept_scores,

@@ -160,7 +160,7 @@ def dense_divergence(
     x, teacher, kind, *, beta=0.5, temperature=1.0, softcap=None, t_squared=False, mask=None,
     row_weight=None, reduction="mean",
 ):  # fmt: skip
-    """kl_div and jsd against the softmax of a teacher's logits (..., V)."""
+    """kl_div, jsd and tvd against the softmax of a teacher's logits (..., V)."""
     log_q = torch.log_softmax(z_of(x, temperature, softcap), -1)
     log_p = torch.log_softmax(z_of(teacher.to(x.dtype), temperature), -1)
     row = divergence(log_p, log_q, kind, beta)

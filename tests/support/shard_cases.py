@@ -23,7 +23,7 @@ from tests.support.rank_processes import (
 
 SHORT = (
     "cross_entropy", "cross_entropy, every option", "cross_entropy_and_scores", "score", "kl_div",
-    "topk_distill", "jsd", "kept_scores", "kept_scores, mass",
+    "topk_distill", "jsd", "tvd", "kept_scores", "kept_scores, mass",
 )  # fmt: skip
 
 

@@ -166,6 +166,7 @@ PAIRS = [
     TEACHERS("kl_div", BOTH, "forward", {"direction": "forward"}, DENSE, 5),
     TEACHERS("kl_div", BOTH, "reverse", {"direction": "reverse"}, DENSE, 5),
     TEACHERS("jsd", BOTH, targets=DENSE, passes=7),
+    TEACHERS("tvd", BOTH, targets=DENSE, passes=7),
     TEACHERS("soft_cross_entropy", BOTH),
 ]
 ROOMY = {"floor": 1.25}

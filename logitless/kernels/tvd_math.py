@@ -1,0 +1,55 @@
+"""The terms of the total variation distance (TVD) for each column, and of its gradient.
+
+The TVD is ½ Σ |p - q|, with the teacher's probabilities p and the student's probabilities q. Let
+`above` be Σ q over the columns with q > p, and `below` be Σ q over the columns with q < p. Half of
+the mass of the columns with q = p counts as above, and half as below. Then above + below = 1, and
+the gradient of the student's logit z is
+
+     q · below                  if q > p
+    -q · above                  if q < p
+     q · (below - above) / 2    if q = p
+
+The state of a row keeps ratio = above / below, from which both masses have full relative precision.
+
+With the exponentials e_q and e_p, and the normalisers s_q and s_p, the difference q - p is
+(e_q - e_p · s_q / s_p) / s_q. If student and teacher are equal, s_q / s_p is 1, and the difference
+is exactly 0. The difference e_q / s_q - e_p / s_p would not be exactly 0, because the compiler may
+round only one of the two products (a fused multiply-add).
+"""
+
+import triton
+import triton.language as tl
+
+from .numerics import INF
+
+
+@triton.jit
+def to_student(s_q, s_p):
+    """Returns s_q / s_p, or 0 if all logits of the teacher's row are -inf."""
+    return s_q / tl.where(s_p == 0, INF, s_p)
+
+
+@triton.jit
+def apart(e_q, e_p, scale):
+    """Returns |q - p|, and the parts of q above and below p, of each column, all times s_q.
+
+    `scale` is s_q / s_p.
+    """
+    gap = e_q - e_p * scale
+    above = tl.where(gap > 0, e_q, tl.where(gap == 0, 0.5 * e_q, 0.0))
+    return tl.abs(gap), above, e_q - above
+
+
+@triton.jit
+def ratio_of(above, below):
+    """Returns above / below, or inf if `below` is 0."""
+    return tl.where(below == 0, INF, above / tl.where(below == 0, 1.0, below))
+
+
+@triton.jit
+def gradient_of(e_q, e_p, scale, ratio):
+    """Returns the gradient of z for each column, times s_q. `scale` is s_q / s_p."""
+    below = 1.0 / (1.0 + ratio)
+    above = tl.where(ratio > 1, 1.0 - below, ratio * below)
+    gap = e_q - e_p * scale
+    return e_q * tl.where(gap > 0, below, tl.where(gap < 0, -above, 0.5 * (below - above)))

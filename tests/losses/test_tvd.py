@@ -1,0 +1,181 @@
+"""Total variation: the laws of the distance, equal probabilities, and exactness at the extremes.
+
+tests/losses/test_dense_teacher.py compares `tvd` with its definition, as every loss against a dense
+teacher.
+"""
+
+import pytest
+import torch
+
+import logitless as ll
+from tests.support import oracle
+from tests.support.dense_teachers import OPTIONS, ROWS, V, make
+from tests.support.inputs import on
+from tests.support.laws import value_and_grad
+
+TVD = ("tvd", None)
+INF = torch.inf
+
+
+def naive(x, t, **how):
+    return oracle.dense_divergence(x, t, "tvd", **how)
+
+
+def relative(got, want) -> float:
+    return float((got.double() - want).abs().max() / want.abs().max())
+
+
+def test_the_acceptance_rate_of_speculative_sampling(impl, device):
+    """The rate is Σ min(p, q). The gradient of -log(rate) is right, too."""
+    draft, target = make(TVD, device=device)
+    upstream = torch.randn(ROWS, device=device)
+    got = value_and_grad(
+        lambda x: -torch.log(1 - ll.tvd(x, target, reduction="none")), draft, upstream
+    )
+    p = target.double().softmax(-1)
+    want = value_and_grad(
+        lambda x: -torch.minimum(x.softmax(-1), p).sum(-1).log(), draft.double(), upstream.double()
+    )
+    for a, b in zip(got, want, strict=True):
+        assert relative(a, b) < 1e-5
+
+
+def test_symmetric_and_below_the_kl_divergence(impl, device):
+    """Pinsker's inequality: TVD² ≤ KL / 2."""
+    x, t = make(TVD, rows=(8,), device=device)
+    value = ll.tvd(x, t, reduction="none")
+    torch.testing.assert_close(value, ll.tvd(t, x, reduction="none"), rtol=1e-6, atol=1e-7)
+    for direction in ("forward", "reverse"):
+        kl = ll.kl_div(x, t, direction=direction, reduction="none")
+        assert (value.square() <= kl / 2 + 1e-6).all()
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_the_gradient_sums_to_zero(device):
+    """A common offset of the logits changes nothing."""
+    x, t = make(TVD, device=device)
+    how = on(OPTIONS["temperature"], device)
+    _, grad = value_and_grad(lambda x: ll.tvd(x, t, **how), x, torch.ones((), device=device))
+    assert grad.abs().max() > 1e-3
+    assert grad.sum(-1).abs().max() < 1e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("small_blocks")
+def test_disjoint_rows_are_exactly_one_apart(dtype, device):
+    """A sum above 1 would make -log(1 - tvd) NaN."""
+    x, t = make(TVD, rows=(16,), dtype=dtype, device=device)
+    some = torch.arange(V, device=device) % 2 == 0
+    x[:, some], t[:, ~some] = -INF, -INF
+    value, grad = value_and_grad(
+        lambda x: ll.tvd(x, t, reduction="none"), x, torch.ones(16, device=device)
+    )
+    assert (value <= 1).all()
+    assert (value > 1 - 1e-6).all()
+    assert (-torch.log(1 - value) > 10).all()
+    # Moving mass between classes that the teacher does not have changes nothing.
+    assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_classes_of_equal_probability(device):
+    """The derivative of |p - q| is 0 at p = q. Here p and q are exact, and each is 1/3."""
+    x = torch.tensor([[0.0, 0.0, 0.0, -INF]], device=device)
+    t = torch.tensor([[0.0, 0.0, -INF, 0.0]], device=device)
+    value, grad = value_and_grad(lambda x: ll.tvd(x, t), x, torch.ones((), device=device))
+    torch.testing.assert_close(value, torch.tensor(1 / 3, device=device))
+    want = torch.tensor([[-1 / 18, -1 / 18, 1 / 9, 0.0]], device=device)
+    torch.testing.assert_close(grad, want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("temperature", [1e-12, 0.5, 30.0, 1e12])
+@pytest.mark.usefixtures("small_blocks")
+def test_equal_rows_at_every_temperature(temperature, device):
+    x, _ = make(TVD, device=device)
+    value, grad = value_and_grad(
+        lambda s: ll.tvd(s, x + 0, temperature=temperature, reduction="none"),
+        x,
+        torch.ones(ROWS, device=device),
+    )
+    assert torch.equal(value, torch.zeros_like(value))
+    assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+@pytest.mark.usefixtures("small_blocks")
+def test_confident_rows_have_an_exact_gradient(side, device):
+    """Σ q sign(q - p) is nearly ±1, and the gradient is the small rest.
+
+    The gradient of the plain formula in fp32 is a thousand times less exact.
+    """
+    x, t = make(TVD, scale=1.0, device=device)
+    x[:, 0], t[:, 0] = 17.0, 12.0 if side == "student" else 22.0
+    upstream = torch.ones(ROWS, device=device)
+    got = value_and_grad(lambda x: ll.tvd(x, t, reduction="none"), x, upstream)
+    plain = value_and_grad(lambda x: naive(x, t, reduction="none"), x, upstream)
+    exact = value_and_grad(
+        lambda x: naive(x, t.double(), reduction="none"), x.double(), upstream.double()
+    )
+    assert exact[1].abs().max() < 1e-4
+    assert relative(plain[1][:, 0], exact[1][:, 0]) > 3e-4
+    torch.testing.assert_close(got[1].double(), exact[1], rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(got[0].double(), exact[0], rtol=1e-5, atol=3e-7)
+
+
+@pytest.mark.parametrize("temperature", [1e-12, 0.2, 300.0])
+@pytest.mark.usefixtures("small_blocks")
+def test_extreme_temperatures(temperature, device):
+    x, t = make(TVD, device=device)
+    upstream = torch.randn(ROWS, device=device)
+    how = {"temperature": temperature, "reduction": "none"}
+    got = value_and_grad(lambda x: ll.tvd(x, t, **how), x, upstream)
+    want = value_and_grad(lambda x: naive(x, t.double(), **how), x.double(), upstream.double())
+    assert relative(got[0], want[0]) < 2e-5
+    if temperature > 1e-6:
+        assert relative(got[1], want[1]) < 5e-5
+    else:  # both rows are one-hot, on two classes
+        assert torch.equal(got[0], torch.ones_like(got[0]))
+        assert torch.equal(got[1], torch.zeros_like(got[1]))
+
+
+def test_a_high_temperature_keeps_its_digits(impl, device):
+    """TVD is about 3e-4 here. The exponential of (logit - logsumexp) would lose a digit more."""
+    x, t = make(TVD, rows=(4,), vocab=4096, device=device)
+    how = {"temperature": 3000.0, "reduction": "none"}
+    got, want = ll.tvd(x, t, **how), naive(x.double(), t.double(), **how)
+    assert want.max() < 1e-3
+    assert relative(got, want) < 3e-5
+
+
+def test_bad_input_is_named(device):
+    x, t = make(TVD, device=device)
+    refused = [
+        (ValueError, "reduction must be one of 'mean', 'sum', 'none', got 'batchmean'.",
+         {"reduction": "batchmean"}),
+        (ValueError, r"temperature must be in \[1e-12, 1e\+12\], got 0\.", {"temperature": 0}),
+        (ValueError, r"mask must have shape \(3,\)", {"mask": torch.ones(4)}),
+        (TypeError, "beta", {"beta": 0.5}),
+    ]  # fmt: skip
+    for error, message, how in refused:
+        with pytest.raises(error, match=message):
+            ll.tvd(x, t, **how)
+    with pytest.raises(ValueError, match="teacher must not require grad"):
+        ll.tvd(x, t.clone().requires_grad_())
+
+
+def test_gradient_of_two_heads(impl, device):
+    """The teacher's head gets no gradient; nothing as wide as the vocabulary is kept."""
+    hidden, weight = torch.randn(6, 5, device=device), torch.randn(V, 5, device=device)
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+    other = [torch.randn_like(t) for t in (hidden, weight)]
+    mask = torch.arange(6, device=device) != 2
+    student, teacher = (ll.LinearLogits(*p, workspace=2 * V * 4) for p in (leaves, other))
+    got = ll.tvd(student, teacher, mask=mask, temperature=1.5)
+    exact = [t.double().requires_grad_() for t in (hidden, weight)]
+    logits = other[0].double() @ other[1].double().T
+    want = naive(exact[0] @ exact[1].T, logits, mask=mask, temperature=1.5)
+    assert relative(got.detach(), want.detach()) < 1e-5
+    for a, b in zip(
+        torch.autograd.grad(got, leaves), torch.autograd.grad(want, exact), strict=True
+    ):
+        assert relative(a, b) < 2e-5
