@@ -185,7 +185,7 @@ class LazyLogits(Deferred, Source):
 
         `self` has only the columns of this rank, which `shard` describes.
         """
-        recipe = self.recipe.replace(shard=shard.over(None))
+        recipe = self.recipe.replace(shard=shard.over(None), answers=None, places=None)
         sides = (shard.start, shard.vocab - shard.start - shard.width)
         columns = slice(shard.start, shard.start + shard.width)
         op = Op(lambda t: pad(t, sides), pull=lambda d: d[..., columns])
@@ -326,6 +326,12 @@ class UnscaledLogits(Source):
             check_values(loss)
         else:
             loss = self.recipe.shard.over(self).checked(loss, reduction, row_weight)
+        if self.recipe.answers is None:
+            return self.computed(loss, reduction, row_weight)
+        return self.recipe.answers.evaluate(self, loss, reduction, row_weight)
+
+    def computed(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+        """Evaluates a loss from the head's tensors, with one GEMM or more."""
         grad = torch.is_grad_enabled()
         if reduction != "none":
             return LazyReducedLoss.apply(

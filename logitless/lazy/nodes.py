@@ -14,6 +14,7 @@ from torch import Tensor
 from ..core.autograd import Node, refuse_second
 from ..heads.products import times_weight, two_parts, without_autocast
 from ..heads.unshard import in_memory
+from .answers import Answers
 from .formula import Direct, Formula
 from .gradient import (
     NO_PARTS,
@@ -109,12 +110,16 @@ class LazyHead(Node):
         ctx.watch = Watch(detached.weight, passed=inference)
         ctx.module, ctx.shard = head.module, shard
         formula = Direct(head.dtype)
-        return kind.of(
+        answers, places = Answers.of(detached, trains) if shard is None else (None, None)
+        z = kind.of(
             Recipe(
                 detached, needs, formula, versions(*detached.tensors), ctx.watch, trains, inference,
-                shard=shard,
+                shard=shard, answers=answers, places=places,
             )
         )  # fmt: skip
+        if answers is not None:
+            answers.cell = z.origin.cell
+        return z
 
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]

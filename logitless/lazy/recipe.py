@@ -98,6 +98,12 @@ class Recipe:
     inputs: tuple[RowInput, ...] = ()  # the formula's inputs
     axis: int | None = None  # the dimension of the vocabulary; None for the last dimension
     shard: Any = None  # a VocabShard if weight and bias hold only the rows of this rank
+    # The scores that losses over logits of the same call of the head computed (answers.py). None if
+    # the head's tensors, except the rows of hidden, differ from the tensors of the call.
+    answers: Any = None
+    # (..., 1), for each row of these logits its row in the call of the head. None if losses compute
+    # no scores.
+    places: Tensor | None = None
 
     def replace(self, **changed) -> "Recipe":
         """A copy of the recipe with changed fields."""
@@ -157,7 +163,7 @@ class Recipe:
         names = ("hidden", "weight", "bias", "low_rank")
         pairs = zip(names, head.tensors, self.versions, strict=True)
         known = tuple(versions(t)[0] if name in tensors else v for name, t, v in pairs)
-        return self.replace(head=head, versions=known)
+        return self.replace(head=head, versions=known, answers=None, places=None)
 
     def with_rows(self, op: Callable[[Tensor], Tensor], hidden: Tensor) -> "Recipe":
         """Returns the recipe with rows rearranged by `op`.
@@ -166,7 +172,9 @@ class Recipe:
         """
         with torch.inference_mode(False), torch.no_grad():
             inputs = tuple(row_input.moved(op) for row_input in self.inputs)
-        return self.with_head(hidden=hidden).replace(inputs=inputs)
+            places = None if self.places is None else op(self.places)
+        recipe = self.with_head(hidden=hidden)
+        return recipe.replace(inputs=inputs, answers=self.answers, places=places)
 
     def released(self) -> "Recipe":
         """A copy whose tensors hold no memory, for logits whose values are already computed."""
@@ -189,7 +197,10 @@ class Recipe:
             r._replace(source=blank if isinstance(r.source, Tensor) else r.source.blank())
             for r in self.inputs
         )
-        return tuple(tensors), self.replace(head=self.head.blank(), inputs=inputs)
+        blank_recipe = self.replace(
+            head=self.head.blank(), inputs=inputs, answers=None, places=None
+        )
+        return tuple(tensors), blank_recipe
 
     def rebuild(self, tensors: Sequence[Any]) -> "Recipe":
         """Inverts `flatten`, and sets `versions` to the current versions of the tensors.

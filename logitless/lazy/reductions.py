@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..losses.statistics import logsumexp, row_stats, token_logprobs
+from ..core.call import reading_of
+from ..losses.statistics import Read, logsumexp, row_stats, token_logprobs
 from . import views
+from .expectations import expectation_of
 from .formula import Direct
 from .logits import LazyLogits, UnscaledLogits
 from .row_function import by_rows, mean_by_rows
@@ -82,6 +84,22 @@ def _total(z: LazyLogits, direct: Direct) -> Tensor:
     return direct.factor * total
 
 
+def _expected(z: LazyLogits) -> Tensor | None:
+    """The sum of each row of z = p log p, or a similar formula, if a loss computed its statistics.
+
+    Returns None if the statistics are not known. For a head with a bias, the result is None too,
+    because a bias can be -inf. Then p log p is NaN in PyTorch, but our entropy is finite.
+    """
+    recipe, found = z.recipe, expectation_of(z.recipe.formula)
+    differentiable = z.requires_grad and torch.is_grad_enabled()
+    if found is None or differentiable or recipe.answers is None or recipe.head.bias is not None:
+        return None
+    reads = {"softcap": None, **found.of.reads}
+    reading = reading_of(UnscaledLogits(z), **reads, wants=("lse", "entropy"))
+    known = recipe.answers.statistics(recipe, Read(reading))
+    return None if known is None else found.sum(*known)
+
+
 def _over(z: LazyLogits, dim: Any) -> tuple[int, ...] | None:
     """The dimensions in `dim`, without the dimension of the vocabulary.
 
@@ -117,11 +135,13 @@ def _summed(z: LazyLogits, dim, keepdim, dtype, mean: bool):
     def of_rows(t: Tensor) -> Tensor:
         return t.sum(-1, dtype=in_dtype)
 
-    if direct is None and len(rows) == z.dim() - 1 and not keepdim and not counts:
+    known = _expected(z)
+    if known is None and direct is None and len(rows) == z.dim() - 1 and not (keepdim or counts):
         total = mean_by_rows(z, of_rows)
         total = total if total is NotImplemented else total * math.prod(z.shape[:-1])
     else:
-        total = _total(z, direct) if direct is not None else by_rows(z, of_rows)
+        total = _total(z, direct) if direct is not None else known
+        total = by_rows(z, of_rows) if total is None else total
         total = total[0] if isinstance(total, tuple) else total
         if total is NotImplemented:
             return total

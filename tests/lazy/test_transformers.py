@@ -15,7 +15,8 @@ pytest.importorskip("transformers", reason="needs transformers: requirements/tes
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import logitless as ll
-from logitless.lazy import report
+from logitless.heads.head import Head
+from logitless.lazy import recipe, report
 from logitless.lazy.logits import LazyLogits
 from tests.support.families import PAGE, Outcome, apart, checked, kept_logits, trained
 from tests.support.paths import ROOT
@@ -346,3 +347,24 @@ def test_lora(how, first):
     assert_same_parameters(got, steps(plain))
     assert type(z) is LazyLogits
     assert ll.report() == []
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_accuracy_after_the_model_s_own_loss(trains, monkeypatch):
+    """The argmax of the rows that count costs no product of hidden states and weight."""
+    monkeypatch.setattr(recipe, "SMALL", 0)
+    plain = build("LlamaForCausalLM").train(trains)
+    model, given = ll.fuse(copy.deepcopy(plain)), batch(plain)
+    given["labels"] = given["input_ids"]  # all rows count, except the last
+    want = plain(**given).logits[:, :-1].argmax(-1)
+    rows, product = [], Head.product
+    monkeypatch.setattr(
+        Head, "product", lambda self, h, *rest: rows.append(len(h)) or product(self, h, *rest)
+    )
+    for turn in range(3):
+        with torch.set_grad_enabled(trains):
+            logits = model(**given).logits
+        assert type(logits) is LazyLogits
+        rows.clear()
+        assert torch.equal(logits[:, :-1].argmax(-1), want)
+        assert sum(rows) == (want.numel() if turn == 0 else 0)

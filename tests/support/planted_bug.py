@@ -22,6 +22,7 @@ LINEAR, BLOCKS, SUMS = (f"tests/heads/test_{x}.py" for x in ("linear", "blocks",
 PRODUCTS, SMALL = "tests/heads/test_products.py", "tests/heads/test_small.py"
 LOW_RANK, QUANTIZED = "tests/heads/test_low_rank.py", "tests/heads/test_quantized.py"
 LAZY_SUMS, NEIGHBOURS = "tests/lazy/test_sums.py", "tests/lazy/test_neighbours.py"
+ANSWERS = "tests/lazy/test_answers.py"
 SHARD, SHARD_HEADS = "tests/parallel/test_shard.py", "tests/parallel/test_shard_heads.py"
 TOPK, NARROW, COEFFICIENTS = (
     f"tests/kernels/test_{x}.py" for x in ("topk", "narrow", "stats_coefficients")

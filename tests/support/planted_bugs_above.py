@@ -1,6 +1,7 @@
 """Bugs for planted.py in the folders above heads/, and in adapters and quantised heads."""
 
 from tests.support.planted_bug import (
+    ANSWERS,
     COMPILED,
     ELEMENTWISE,
     FUNCTIONS,
@@ -99,6 +100,24 @@ ABOVE = (
     Bug("report counts a line once", "lazy", "logitless/lazy/report.py",
         "Materialised(operation, shape, size, 1, line).plus(old)",
         "Materialised(operation, shape, size, 1, line)", (REPORT,)),
+    Bug("scores of ignored rows are read", "lazy", "logitless/lazy/answers.py",
+        "label = torch.where(ignored, UNKNOWN, label)", "label = label.clamp_min(0)", (ANSWERS,)),
+    Bug("scores of another temperature", "lazy", "logitless/lazy/answers.py",
+        "Options(reading.temperature, reading.softcap", "Options(1.0, reading.softcap",
+        (ANSWERS,)),
+    Bug("log-probability of another id", "lazy", "logitless/lazy/answers.py",
+        "label != ids.reshape(-1)", "label == UNKNOWN", (ANSWERS,)),
+    Bug("scores of changed logits", "lazy", "logitless/lazy/recipe.py",
+        "versions=known, answers=None, places=None)", "versions=known)", (ANSWERS,)),
+    Bug("scores of a weight that has changed", "lazy", "logitless/lazy/answers.py",
+        "        recipe.check()\n", "", (ANSWERS,)),
+    Bug("computed scores are known for each repeat", "lazy", "logitless/lazy/answers.py",
+        "t[at] = getattr(computed, name)", "t = getattr(table.scores, name)[places]",
+        (ANSWERS,)),
+    Bug("scores outlive the logits", "lazy", "logitless/lazy/recipe.py",
+        "inputs=inputs, answers=None, places=None\n", "inputs=inputs\n", (ANSWERS,)),
+    Bug("a sum of p times logits is an entropy", "lazy", "logitless/lazy/expectations.py",
+        "-entropy if self.of.log else lse - entropy", "-entropy", (ANSWERS,)),
 
     # store/
     Bug("shared beginning taken for one document's", "store", "logitless/store/index.py",

@@ -1,0 +1,242 @@
+"""Scores that a loss over lazy logits computes, so that metrics of the same rows cost no GEMM.
+
+A trainer computes its loss from the logits, and then metrics, such as the accuracy and the entropy.
+A metric of lazy logits takes one GEMM, about a third of the time of a loss with its gradients. A
+loss that also computes the scores of each row takes 1.016 times the time of the loss alone
+(benchmarks/results/h200/loss-and-scores.md). So losses compute scores only for heads whose metrics
+are read:
+
+1. The losses over the first logits of a head compute no scores. `Answers` counts the rows of these
+   losses, and the rows of the metrics that are read later. If the metrics read at least half as
+   many rows, the head is added to `_READ`.
+2. Losses over all later logits of this head compute scores, and keep them in a `Table`. Metrics of
+   these logits and of their views are read from the Table. The rows that a loss ignored have no
+   scores in the Table. The first metric computes the scores of the ignored rows.
+
+Training and evaluation are counted separately, because many trainers read metrics only in
+evaluations.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..contract import Reading
+from ..core.loss import RowLoss, ignored_value
+from ..heads.head import Head
+from ..heads.linear import HeadLogits
+from ..losses.cross_entropy import CrossEntropy, ScoredCrossEntropy
+from ..losses.statistics import NO_CLASS, Read, Scores, score
+from .recipe import Recipe
+
+# The heads whose metrics are read after a loss. The keys are True for training, False for
+# evaluation.
+_READ: dict[bool, "weakref.WeakSet[nn.Module]"] = {
+    True: weakref.WeakSet(),
+    False: weakref.WeakSet(),
+}
+UNKNOWN = -1  # the label of rows without scores
+
+
+class Options(NamedTuple):
+    """The options of a softmax. Scores are known only for the options of the loss."""
+
+    temperature: float
+    softcap: float | None
+    invariant: bool
+
+    @staticmethod
+    def of(reading: Reading) -> "Options | None":
+        """Returns the options of a Reading, or None if each row has its own temperature."""
+        if reading.temperature is None:
+            return None
+        return Options(reading.temperature, reading.softcap, reading.invariant)
+
+
+class Table:
+    """The scores of the rows of one call of a head, for one label per row."""
+
+    def __init__(self, rows: int, device: torch.device):
+        self.label = torch.full((rows,), UNKNOWN, device=device)
+        self.scores: Scores | None = None
+        self.complete = False  # whether the scores of all rows are known
+
+    def put(self, places: Tensor, label: Tensor, vocab: int, scores: Scores) -> None:
+        """Writes scores of the rows `places`. Rows whose label is not in [0, vocab) stay the same.
+
+        `places` can contain a row several times, with different labels. So one scatter chooses the
+        source of each row, and label and scores are copied from the same source.
+        """
+        if not len(places):
+            return
+        source = torch.full_like(self.label, -1)
+        source[places] = torch.arange(len(places), device=places.device)
+        at = source.clamp_min(0)
+        new = (source >= 0) & (label[at] >= 0) & (label[at] < vocab)
+        before = self.scores or [t.new_zeros(len(new)) for t in scores]
+        self.label = torch.where(new, label[at].long(), self.label)
+        pairs = zip(scores, before, strict=True)
+        self.scores = Scores(*(torch.where(new, t[at], old) for t, old in pairs))
+
+
+class Answers:
+    """The scores of all logits that are derived from one call of a head."""
+
+    def __init__(self, head: Head, trains: bool):
+        self.module, self.trains, self.rows = weakref.ref(head.module), trains, head.rows
+        self.tables: dict[Options, Table] = {}
+        self.losses: dict[Options, int] = {}  # the rows of losses without scores
+        self.read: dict[Options, int] = {}  # the rows of metrics after these losses
+        self.cell: Any = lambda: None  # a weak reference to the cell of the head's own logits
+
+    @staticmethod
+    def of(head: Head, trains: bool) -> "tuple[Answers | None, Tensor | None]":
+        """Returns Answers for a call of a head, and the `places` of the call's logits, or Nones.
+
+        A head with drop_ignored=False has no Answers, because the host waits for the number of rows
+        without scores. An FSDP module has no Answers, because all ranks gather its weight together,
+        but only some ranks could have rows without scores.
+        """
+        module, device = head.module, head.device
+        waits = head.drop_ignored and device.type != "meta" and not torch.compiler.is_compiling()
+        waits = waits and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        if module is None or hasattr(type(module), "unshard") or not waits:
+            return None, None
+        if module not in _READ[trains]:
+            return Answers(head, trains), None
+        places = torch.arange(head.rows, device=device)
+        return Answers(head, trains), places.view(*head.lead, 1)
+
+    def evaluate(self, source: Any, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+        """Evaluates a loss or a statistic over `source`, an UnscaledLogits of this call."""
+        recipe: Recipe = source.recipe
+        if isinstance(loss, CrossEntropy):
+            scored = self.scored(recipe, loss)
+            if scored is not None:
+                value, *scores = source.computed(scored, reduction, row_weight)
+                self.keep(recipe, scored.reading, scores)
+                return value
+        elif isinstance(loss, Read) and not (source.requires_grad and torch.is_grad_enabled()):
+            known = self.statistics(recipe, loss)
+            if known is not None:
+                return known
+        return source.computed(loss, reduction, row_weight)
+
+    # --- losses
+
+    def scored(self, recipe: Recipe, loss: Any) -> RowLoss | None:
+        """Returns the loss with scores, or None if the loss computes no scores."""
+        options = Options.of(loss.reading)
+        if type(loss) is not CrossEntropy or options is None:
+            return None
+        if recipe.places is None:
+            self.losses[options] = self.losses.get(options, 0) + recipe.lead.numel()
+            return None
+        wants = tuple(dict.fromkeys((*loss.reading.wants, *Scores._fields)))
+        reading = loss.reading._replace(wants=wants)
+        return ScoredCrossEntropy(reading, loss.label_smoothing, loss.z_loss)
+
+    def keep(self, recipe: Recipe, reading: Reading, scores: Sequence[Tensor]) -> None:
+        """Writes the scores that a loss computed to the Table."""
+        options, label = Options.of(reading), reading.label
+        assert options is not None
+        assert label is not None
+        ignored = reading.ignored_rows()
+        if ignored is not None:
+            label = torch.where(ignored, UNKNOWN, label)
+        if options not in self.tables:
+            self.tables[options] = Table(self.rows, recipe.device)
+        flat = Scores(*(t.detach().reshape(-1) for t in scores))
+        self.tables[options].put(places_of(recipe), label.reshape(-1), reading.vocab, flat)
+
+    # --- metrics
+
+    def statistics(self, recipe: Recipe, loss: Read) -> tuple[Tensor, ...] | None:
+        """Returns the results of a `Read` without gradients from the Table, or None."""
+        reading, options = loss.reading, Options.of(loss.reading)
+        scored = set(reading.wants) <= set(Scores._fields) and reading.ids_per_row <= 1
+        if not scored or options is None:
+            return None
+        table = self.tables.get(options)
+        if table is None:
+            self.count(options, recipe.lead.numel())
+            return None
+        recipe.check()
+        ids, ignored = reading.ids, reading.ignored_rows()
+        if ids is not None:
+            ids = ids[..., 0]
+        elif "logprob" in reading.wants:
+            ids = reading.label
+        known, at, computed = self.complete(table, recipe, options, ids, ignored)
+        places, outputs = places_of(recipe), []
+        for name in reading.wants:
+            t = getattr(known, name)[places]
+            if computed is not None:
+                t[at] = getattr(computed, name)
+            t = t.view(recipe.lead)
+            if ignored is not None:
+                t = torch.where(ignored, ignored_value(t.dtype), t)
+            outputs.append(t[..., None] if name == "logprob" and reading.ids is not None else t)
+        return tuple(outputs)
+
+    def count(self, options: Options, rows: int) -> None:
+        """Counts the rows of a metric, and adds the head to `_READ` if most rows are read."""
+        module = self.module()
+        if options not in self.losses or module is None:
+            return
+        self.read[options] = self.read.get(options, 0) + rows
+        if 2 * self.read[options] >= self.losses[options]:
+            _READ[self.trains].add(module)
+
+    def complete(
+        self, table: Table, recipe: Recipe, options: Options, ids: Tensor | None, ignored: Any
+    ) -> tuple[Scores, Tensor | None, Scores | None]:
+        """Computes the scores of rows of `recipe` that are not in the Table, except ignored rows.
+
+        With `ids`, a row is in the Table only if its label is its id. Returns (known, at, scores):
+        `scores` are the scores of the rows `at`, and `known` has the scores of all other rows. If
+        no row was computed, `at` and `scores` are None. Computed scores are added to the Table, but
+        not to `known`, because `recipe` can contain a row several times, with different ids.
+
+        If a small view has rows without scores, the scores of all rows of the call are computed, so
+        that the host waits only once if a metric is computed from many small views.
+        """
+        known: Any = table.scores
+        at = None if ids is None and table.complete else missing(table, recipe, ids, ignored)
+        if at is None or not len(at):
+            return known, None, None
+        cell = self.cell() if ids is None and 2 * recipe.lead.numel() < self.rows else None
+        if cell is None or cell.recipe.answers is not self or cell.recipe.changed():
+            return known, at, fill(table, recipe, options, at, ids)
+        fill(table, cell.recipe, options, missing(table, cell.recipe, None, None), None)
+        known, table.complete = table.scores, True
+        return known, None, None
+
+
+def places_of(recipe: Recipe) -> Tensor:
+    assert recipe.places is not None
+    return recipe.places.reshape(-1)
+
+
+def missing(table: Table, recipe: Recipe, ids: Tensor | None, ignored: Tensor | None) -> Tensor:
+    """Returns the rows of `recipe` that have no scores in the Table. The host waits for them."""
+    label = table.label[places_of(recipe)]
+    rows = label == UNKNOWN if ids is None else label != ids.reshape(-1)
+    return (rows if ignored is None else rows & ~ignored.reshape(-1)).nonzero()[:, 0]
+
+
+def fill(table: Table, recipe: Recipe, options: Options, at: Tensor, ids: Tensor | None) -> Scores:
+    """Computes the scores of the rows `at` of `recipe`, and adds the scores to the Table."""
+    head = recipe.constant_head()
+    hidden = head.hidden.reshape(-1, head.hidden.shape[-1])[at]
+    target = torch.zeros_like(at) if ids is None else ids.reshape(-1)[at]
+    with torch.no_grad():
+        scores = score(
+            HeadLogits(head.replace(hidden=hidden)), target, temperature=options.temperature,
+            softcap=options.softcap, ignore_index=NO_CLASS,
+        )  # fmt: skip
+    table.put(places_of(recipe)[at], target, recipe.vocab, scores)
+    return scores

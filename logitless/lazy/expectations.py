@@ -1,0 +1,68 @@
+"""Recognises formulas such as Σ p log p, whose sums over the vocabulary are known after a loss.
+
+Trainers compute the entropy of p = softmax(y) by PyTorch's functions, for example as
+-(logp.exp() * logp).sum(-1) or as y.logsumexp(-1) - (p * y).sum(-1). These sums follow from the
+entropy and the logsumexp of each row, which a loss can compute (answers.py).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .formula import Applied, Direct, Formula
+
+T = Tensor
+PRODUCTS: set[Callable] = {
+    torch.mul, torch.multiply, T.mul, T.multiply, T.__mul__, T.__rmul__,
+}  # fmt: skip
+NEGATIONS: set[Callable] = {torch.neg, torch.negative, T.neg, T.negative, T.__neg__}
+EXPONENTIALS: set[Callable] = {torch.exp, T.exp}
+
+
+class Expectation(NamedTuple):
+    """The formula factor · p · log p if `of.log` is true, and factor · p · y otherwise.
+
+    Here, y are the logits after the scale and the softcap of `of`, and p = softmax(y).
+    """
+
+    of: Direct
+    factor: float
+
+    def sum(self, lse: Tensor, entropy: Tensor) -> Tensor:
+        """The sum of each row. `lse` and `entropy` are the statistics of y."""
+        return self.factor * (-entropy if self.of.log else lse - entropy)
+
+
+def expectation_of(formula: Formula) -> Expectation | None:
+    """Describes a formula as an Expectation, or returns None."""
+    product, sign = _positive(formula)
+    if not _calls(product, PRODUCTS, arguments=2):
+        return None
+    for p, of in (product.args, product.args[::-1]):
+        p, sign_of_p = _positive(p)
+        if isinstance(of, Direct) and _is_softmax(p, of):
+            return Expectation(of, sign * sign_of_p * of.factor)
+    return None
+
+
+def _calls(formula: Any, functions: set[Callable], arguments: int) -> bool:
+    """Whether the formula is a call of one of the functions with this number of arguments."""
+    called = isinstance(formula, Applied) and formula.function in functions
+    return called and len(formula.args) == arguments and not formula.kwargs
+
+
+def _positive(formula: Any) -> tuple[Any, float]:
+    """Returns a formula without its minus sign, and the sign."""
+    return (formula.args[0], -1.0) if _calls(formula, NEGATIONS, arguments=1) else (formula, 1.0)
+
+
+def _is_softmax(p: Any, of: Direct) -> bool:
+    """Whether p is the softmax of the logits y of `of`, or exp(log_softmax(y))."""
+    softmax = isinstance(p, Applied) and p.function is torch.softmax
+    if not softmax and not _calls(p, EXPONENTIALS, arguments=1):
+        return False
+    y = p.args[0]
+    right = isinstance(y, Direct) and y.reads == of.reads and y.log != softmax
+    return right and (softmax or y.factor == 1)
