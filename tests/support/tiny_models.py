@@ -81,7 +81,7 @@ OWN: dict[str, dict] = {  # further fields of a class, which take precedence ove
     **dict.fromkeys(
         (
             "LongT5ForConditionalGeneration", "Pop2PianoForConditionalGeneration",
-            "SwitchTransformersForConditionalGeneration", "T5ForConditionalGeneration",
+            "T5ForConditionalGeneration",
         ),
         T5,
     ),
@@ -89,7 +89,7 @@ OWN: dict[str, dict] = {  # further fields of a class, which take precedence ove
         (
             "Glm46VForConditionalGeneration", "Glm4vForConditionalGeneration",
             "GlmOcrForConditionalGeneration", "PaddleOCRVLForConditionalGeneration",
-            "Qwen2_5_VLForConditionalGeneration", "Qwen2_5OmniThinkerForConditionalGeneration",
+            "Qwen2_5_VLForConditionalGeneration",
         ),
         ROPE_TEXT,
     ),
@@ -195,6 +195,8 @@ OWN: dict[str, dict] = {  # further fields of a class, which take precedence ove
         "audio_token_index": 91, "text_config": {"model_type": "qwen2"},
         "audio_config": {"model_type": "qwen2_audio_encoder"},
     },
+    "Qwen2_5OmniThinkerForConditionalGeneration": ROPE_TEXT | {"vision_start_token_id": 92},
+    "Qwen3OmniMoeThinkerForConditionalGeneration": {"vision_start_token_id": 92},
     "Qwen3ASRForConditionalGeneration": {
         "audio_token_id": 91, "text_config": {"model_type": "qwen3"},
         "audio_config": {"model_type": "qwen3_asr_encoder"},
@@ -213,6 +215,7 @@ OWN: dict[str, dict] = {  # further fields of a class, which take precedence ove
         "pad_token_id": 0, "encoder": {"model_type": "wav2vec2"}, "decoder": {"model_type": "bert"},
     },
     "SpeechT5ForSpeechToText": DECODER | {"apply_spec_augment": False},
+    "SwitchTransformersForConditionalGeneration": T5 | {"num_decoder_layers": 2},
     "UltraVBertForMaskedLM": {
         "image_token_id": 91, "text_config": {"model_type": "ultrabert"},
         "vision_config": {"model_type": "siglip_vision_model"},
