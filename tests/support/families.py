@@ -39,7 +39,8 @@ from transformers.models.auto import modeling_auto
 
 import logitless as ll
 from logitless.lazy import recipe, report
-from logitless.lazy.fuse import head_of
+from logitless.lazy.fuse import names_of
+from logitless.lazy.guard import named_head
 from logitless.lazy.logits import LazyLogits
 from tests.support.paths import ROOT, TESTS
 from tests.support.tiny_models import V, batch, build
@@ -122,7 +123,8 @@ def answers(model: nn.Module, ways: Iterable[str] = WAYS) -> dict[str, Tensor | 
         torch.manual_seed(5)
         try:
             with torch.no_grad():
-                options = {"max_new_tokens": NEW, **WAYS[way]}
+                # Musicgen's `generate` needs num_return_sequences.
+                options = {"max_new_tokens": NEW, "num_return_sequences": 1, **WAYS[way]}
                 found[way] = model.eval().generate(**prompt(model), **options)  # pyright: ignore
         except Exception as error:
             found[way] = f"{type(error).__name__}: {error}"
@@ -197,14 +199,15 @@ def checked(name: str) -> Outcome:
 
 
 def kept_logits(model: nn.Module, training: bool = True) -> list:
-    """A list to which every later forward of the head appends its logits.
+    """A list to which every later forward of a head appends its logits.
 
     If `training` is true, only forwards with gradients count, otherwise only those without.
     """
     found = []
-    head_of(model, None).register_forward_hook(
-        lambda head, given, z: found.append(z) if torch.is_grad_enabled() == training else None
-    )
+    for name in names_of(model, None):
+        named_head(model, name).register_forward_hook(
+            lambda head, given, z: found.append(z) if torch.is_grad_enabled() == training else None
+        )
     return found
 
 

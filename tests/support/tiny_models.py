@@ -180,6 +180,8 @@ OWN: dict[str, dict] = {  # further fields of a class, which take precedence ove
         "audio_config": {"model_type": "whisper"},
     },
     "MptForCausalLM": {"attn_config": {"attn_pdrop": 0}},
+    "MusicgenForCausalLM": DECODER,
+    "MusicgenMelodyForCausalLM": DECODER,
     "MusicFlamingoForConditionalGeneration": {
         "audio_token_id": 91, "audio_bos_token_id": 92, "audio_eos_token_id": 93,
         "text_config": {"model_type": "qwen2"},
@@ -242,6 +244,12 @@ def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
+def _tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(4))
+
+
+# Each of two sequences has four codebooks, with a head for each codebook.
+CODEBOOKS = {"input_ids": _tokens(8, 9), "labels": _tokens(2, 9, 4)}
 # Further inputs of a class. None leaves an input out.
 INPUTS: dict[str, dict] = {
     "CanaryForConditionalGeneration": {"input_ids": None, "input_features": _noise(2, 40, 8)},
@@ -251,6 +259,8 @@ INPUTS: dict[str, dict] = {
         "pixel_values": _noise(2, 1, 3, 16, 16),
         "image_attention_mask": torch.ones(2, 9, 1, dtype=torch.long),
     },
+    "MusicgenForCausalLM": CODEBOOKS,
+    "MusicgenMelodyForCausalLM": CODEBOOKS,
     "UdopForConditionalGeneration": {"bbox": torch.zeros(2, 9, 4)},
     "VisionEncoderDecoderModel": {"input_ids": None, "pixel_values": _noise(2, 3, 16, 16)},
     "MoonshineForConditionalGeneration": {"input_ids": None, "input_values": _noise(2, 4000)},
