@@ -115,6 +115,8 @@ endef
 	$(call install,$(PYTHON))
 
 .venv-trainers/.ready: requirements/trainers.txt requirements/tests.txt pyproject.toml
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || \
+		{ echo "PYTHON must name a Python 3.11 or newer, got $(PYTHON)." >&2; exit 1; }
 	$(call install,$(PYTHON))
 
 .venv-release/.ready: requirements/release.txt requirements/tests.txt pyproject.toml

@@ -16,6 +16,11 @@ def name_of(x: Any) -> str:
     return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether the class of a module has a forward. nn.ModuleList, for example, has no forward."""
+    return type(module).forward is not nn.Module.forward
+
+
 def has_head(head: Any, model: Any) -> None:
     if head is None:
         raise ValueError(
@@ -38,8 +43,23 @@ def options_of_fuse(given: dict) -> None:
 
 
 def is_head(head: Any) -> None:
-    if not (head is None or isinstance(head, (str, nn.Module))):
-        raise TypeError(f"head must be a module of the model or its name, got {head!r}.")
+    if head is None or isinstance(head, (str, nn.Module)):
+        return
+    if not isinstance(head, (list, tuple)):
+        raise TypeError(
+            f"head must be a module of the model, its name, or a list of both, got {head!r}."
+        )
+    for i, each in enumerate(head):
+        if not isinstance(each, (str, nn.Module)):
+            raise TypeError(
+                f"head[{i}] must be a module of the model or the module's name, got {each!r}."
+            )
+
+
+def some_heads(names: list, head: Any) -> None:
+    if not names:
+        got = f"an empty {kind_of(head)}" if isinstance(head, nn.Module) else repr(head)
+        raise ValueError(f"head must contain at least one module, got {got}.")
 
 
 def part_of_model(head: Any, names: list[str]) -> None:
@@ -52,7 +72,7 @@ def part_of_model(head: Any, names: list[str]) -> None:
 def fusable(head: Any) -> None:
     """Checks that the head is a linear layer, or wraps one."""
     layers = [m for m in head.modules() if isinstance(m, nn.Linear)]
-    if not layers or type(head).forward is nn.Module.forward:  # a ModuleList lacks a forward
+    if not layers or not has_forward(head):
         raise TypeError(
             f"head must be a linear layer or a wrapper of one, got {name_of(head)}: pass head=, the"
             " layer that computes the logits."

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 VARIABLE = "LOGITLESS_WARN_BYTES"
+HEAD = "_logitless_head"  # key in the __dict__ of a head of a model with several heads: its name
 PLACES = 1000  # the largest number of records; a further record replaces the oldest record
 LIMIT = 1 << 30  # the default of LOGITLESS_WARN_BYTES for logits outside of a training forward
 
@@ -38,16 +39,17 @@ INSTEAD = (
 
 @dataclass(frozen=True)
 class Materialised:
-    """One operation at one line of code that materialised lazy logits, once or several times."""
+    """One operation at one line of code that materialised lazy logits of a head, once or more."""
 
     operation: str
     shape: tuple[int, ...]  # the shape of the largest logits that were materialised
     bytes: int  # the size of the largest logits that were materialised
     count: int
     line: str  # file:line
+    head: str = ""  # the name of the head, if several heads of a model are fused
 
     def plus(self, other: "Materialised | None") -> "Materialised":
-        """Merges two records of the same operation and line into one record."""
+        """Merges two records of the same operation, line and head into one record."""
         if other is None:
             return self
         largest = max(self, other, key=lambda record: record.bytes)
@@ -55,7 +57,8 @@ class Materialised:
 
     def __str__(self) -> str:
         times = "once" if self.count == 1 else f"{self.count:,} times"
-        return f"{self.operation}  {self.shape}  {in_units(self.bytes)}  {times}  {self.line}"
+        fields = (self.operation, self.shape, in_units(self.bytes), times, self.line, self.head)
+        return "  ".join(str(field) for field in fields if field != "")
 
 
 class Report(list[Materialised]):
@@ -84,7 +87,8 @@ _lock = threading.Lock()
 def report(model: nn.Module | None = None) -> Report:
     """Returns the operations that materialised lazy logits since the last report.
 
-    Each record has the fields `operation`, `shape`, `bytes`, `count` and `line`. If an operation
+    Each record has the fields `operation`, `shape`, `bytes`, `count` and `line`. If several heads
+    of a model are fused, the field `head` is the name of the head, otherwise "". If an operation
     materialised logits of several sizes, `shape` and `bytes` describe the largest logits. If
     `model` is given, the report contains only the logits of the model's heads. All other records
     are kept for the next report. Losses and functions such as `argmax` usually compute some rows at
@@ -103,9 +107,9 @@ def report(model: nn.Module | None = None) -> Report:
             if heads is None or (place.head is not None and place.head() in heads)
         ]
         records = [_seen.pop(place) for place in found]
-    merged: dict[tuple[str, str], Materialised] = {}
-    for record in records:  # one line of code can materialise logits of several heads
-        key = (record.operation, record.line)
+    merged: dict[tuple[str, str, str], Materialised] = {}
+    for record in records:  # one line of code can materialise logits of several models
+        key = (record.operation, record.line, record.head)
         merged[key] = record.plus(merged.get(key))
     return Report(sorted(merged.values(), key=lambda record: -record.bytes))
 
@@ -122,16 +126,18 @@ def note(z: Any, operation: str, warns: bool = True) -> None:
     line = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown line"
     module = z.recipe.head.module
     place = Place(operation, line, None if module is None else weakref.ref(module))
+    name = "" if module is None else module.__dict__.get(HEAD, "")
     with _lock:
         old = _seen.get(place)
         if old is None and len(_seen) >= PLACES:
             _seen.pop(next(iter(_seen)))
-        _seen[place] = Materialised(operation, shape, size, 1, line).plus(old)
+        _seen[place] = Materialised(operation, shape, size, 1, line, name).plus(old)
     limit = _limit(0 if z.recipe.trains else LIMIT)
     if warns and limit is not None and size > limit:
+        which = f" The head is {name!r}." if name else ""
         message = (
-            f"logits of a fused head are materialised by {operation}, at {line}. The materialised"
-            f" logits have the shape {shape} and take {in_units(size)}. {INSTEAD}"
+            f"logits of a fused head are materialised by {operation}, at {line}.{which} The"
+            f" materialised logits have the shape {shape} and take {in_units(size)}. {INSTEAD}"
         )
         warn_once(message, f"{operation} at {line}", frame)
 

@@ -151,7 +151,8 @@ LOSSES_OF_VALUES = {
         F.binary_cross_entropy_with_logits,
     )
 }  # fmt: skip
-LISTS = {torch.cat, torch.concat, torch.concatenate}
+CATS = {torch.cat, torch.concat, torch.concatenate}
+LISTS = {*CATS, torch.stack}
 SECOND: dict[Any, Callable] = {
     **dict.fromkeys(PRODUCTS, _second(values.times)),
     **dict.fromkeys(SUMS, _second(values.plus)),
@@ -198,7 +199,8 @@ OPERATIONS: dict[Any, Callable] = {
     T.__getitem__: views.getitem,
     **dict.fromkeys((T.narrow, torch.narrow), views.narrow),
     **dict.fromkeys((T.unbind, torch.unbind), views.unbind),
-    **dict.fromkeys(LISTS, views.cat),
+    **dict.fromkeys(CATS, views.cat),
+    torch.stack: views.stack,
     # losses
     F.cross_entropy: losses.cross_entropy_loss,
     F.nll_loss: losses.nll_loss,

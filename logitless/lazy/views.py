@@ -1,4 +1,4 @@
-"""Views, slices and torch.cat of lazy logits: operations that rearrange or select values."""
+"""Views, slices, torch.cat and torch.stack of lazy logits, which rearrange or select values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -287,6 +287,19 @@ def cat(tensors, dim: int = 0):
     recipe = recipes[0].with_head(hidden=hidden)
     recipe = recipe.replace(needs=needs, trains=trains, inference=inference)
     return LazyCat.apply(recipe, dim, *tensors)
+
+
+def stack(tensors, dim: int = 0):
+    """Stacks lazy logits of the same head as torch.stack does, by stacking their hidden states."""
+    first = tensors[0]
+    if not all(isinstance(z, LazyLogits) and z.from_head for z in tensors):
+        return NotImplemented
+    dim = _dim(first, dim, new=1)
+    alike = all(z.shape == first.shape and _same_head(z.recipe, first.recipe) for z in tensors)
+    watched = any(z._backward_hooks or z.retains_grad for z in tensors)
+    if not alike or dim == first.dim() or watched:
+        return NotImplemented
+    return cat([unsqueeze(z, dim) for z in tensors], dim)
 
 
 def _same_head(a: Recipe, b: Recipe) -> bool:

@@ -28,8 +28,8 @@ from torch import nn
 
 from ..core.call import named
 from ..lazy.checks import kind_of, options_of_fuse
-from ..lazy.fuse import GUARD, Guard
 from ..lazy.fused_head import is_lazy
+from ..lazy.guard import GUARD, Guard
 from ..lazy.linear_logits import LinearLogits
 from .computed import (
     Call,
@@ -285,8 +285,12 @@ def _guard_of(model: nn.Module) -> Guard | None:
     Returns None if neither is fused.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
-    guards = (each.__dict__.get(GUARD) for each in (model, inner))
-    return next((guard for guard in guards if guard is not None and guard.active), None)
+    guards = [g for each in (model, inner) for g in each.__dict__.get(GUARD, ()) if g.active]
+    if len(guards) < 2:
+        return next(iter(guards), None)
+    # Several heads are fused. TRL reads the weight of the output embeddings.
+    read = inner.get_output_embeddings().__dict__.get(GUARD, ())  # pyright: ignore
+    return next((guard for guard in guards if guard in read), guards[0])
 
 
 def _adapted_forward(below: Callable, is_method: bool) -> Callable:

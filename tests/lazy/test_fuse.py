@@ -83,10 +83,10 @@ class Sharded(nn.Module):
     [
         (lambda: Model(nn.Conv1d(D, V, 1)), {}, TypeError, "got torch.nn.modules.conv.Conv1d"),
         (
-            lambda: Model(nn.ModuleList([nn.Linear(D, V)])),
+            lambda: Model(nn.ParameterList([torch.ones(V, D)])),
             {},
             TypeError,
-            "head must be a linear layer or a wrapper of one, got torch.nn.modules.container.Mod",
+            "head must be a linear layer or a wrapper of one, got torch.nn.modules.container.Par",
         ),
         (lambda: nn.Sequential(nn.Linear(D, V)), {}, ValueError, "head must be given for Sequen"),
         (Model, {"head": "nowhere"}, AttributeError, "nowhere"),
@@ -101,7 +101,7 @@ class Sharded(nn.Module):
         (Model, {"main_grad": 3}, TypeError, "options must not include main_grad"),
         (Model, {"low_rank": None}, TypeError, "options must not include low_rank"),
         # HUNT 18
-        (Model, {"head": 3}, TypeError, "head must be a module of the model or its name, got 3"),
+        (Model, {"head": 3}, TypeError, "head must be a module of the model, its name, or a list"),
         (Model, {"workspace": -1}, ValueError, "workspace must be positive, got -1"),
         (Model, {"workspace": "x"}, TypeError, "workspace must be an int, in bytes, got 'x'"),
         (Model, {"accumulate": "foo"}, ValueError, "accumulate must be one of"),

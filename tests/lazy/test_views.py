@@ -83,6 +83,46 @@ def test_an_index_made_in_inference_mode(x):
         assert torch.equal(z[index].materialize(), z.materialize()[index])
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2, -2, -4])
+def test_stack(dim, x, t):
+    """Logits of two calls of a head stay lazy, also if one row of the stack is read twice."""
+
+    def loss(m):
+        z = torch.stack([m(x), m(x.flip(1) * 2)], dim)
+        parts = z.unbind(dim)
+        values = [F.cross_entropy(part.transpose(1, 2), t) for part in (*parts, parts[1])]
+        return z, values[0] + 2 * values[1] + values[2] / 3 + z.logsumexp(-1).square().mean()
+
+    found = []
+    for fused in (True, False):
+        m = model(fused, x.device)
+        z, value = loss(m)
+        value.backward()
+        found.append([z, value.detach(), *(p.grad for p in m.parameters())])
+    (lazy, *got), (plain, *want) = found
+    assert lazy.known_values is None
+    assert lazy.shape == plain.shape
+    assert lazy.stride() == plain.stride()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(lazy.materialize(), plain)
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+def test_stack_that_is_not_lazy(x, t):
+    """Behind the vocabulary, of two heads, with a plain tensor, or of other shapes."""
+    m, n = model(True, x.device), model(True, x.device)
+    z = m(x)
+    for other, dim in ((m(x), 3), (m(x), -1), (n(x), 0), (torch.zeros_like(z.materialize()), 0)):
+        got = torch.stack([z, other], dim)
+        assert type(got) is torch.Tensor
+        plain = [t.materialize() if hasattr(t, "materialize") else t for t in (z, other)]
+        torch.testing.assert_close(got, torch.stack(plain, dim))
+    with pytest.raises(RuntimeError, match="equal size"):
+        torch.stack([z, z[:1]])
+    with pytest.raises(IndexError):
+        torch.stack([m(x), m(x)], 4)
+
+
 @pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
 @pytest.mark.parametrize("first", [True, False])
 def test_cat_with_a_batch_without_gradient(first, x, t):

@@ -17,6 +17,10 @@ Each class has one of five outcomes:
 - *not built*: no tiny model of the class can be trained on this machine, even without `fuse`.
 
 - *wrong*: any other outcome.
+
+A class that is fused or materialised must also generate the same tokens as the plain model, in each
+of the WAYS. The prompts are short, so `generate` runs with lazy logits only because the limit of
+small logits is set to 0 bytes (LIMIT).
 """
 
 import re
@@ -26,15 +30,17 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
 import logitless as ll
-from logitless.lazy import report
-from logitless.lazy.fuse import head_of
+from logitless.lazy import recipe, report
+from logitless.lazy.fuse import names_of
+from logitless.lazy.guard import named_head
 from logitless.lazy.logits import LazyLogits
 from tests.support.paths import ROOT, TESTS
 from tests.support.tiny_models import V, batch, build
@@ -51,6 +57,13 @@ BLOCK = re.compile(r"(<!-- families -->\n).*?(<!-- end -->)", re.DOTALL)
 LOSS, GRADIENT = 2e-6, 1e-5  # the largest allowed relative errors in fp32
 CALLS: tuple[dict, ...] = ({}, {"num_items_in_batch": torch.tensor(7)})
 WORKSPACE = 5 * V * 4  # bytes of five rows of logits, so that each batch has several chunks
+WAYS: dict[str, dict] = {  # the options of `generate`
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True},
+    "beam search": {"do_sample": False, "num_beams": 2},
+}
+LIMIT = 0  # without gradients, logits of more bytes than LIMIT are lazy
+PROMPT, NEW = 4, 5  # tokens
 KINDS = {
     "fused": "the same loss, gradients and generated tokens; no logits in training",
     "materialised": "the same, but the logits are made",
@@ -65,6 +78,8 @@ class Outcome(NamedTuple):
 
     kind: str  # one of KINDS
     cause: str = ""
+    generates: tuple[str, ...] = ()  # the WAYS in which fused and plain model gave the same tokens
+    silence: str = ""  # the first error of `generate` of the plain model
 
 
 def trained(model: nn.Module, **given):
@@ -94,18 +109,47 @@ def apart(got, want) -> str:
     return ""
 
 
-def answers(model: nn.Module):
-    """The tokens that a model generates, or the text of its error."""
-    try:
-        with torch.no_grad():
-            given = {name: t for name, t in batch(model).items() if name != "labels"}
-            if "input_ids" in given:
-                given["input_ids"] = given["input_ids"][:, :4]
-            return model.eval().generate(**given, max_new_tokens=4, do_sample=False)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        model.train()
+def prompt(model: nn.Module) -> dict:
+    """The inputs of `generate`. Inputs with one number per token are cut to the prompt's length."""
+    given = {name: t for name, t in batch(model).items() if name != "labels"}
+    length = given["input_ids"].shape[1] if "input_ids" in given else None
+    return {name: t[:, :PROMPT] if t.shape[1] == length else t for name, t in given.items()}
+
+
+def answers(model: nn.Module, ways: Iterable[str] = WAYS) -> dict[str, Tensor | str]:
+    """The tokens that a model generates in each way, or the text of its error."""
+    found: dict[str, Tensor | str] = {}
+    for way in ways:
+        torch.manual_seed(5)
+        try:
+            with torch.no_grad():
+                # Musicgen's `generate` needs num_return_sequences.
+                options = {"max_new_tokens": NEW, "num_return_sequences": 1, **WAYS[way]}
+                found[way] = model.eval().generate(**prompt(model), **options)  # pyright: ignore
+        except Exception as error:
+            found[way] = f"{type(error).__name__}: {error}"
+        finally:
+            model.train()
+    return found
+
+
+def said_otherwise(model: nn.Module, want: dict[str, Tensor | str]) -> str:
+    """A text about the first way in which a fused model generates other tokens, or "".
+
+    One greedy run has plain logits, because the logits of each step are small. All other runs have
+    lazy logits.
+    """
+    if not same(answers(model, ["greedy"])["greedy"], want["greedy"]):
+        return "generates other tokens with plain logits"
+    with patch.object(recipe, "SMALL", LIMIT):
+        logits = kept_logits(model, training=False)
+        for way, plain in want.items():
+            del logits[:]
+            if not same(answers(model, [way])[way], plain):
+                return f"generates other tokens by {way}"
+            if torch.is_tensor(plain) and not any(type(z) is LazyLogits for z in logits):
+                return f"has no lazy logits in {way}"
+    return ""
 
 
 def refused(model: nn.Module) -> str:
@@ -138,8 +182,10 @@ def checked(name: str) -> Outcome:
     differences = [apart(found, plain) for found, plain in zip(got, want, strict=True)]
     if any(differences):
         return Outcome("wrong", "; ".join(filter(None, differences)))
-    if not same(answers(model), said):
-        return Outcome("wrong", "generates something else")
+    if other := said_otherwise(model, said):
+        return Outcome("wrong", other)
+    generates = tuple(way for way, tokens in said.items() if torch.is_tensor(tokens))
+    silence = next((t for t in said.values() if isinstance(t, str)), "")
     made = [re.search("materialised by (.+?), at ", str(w.message)) for w in seen]
     by = sorted({m[1] for m in made if m})
     if (
@@ -147,16 +193,21 @@ def checked(name: str) -> Outcome:
         or not logits
         or any(type(z) is not LazyLogits or z.known_values is not None for z in logits)
     ):
-        return Outcome("materialised", ", ".join(by) or "the head is not called")
-    return Outcome("fused", "" if torch.is_tensor(said) else f"does not generate: {said}")
+        cause = ", ".join(by) or "the head is not called"
+        return Outcome("materialised", cause, generates, silence)
+    return Outcome("fused", "", generates, silence)
 
 
-def kept_logits(model: nn.Module) -> list:
-    """A list to which every later training forward of the head appends its logits."""
+def kept_logits(model: nn.Module, training: bool = True) -> list:
+    """A list to which every later forward of a head appends its logits.
+
+    If `training` is true, only forwards with gradients count, otherwise only those without.
+    """
     found = []
-    head_of(model, None).register_forward_hook(
-        lambda head, given, z: found.append(z) if torch.is_grad_enabled() else None
-    )
+    for name in names_of(model, None):
+        named_head(model, name).register_forward_hook(
+            lambda head, given, z: found.append(z) if torch.is_grad_enabled() == training else None
+        )
     return found
 
 
@@ -169,34 +220,61 @@ def table(found: dict[str, Outcome]) -> str:
     count = {kind: sum(o.kind == kind for o in found.values()) for kind in KINDS}
     lines = [f"| of {len(found)} classes | | |", "|---|---|---|"]
     lines += [f"| {kind} | {count[kind]} | {KINDS[kind]} |" for kind in KINDS if count[kind]]
-    lines += ["", *not_fused(found)]
+    lines += ["", *tokens(found), "", *not_generating(found), "", *not_fused(found)]
     fused = [re.sub("ForCausalLM$", "", name) for name, o in found.items() if o.kind == "fused"]
     return "\n".join([*lines, "", *textwrap.wrap(f"Fused: {', '.join(fused)}.", 100), ""])
+
+
+def tokens(found: dict[str, Outcome]) -> list[str]:
+    """The lines of a Markdown table of the number of classes that generate the same tokens."""
+    lines = ["| the same tokens from `generate` | classes |", "|---|---|"]
+    return lines + [
+        f"| {way} | {sum(way in o.generates for o in found.values())} |" for way in WAYS
+    ]
+
+
+def not_generating(found: dict[str, Outcome]) -> list[str]:
+    """The lines of a Markdown table of the classes with a `generate` that raises an error."""
+    lines = ["| plain model does not generate | by | error |", "|---|---|---|"]
+    for name, o in found.items():
+        if o.silence and hasattr(getattr(transformers, name), "generate"):
+            ways = ", ".join(way for way in WAYS if way not in o.generates)
+            lines.append(f"| {name} | {ways} | {first_sentence(o.silence)} |")
+    return lines
+
+
+def first_sentence(text: str) -> str:
+    return " ".join(text.split()).split(". ")[0].rstrip(".")
 
 
 def not_fused(found: dict[str, Outcome]) -> list[str]:
     """The lines of a Markdown table of the classes that are not fused, and why."""
     return ["| not fused | | cause |", "|---|---|---|"] + [
-        f"| {name} | {o.kind} | {' '.join(o.cause.split()).split('. ')[0].rstrip('.')} |"
+        f"| {name} | {o.kind} | {first_sentence(o.cause)} |"
         for name, o in found.items()
         if o.kind != "fused"
     ]
 
 
 def counted(found: dict[str, dict[str, Outcome]]) -> str:
-    """A Markdown table of the number of outcomes per mapping, and one of all that is not fused."""
-    lines = [f"| mapping | classes | {' | '.join(KINDS)} |", "|---|---|" + "---|" * len(KINDS)]
+    """A Markdown table of the number of outcomes per mapping, and tables of the exceptions."""
+    columns = [*KINDS, *WAYS]
+    lines = [f"| mapping | classes | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
     for mapping, outcomes in found.items():
         count = [sum(o.kind == kind for o in outcomes.values()) for kind in KINDS]
+        count += [sum(way in o.generates for o in outcomes.values()) for way in WAYS]
         lines.append(f"| {mapping} | {len(outcomes)} | {' | '.join(map(str, count))} |")
-    return "\n".join([*lines, "", *not_fused({k: v for o in found.values() for k, v in o.items()})])
+    both = {name: o for outcomes in found.values() for name, o in outcomes.items()}
+    return "\n".join([*lines, "", *not_generating(both), "", *not_fused(both)])
 
 
 def checked_all(names: Iterable[str]) -> dict[str, Outcome]:
     found = {}
     for name in names:
         found[name] = checked(name)
-        print(f"{name:50} {found[name].kind:13} {found[name].cause[:200]}", flush=True)
+        kind, cause, generates, silence = found[name]
+        how = f"generates by {', '.join(generates)}" if generates else ""
+        print(f"{name:50} {kind:13} {how:45} {(cause or silence)[:200]}", flush=True)
     return found
 
 

@@ -81,7 +81,7 @@ OWN: dict[str, dict] = {  # further fields of a class, which take precedence ove
     **dict.fromkeys(
         (
             "LongT5ForConditionalGeneration", "Pop2PianoForConditionalGeneration",
-            "SwitchTransformersForConditionalGeneration", "T5ForConditionalGeneration",
+            "T5ForConditionalGeneration",
         ),
         T5,
     ),
@@ -89,7 +89,7 @@ OWN: dict[str, dict] = {  # further fields of a class, which take precedence ove
         (
             "Glm46VForConditionalGeneration", "Glm4vForConditionalGeneration",
             "GlmOcrForConditionalGeneration", "PaddleOCRVLForConditionalGeneration",
-            "Qwen2_5_VLForConditionalGeneration", "Qwen2_5OmniThinkerForConditionalGeneration",
+            "Qwen2_5_VLForConditionalGeneration",
         ),
         ROPE_TEXT,
     ),
@@ -180,6 +180,8 @@ OWN: dict[str, dict] = {  # further fields of a class, which take precedence ove
         "audio_config": {"model_type": "whisper"},
     },
     "MptForCausalLM": {"attn_config": {"attn_pdrop": 0}},
+    "MusicgenForCausalLM": DECODER,
+    "MusicgenMelodyForCausalLM": DECODER,
     "MusicFlamingoForConditionalGeneration": {
         "audio_token_id": 91, "audio_bos_token_id": 92, "audio_eos_token_id": 93,
         "text_config": {"model_type": "qwen2"},
@@ -195,6 +197,8 @@ OWN: dict[str, dict] = {  # further fields of a class, which take precedence ove
         "audio_token_index": 91, "text_config": {"model_type": "qwen2"},
         "audio_config": {"model_type": "qwen2_audio_encoder"},
     },
+    "Qwen2_5OmniThinkerForConditionalGeneration": ROPE_TEXT | {"vision_start_token_id": 92},
+    "Qwen3OmniMoeThinkerForConditionalGeneration": {"vision_start_token_id": 92},
     "Qwen3ASRForConditionalGeneration": {
         "audio_token_id": 91, "text_config": {"model_type": "qwen3"},
         "audio_config": {"model_type": "qwen3_asr_encoder"},
@@ -213,6 +217,7 @@ OWN: dict[str, dict] = {  # further fields of a class, which take precedence ove
         "pad_token_id": 0, "encoder": {"model_type": "wav2vec2"}, "decoder": {"model_type": "bert"},
     },
     "SpeechT5ForSpeechToText": DECODER | {"apply_spec_augment": False},
+    "SwitchTransformersForConditionalGeneration": T5 | {"num_decoder_layers": 2},
     "UltraVBertForMaskedLM": {
         "image_token_id": 91, "text_config": {"model_type": "ultrabert"},
         "vision_config": {"model_type": "siglip_vision_model"},
@@ -239,6 +244,12 @@ def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
+def _tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(4))
+
+
+# Each of two sequences has four codebooks, with a head for each codebook.
+CODEBOOKS = {"input_ids": _tokens(8, 9), "labels": _tokens(2, 9, 4)}
 # Further inputs of a class. None leaves an input out.
 INPUTS: dict[str, dict] = {
     "CanaryForConditionalGeneration": {"input_ids": None, "input_features": _noise(2, 40, 8)},
@@ -248,6 +259,8 @@ INPUTS: dict[str, dict] = {
         "pixel_values": _noise(2, 1, 3, 16, 16),
         "image_attention_mask": torch.ones(2, 9, 1, dtype=torch.long),
     },
+    "MusicgenForCausalLM": CODEBOOKS,
+    "MusicgenMelodyForCausalLM": CODEBOOKS,
     "UdopForConditionalGeneration": {"bbox": torch.zeros(2, 9, 4)},
     "VisionEncoderDecoderModel": {"input_ids": None, "pixel_values": _noise(2, 3, 16, 16)},
     "MoonshineForConditionalGeneration": {"input_ids": None, "input_values": _noise(2, 4000)},
