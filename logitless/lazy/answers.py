@@ -59,9 +59,9 @@ class Options(NamedTuple):
 class Table:
     """The scores of the rows of one call of a head, for one label per row."""
 
-    def __init__(self, rows: int, device: torch.device):
-        self.label = torch.full((rows,), UNKNOWN, device=device)
-        self.scores: Scores | None = None
+    def __init__(self, rows: int, like: Scores):
+        self.label = torch.full((rows,), UNKNOWN, device=like.lse.device)
+        self.scores = Scores(*(t.new_zeros(rows) for t in like))
         self.complete = False  # whether the scores of all rows are known
 
     def put(self, places: Tensor, label: Tensor, vocab: int, scores: Scores) -> None:
@@ -76,9 +76,8 @@ class Table:
         source[places] = torch.arange(len(places), device=places.device)
         at = source.clamp_min(0)
         new = (source >= 0) & (label[at] >= 0) & (label[at] < vocab)
-        before = self.scores or [t.new_zeros(len(new)) for t in scores]
         self.label = torch.where(new, label[at].long(), self.label)
-        pairs = zip(scores, before, strict=True)
+        pairs = zip(scores, self.scores, strict=True)
         self.scores = Scores(*(torch.where(new, t[at], old) for t, old in pairs))
 
 
@@ -94,7 +93,9 @@ class Answers:
 
     @staticmethod
     def of(head: Head, trains: bool) -> "tuple[Answers | None, Tensor | None]":
-        """Returns Answers for a call of a head, and the `places` of the call's logits, or Nones.
+        """Returns (answers, places) for the logits of a call of a head, or (None, None).
+
+        `places` is None if losses over these logits compute no scores (class Recipe).
 
         A head with drop_ignored=False has no Answers, because the host waits for the number of rows
         without scores. An FSDP module has no Answers, because all ranks gather its weight together,
@@ -147,9 +148,9 @@ class Answers:
         ignored = reading.ignored_rows()
         if ignored is not None:
             label = torch.where(ignored, UNKNOWN, label)
-        if options not in self.tables:
-            self.tables[options] = Table(self.rows, recipe.device)
         flat = Scores(*(t.detach().reshape(-1) for t in scores))
+        if options not in self.tables:
+            self.tables[options] = Table(self.rows, flat)
         self.tables[options].put(places_of(recipe), label.reshape(-1), reading.vocab, flat)
 
     # --- metrics
@@ -204,7 +205,7 @@ class Answers:
         If a small view has rows without scores, the scores of all rows of the call are computed, so
         that the host waits only once if a metric is computed from many small views.
         """
-        known: Any = table.scores
+        known = table.scores
         at = None if ids is None and table.complete else missing(table, recipe, ids, ignored)
         if at is None or not len(at):
             return known, None, None
@@ -212,8 +213,8 @@ class Answers:
         if cell is None or cell.recipe.answers is not self or cell.recipe.changed():
             return known, at, fill(table, recipe, options, at, ids)
         fill(table, cell.recipe, options, missing(table, cell.recipe, None, None), None)
-        known, table.complete = table.scores, True
-        return known, None, None
+        table.complete = True
+        return table.scores, None, None
 
 
 def places_of(recipe: Recipe) -> Tensor:

@@ -179,6 +179,20 @@ def test_repeated_rows_with_different_labels(ids):
         assert_equal([got], [want])
 
 
+def test_no_rows(ids):
+    """A loss over no rows, or over ignored rows only, and a batch without rows."""
+    plain, fused = pair(ids.device)
+    step(fused, ids, causal)
+    for labels in (ids[:0], torch.full_like(ids, -100)):
+        z = fused(ids)
+        F.cross_entropy(z[: len(labels)].flatten(0, 1), labels.flatten(), reduction="sum")
+        assert torch.equal(z.argmax(-1), plain(ids).argmax(-1))
+        assert_equal([trl_entropy(z.detach(), ids)], [trl_entropy(plain(ids).detach(), ids)])
+    z = fused(ids[:0])
+    F.cross_entropy(z.flatten(0, 1), ids[:0].flatten(), reduction="sum")
+    assert z.argmax(-1).shape == (0, T)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation(mode, ids, monkeypatch):
     """An evaluation with labels, and preprocess_logits_for_metrics=argmax."""
