@@ -8,6 +8,9 @@ PEFT multiplies the logits by the scale, which materialises the logits. Here, th
 are multiplied by the scale. The logits are then the sum of two products, as with a LoRA adapter
 (sums.py). The scaled copy of W is as large as W. The gradient of this copy gives the gradient of
 the scale. So a loss takes three GEMMs even if W is frozen.
+
+With dropout, PEFT computes x @ W.T + (scale - 1) · dropped @ W.T for the weight W. The logits are
+then the sum of the products of two wide heads, and a loss takes five GEMMs.
 """
 
 import sys
@@ -38,40 +41,53 @@ def is_dora(module: nn.Module) -> bool:
 def forward_of(module: Any, x: Tensor) -> Callable[[Tensor], Tensor] | None:
     """Returns a forward of a module with a DoRA adapter, or None.
 
-    The result is None if the adapter is not active, is merged, drops elements of its input, or is
-    not the only active adapter. The result is also None if other code runs before or after a layer
-    of the adapter, or if the whole weight is not on the device of x.
+    The result is None if the adapter is not active, is merged, or is not the only active adapter.
+    The result is also None if other code runs before or after a layer of the adapter, or if the
+    whole weight is not on the device of x. With dropout, x must require a gradient, because sums.py
+    would not add the two products of `with_dropout` otherwise.
     """
     if module.disable_adapters or module.merged or type(module).__name__ not in SUPPORTED:
         return None
     active = [name for name in module.active_adapters if name in module.lora_A]
-    known = getattr(module, "lora_variant", {})  # PEFT has variants since 0.16
+    known = getattr(module, "lora_variant", {})  # missing in old versions of PEFT
     variants = [type(known[name]).__name__ for name in active if name in known]
     if len(active) != 1 or variants != ["DoraLinearVariant"]:
         return None
     name, base = active[0], module.base_layer
     drops = module.training and type(module.lora_dropout[name]) is not nn.Identity
     layers = (base, module.lora_B[name], module.lora_magnitude_vector[name])
-    if drops or not all(map(runs_alone, layers)):
+    if (drops and not x.requires_grad) or not all(map(runs_alone, layers)):
         return None
-    weight = base.weight
     quantized = four_bit.is_four_bit(base)
-    plain = type(weight) in PLAIN and weight.shape == (base.out_features, base.in_features)
-    if weight.device != x.device or not (quantized or (plain and not is_freed(weight))):
+    if not (quantized or has_plain_weight(base)) or base.weight.device != x.device:
         return None
 
     def forward(x: Tensor) -> Tensor:
-        A, B, magnitude = module.lora_A[name], *(layer.weight for layer in layers[1:])
+        A, s = module.lora_A[name], module.scaling[name]
+        B, magnitude = (layer.weight for layer in layers[1:])
         weight = four_bit.weight_of(base, x).dequantize().to(x.dtype) if quantized else base.weight
         adapted = module._cast_input_dtype(x, A.weight.dtype)
-        s = module.scaling[name]
         norms = row_norms(weight, A.weight, B, s).to(adapted.dtype)  # rounded as in PEFT
-        return dora_logits(x, weight, base.bias, A(adapted) * s, B, magnitude, norms)
+        full = PRECISION[norms.dtype]
+        scale = magnitude.to(full) / norms.to(full)
+        if not drops:
+            return without_dropout(x, weight, base.bias, A(adapted) * s, B, scale)
+        dropped = module.lora_dropout[name](adapted)
+        return with_dropout(x, weight, base.bias, dropped, A(dropped) * s, B, scale)
 
     return forward
 
 
 SUPPORTED = ("Linear", "Linear4bit")  # classes of peft.tuners.lora with a DoRA adapter
+
+
+def has_plain_weight(base: nn.Module) -> bool:
+    """Whether a layer computes x @ weight.T + bias with a plain tensor that is in memory."""
+    if getattr(type(base), "forward", None) is not nn.Linear.forward:
+        return False
+    weight: Any = base.weight
+    shape = (base.out_features, base.in_features)
+    return type(weight) in PLAIN and weight.shape == shape and not is_freed(weight)
 
 
 def runs_alone(layer: nn.Module) -> bool:
@@ -83,21 +99,34 @@ def runs_alone(layer: nn.Module) -> bool:
     return ours and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
 
 
-def dora_logits(
+def without_dropout(
     x: Tensor,  # (..., D)
     weight: Tensor,  # (V, D)
     bias: Tensor | None,  # (V,)
-    a: Tensor,  # (..., R), the adapter's input of B
+    a: Tensor,  # (..., R), s · x @ A.T
     B: Tensor,  # (V, R)
-    magnitude: Tensor,  # (V,)
-    norms: Tensor,  # (V,), without a gradient
+    scale: Tensor,  # (V,), fp32 or fp64
 ) -> Tensor:
-    """Returns magnitude / norms · (x @ weight.T + a @ B.T) + bias, in the dtype of x @ weight.T."""
-    full = PRECISION[norms.dtype]
-    scale = magnitude.to(full) / norms.to(full)
-    first = linear(x, ScaledRows.apply(weight, scale), bias)  # pyright: ignore
-    second = linear(a, (B.to(full) * scale[:, None]).to(B.dtype))
+    """Returns scale · (x @ weight.T + a @ B.T) + bias, in the dtype of x @ weight.T."""
+    first = linear(x, times_rows(weight, scale), bias)
+    second = linear(a, times_rows(B, scale))
     return (first + second).to(first.dtype)
+
+
+def with_dropout(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropped: Tensor,  # (..., D), x after dropout
+    a: Tensor,  # (..., R), s · dropped @ A.T
+    B: Tensor,
+    scale: Tensor,
+) -> Tensor:
+    """Returns x @ weight.T + bias + (scale - 1) · dropped @ weight.T + scale · a @ B.T."""
+    both = torch.cat([dropped.to(x.dtype), a.to(x.dtype)], -1)
+    rows = torch.cat([times_rows(weight, scale - 1), times_rows(B, scale).to(weight.dtype)], 1)
+    first = linear(x, weight, bias)
+    return (first + linear(both, rows)).to(first.dtype)
 
 
 def row_norms(weight: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
@@ -118,14 +147,19 @@ def row_slices(weight: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + step, len(weight)))
 
 
+def times_rows(weight: Tensor, scale: Tensor) -> Tensor:
+    """Returns weight (V, D) · scale (V, 1). Each product is rounded once, to the weight's dtype."""
+    return ScaledRows.apply(weight, scale)  # pyright: ignore[reportReturnType]
+
+
 class ScaledRows(Node):
-    """Multiplies the rows of a weight (V, D) by the numbers (V,) of `scale`."""
+    """The autograd node of `times_rows`, which computes in blocks of rows."""
 
     @staticmethod
     def forward(ctx, weight, scale):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(weight, scale)
-        return times_rows(weight, scale)
+        return in_blocks(weight, scale)
 
     @staticmethod
     @once_differentiable
@@ -133,7 +167,7 @@ class ScaledRows(Node):
         if d is None:
             return None, None
         weight, scale = ctx.saved_tensors
-        d_weight = times_rows(d, scale) if ctx.needs_input_grad[0] else None
+        d_weight = in_blocks(d, scale) if ctx.needs_input_grad[0] else None
         d_scale = None
         if ctx.needs_input_grad[1]:
             d_scale = torch.empty_like(scale)
@@ -143,9 +177,8 @@ class ScaledRows(Node):
         return d_weight, d_scale
 
 
-def times_rows(t: Tensor, scale: Tensor) -> Tensor:
-    """Returns t · scale[:, None]. Each product is rounded once, to the dtype of t."""
-    result = torch.empty_like(t)
+def in_blocks(t: Tensor, scale: Tensor) -> Tensor:
+    result = torch.empty_like(t, memory_format=torch.contiguous_format)
     for rows in row_slices(t):
         result[rows] = t[rows] * scale[rows, None]
     return result

@@ -69,6 +69,7 @@ LOSSES = [mean, of_torch, per_row]
 def stepped(model: nn.Module, loss=mean, dtype=torch.float64) -> dict[str, Tensor]:
     """The loss and the gradients of a model."""
     x, target, upstream = inputs(dtype)
+    torch.manual_seed(5)  # of dropout
     value = loss(model(x), target, upstream.to(torch.float64 if dtype == torch.float64 else None))
     value.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -82,11 +83,19 @@ def assert_same(got: dict, want: dict, rtol=1e-9) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("trains", [(), ("body",), ("body", "base_layer")], ids=str)
+@pytest.mark.parametrize(
+    ("trains", "dropout"),
+    [
+        ((), 0), (("body",), 0), (("body", "base_layer"), 0), (("body",), 0.3),
+        (("body", "base_layer"), 0.3),
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("bias", [False, True])
-def test_gradients_are_those_of_peft(bias, trains, loss):
-    plain = stepped(adapted(bias=bias, trains=trains), loss)
-    model = ll.fuse(adapted(bias=bias, trains=trains), head="lm_head")
+def test_gradients_are_those_of_peft(bias, dropout, trains, loss):
+    how = {"bias": bias, "trains": trains, "lora_dropout": dropout}
+    plain = stepped(adapted(**how), loss)
+    model = ll.fuse(adapted(**how), head="lm_head")
     assert type(model(inputs()[0])) is LazyLogits
     assert_same(stepped(model, loss), plain, 2e-6 if loss is of_torch else 1e-9)
     assert not ll.report(model)
@@ -94,26 +103,30 @@ def test_gradients_are_those_of_peft(bias, trains, loss):
 
 
 @pytest.mark.parametrize("cut", [Cut(2), Cut(N, 16), Cut(3, 16)], ids=str)
+@pytest.mark.parametrize("dropout", [0, 0.3])
 @pytest.mark.parametrize("loss", [mean, per_row], ids=lambda f: f.__name__)
-def test_chunks_and_blocks(cut, loss, monkeypatch):
+def test_chunks_and_blocks(cut, loss, dropout, monkeypatch):
     monkeypatch.setattr(plan, "forced", lambda work, *_: cut if work.merges else Cut(cut.rows))
-    model = ll.fuse(adapted(trains=("body",)), head="lm_head")
-    assert_same(stepped(model, loss), stepped(adapted(trains=("body",)), loss))
+    how = {"trains": ("body",), "lora_dropout": dropout}
+    model = ll.fuse(adapted(**how), head="lm_head")
+    assert_same(stepped(model, loss), stepped(adapted(**how), loss))
 
 
+@pytest.mark.parametrize("dropout", [0, 0.3])
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_error_beside_peft(dtype, own):
+def test_error_beside_peft(dtype, own, dropout):
     """An adapter can be fp32 over a 16-bit weight. Its gradients are as exact as PEFT's."""
-    rounded = adapted(dtype, trains=("body",), own=own)
-    exact = adapted(trains=("body",))
+    how = {"trains": ("body",), "lora_dropout": dropout}
+    rounded, exact = adapted(dtype, own=own, **how), adapted(**how)
     exact.load_state_dict({k: t.double() for k, t in rounded.state_dict().items()})
     want = stepped(exact)
-    plain = stepped(adapted(dtype, trains=("body",), own=own), dtype=dtype)
+    plain = stepped(adapted(dtype, own=own, **how), dtype=dtype)
     got = stepped(ll.fuse(rounded, head="lm_head"), dtype=dtype)
     assert got.keys() == plain.keys()
     for name, t in want.items():
         far, near = ((grads[name].double() - t).abs().max() for grads in (got, plain))
+        assert near < 0.1 * t.abs().max(), name  # the same elements were dropped
         floor = 4 * torch.finfo(plain[name].dtype).eps * t.abs().max()
         assert far <= 2 * near + floor, (name, float(far), float(near))
 
@@ -157,6 +170,16 @@ def hooked(model):
     return model
 
 
+class Doubled(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def doubled(model):
+    model.lm_head.base_layer.__class__ = Doubled
+    return model
+
+
 def second(model, **options):
     torch.manual_seed(2)
     how = {"r": R, "init_lora_weights": False} | options
@@ -187,9 +210,12 @@ def disabled(model):
 
 @pytest.mark.parametrize(
     ("change", "is_lazy"),
-    [(hooked, False), (both, False), (other, True), (merged, True), (disabled, True)],
+    [
+        (hooked, False), (doubled, False), (both, False), (other, True), (merged, True),
+        (disabled, True),
+    ],
     ids=lambda value: getattr(value, "__name__", None),
-)
+)  # fmt: skip
 def test_other_states_of_the_adapter(change, is_lazy, monkeypatch):
     monkeypatch.setattr(report, "_warned", set())
     plain = change(adapted(trains=("body",)))
@@ -199,7 +225,8 @@ def test_other_states_of_the_adapter(change, is_lazy, monkeypatch):
     assert bool(ll.is_fused(model)) == is_lazy
 
 
-def test_dropout_is_lazy_in_evaluation(monkeypatch):
+def test_dropout_over_a_frozen_body(monkeypatch):
+    """The logits are plain in training, and lazy in evaluation."""
     monkeypatch.setattr(report, "_warned", set())
     model = ll.fuse(adapted(lora_dropout=0.5), head="lm_head")
     x = inputs()[0]
