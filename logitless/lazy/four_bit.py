@@ -23,16 +23,15 @@ class FourBitWeight(Tensor):
     numbers of this sequence share one scale. D is a multiple of `blocksize`.
     """
 
-    packed: Tensor  # uint8, two numbers per byte of the whole weight
-    scales: Tensor  # fp32, one number per block of the whole weight
+    packed: Tensor  # (V · D / 2,), uint8, two numbers per byte
+    scales: Tensor  # (V · D / blocksize,), fp32
     state: Any  # the QuantState of the whole weight
-    start: int  # index of the first row
 
     @staticmethod
-    def __new__(cls, packed: Tensor, scales: Tensor, state: Any, rows: slice, dtype: torch.dtype):
-        shape = (rows.stop - rows.start, state.shape[1])
+    def __new__(cls, packed: Tensor, scales: Tensor, state: Any, dtype: torch.dtype):
+        shape = (2 * len(packed) // state.shape[1], state.shape[1])
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)  # pyright: ignore
-        made.packed, made.scales, made.state, made.start = packed, scales, state, rows.start
+        made.packed, made.scales, made.state = packed, scales, state
         return made
 
     @classmethod
@@ -44,30 +43,29 @@ class FourBitWeight(Tensor):
         if state.nested:  # the scales are quantised too
             scales = dequantize_blockwise(scales, state.state2) + state.offset
         packed = weight.detach().as_subclass(Tensor).reshape(-1).view(torch.uint8)
-        return cls(packed, scales.float(), state, slice(0, state.shape[0]), dtype)
+        return cls(packed, scales.float(), state, dtype)
 
-    def rows(self, rows: slice) -> "FourBitWeight":
-        """Returns some rows, without copying the weight."""
-        rows = slice(self.start + rows.start, self.start + rows.stop)
-        return FourBitWeight(self.packed, self.scales, self.state, rows, self.dtype)
+    def rows(self, start: int, stop: int) -> "FourBitWeight":
+        """Returns the rows [start, stop), without copying the weight."""
+        width, block = self.shape[1], self.state.blocksize
+        packed = self.packed[start * width // 2 : stop * width // 2]
+        scales = self.scales[start * width // block : stop * width // block]
+        return FourBitWeight(packed, scales, self.state, self.dtype)
 
     def dequantize(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
-        rows, width = self.shape
-        if not rows:
-            return torch.empty((0, width), device=self.device, dtype=self.dtype)
-        first, end = self.start * width, (self.start + rows) * width
-        block = self.state.blocksize
+        if not len(self):
+            return torch.empty(self.shape, device=self.device, dtype=self.dtype)
         state = QuantState(
-            self.scales[first // block : end // block],
+            self.scales,
             shape=self.shape,
             code=self.state.code,
-            blocksize=block,
+            blocksize=self.state.blocksize,
             quant_type=self.state.quant_type,
             dtype=self.dtype,
         )
-        return dequantize_4bit(self.packed[first // 2 : end // 2].view(-1, 1), state)
+        return dequantize_4bit(self.packed.view(-1, 1), state)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """The names of the tensors that hold the numbers, for `storage_of`."""
@@ -86,12 +84,12 @@ class FourBitWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        weight, *rest = args
-        if func is torch.ops.aten.detach.default:
-            return weight.rows(slice(0, len(weight)))
-        if func is torch.ops.aten.slice.Tensor and rest[0] == 0 and len(rest) == 3:
+        (weight, *rest), aten = args, torch.ops.aten
+        if func in (aten.detach.default, aten.alias.default):
+            return weight.rows(0, len(weight))
+        if func is aten.slice.Tensor and rest[0] == 0 and len(rest) == 3:
             start, stop, _ = slice(*rest[1:]).indices(len(weight))
-            return weight.rows(slice(start, max(start, stop)))
+            return weight.rows(start, max(start, stop))
         raise NotImplementedError(f"{func} of a 4-bit weight is not implemented.")
 
 

@@ -8,6 +8,8 @@ import transformers
 from torch import nn
 
 import logitless as ll
+from logitless.heads import plan
+from logitless.heads.plan import Cut
 from logitless.lazy import report
 from logitless.lazy.logits import LazyLogits
 from tests.support.families import apart, trained
@@ -138,8 +140,12 @@ def four_bits_with(model: nn.Module, **options) -> nn.Module:
     import peft
 
     torch.manual_seed(3)
+    model = four_bits(model)
+    model.is_loaded_in_4bit = True  # chooses PEFT's own class for layers of bitsandbytes
     how = {"r": 2, "target_modules": ["lm_head"], "init_lora_weights": False} | options
-    return peft.get_peft_model(four_bits(model), peft.LoraConfig(task_type="CAUSAL_LM", **how))
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **how))
+    assert type(model.get_base_model().lm_head).__name__ == "Linear4bit"
+    return model
 
 
 def four_bits_with_lora(model: nn.Module) -> nn.Module:
@@ -180,6 +186,12 @@ def test_a_head_of_four_bits_in_blocks_of_rows(monkeypatch):
     assert apart(trained(fused), trained(plain)) == ""
     assert max(sizes) == 128
     assert min(sizes) == 300 - 2 * 128
+
+
+def test_a_head_of_four_bits_in_blocks_of_columns(monkeypatch):
+    monkeypatch.setattr(plan, "forced", lambda work, *_: Cut(5, 16 if work.merges else None))
+    fused, plain = ll.fuse(four_bits_with_lora(wide())), four_bits_with_lora(wide())
+    assert apart(trained(fused), trained(plain)) == ""
 
 
 @pytest.mark.parametrize("autocast", [False, True])
