@@ -5,7 +5,8 @@ the head, quantisers replace the head, or users set their own forward. So a fuse
 its own forward. Inside the head's own forward, `torch.nn.functional.linear` returns lazy logits if
 its weight has one row per token of the vocabulary. Operations before and after `linear` get the
 same numbers as in the plain model. A head that does not call `linear` returns the same result as in
-the plain model.
+the plain model. Some layers of other libraries have a second forward, which calls `linear` and has
+the same result (layers.py). Inside a fused head, the second forward of such a layer runs.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ from ..heads.quantized import is_quantized, why_not_readable
 from .checks import name_of
 from .colwise import spread_logits, spread_plain_logits
 from .compiled import can_leave_graph, can_write, outside_of_graph
+from .layers import has_second_forward, second_forward
 from .logits import lazy_logits_of
 from .recipe import is_small
 from .report import warn_once
@@ -93,8 +95,9 @@ class FusedForward:
         if plain and guard.options.get("logits_dtype") is None:
             return self.run(*args, **kwargs)
         products = Products(self.head, guard.options, guard.lazy_inference)
+        second = None if self.below is not None else second_forward(self.head, args, kwargs)
         with products:
-            logits = self.run(*args, **kwargs)
+            logits = self.run(*args, **kwargs) if second is None else second(*args)
         if asked:
             guard.called(logits, products)
         return logits
@@ -126,7 +129,16 @@ def is_set(head: nn.Module | None, guard: Any) -> bool:
 
 
 def set_forward(head: nn.Module, guard: Any) -> None:
-    """Sets a FusedForward on a head. The FusedForward calls the head's earlier forward."""
+    """Sets a FusedForward on a head, and on the layers inside the head with a second forward.
+
+    The FusedForward calls the head's earlier forward.
+    """
+    for module in head.modules():
+        if module is head or has_second_forward(module):
+            _set_forward(module, guard)
+
+
+def _set_forward(head: nn.Module, guard: Any) -> None:
     if is_set(head, guard):
         return
     ours = forward_set_on(head)

@@ -38,8 +38,10 @@ def assert_as_plain(plain: nn.Module, fused: nn.Module, is_lazy: bool = True) ->
     given = batch(plain)
     ids = given["input_ids"]
     with torch.no_grad():
-        assert torch.equal(fused(**given).logits, plain(**given).logits)
-    tokens = [m.generate(input_ids=ids, max_new_tokens=3, do_sample=False) for m in (fused, plain)]
+        logits = [(torch.manual_seed(1), m(**given).logits)[1] for m in (fused, plain)]
+    assert torch.equal(*logits)
+    how = {"max_new_tokens": 3, "do_sample": False}
+    tokens = [(torch.manual_seed(1), m.generate(input_ids=ids, **how))[1] for m in (fused, plain)]
     assert torch.equal(*tokens)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -122,6 +124,8 @@ def adapted(model: nn.Module, *, kind=peft.LoraConfig, **options) -> nn.Module:
 
 BODY = {"target_modules": ["q_proj"]}
 HEAD = {"target_modules": ["lm_head"]}
+BOTH = {"target_modules": ["q_proj", "lm_head"]}
+TOKENS = {"target_modules": ["lm_head"], "token_indices": [5, 6]}
 LAZY = {  # options, and whether the embeddings are tied
     "saved": (BODY | {"modules_to_save": ["lm_head"]}, False),
     "saved, tied": (BODY | {"modules_to_save": ["lm_head"], "ensure_weight_tying": True}, True),
@@ -129,12 +133,18 @@ LAZY = {  # options, and whether the embeddings are tied
     "tokens of the head": (BODY | {"trainable_token_indices": {"lm_head": [5, 6]}}, False),
     "parameter": (BODY | {"target_parameters": ["lm_head.weight"]}, False),
     "lora alone": (HEAD, False),
-    "lora": ({"target_modules": ["q_proj", "lm_head"]}, False),
-    "lora, scaled": ({"target_modules": ["q_proj", "lm_head"], "lora_alpha": 3}, False),
+    "lora": (BOTH, False),
+    "lora, scaled": (BOTH | {"lora_alpha": 3}, False),
     "lora with a bias": (HEAD | {"lora_bias": True}, False),
+    "tokens alone": ({"kind": peft.TrainableTokensConfig, **TOKENS}, False),
+    "tokens alone, tied": ({"kind": peft.TrainableTokensConfig, **TOKENS}, True),
+    "dora alone": (HEAD | {"use_dora": True}, False),
+    "dora, scaled": (BOTH | {"use_dora": True, "lora_alpha": 3}, False),
+    "dora with dropout": (BOTH | {"use_dora": True, "lora_dropout": 0.5}, False),
+    "dora, saved": (BODY | {"use_dora": True, "modules_to_save": ["lm_head"]}, False),
 }
 PLAIN = {
-    "dora alone": HEAD | {"use_dora": True},
+    "dora alone with dropout": HEAD | {"use_dora": True, "lora_dropout": 0.5},
     "ia3 alone": HEAD
     | {"kind": peft.IA3Config, "feedforward_modules": [], "init_ia3_weights": False},
 }

@@ -31,5 +31,5 @@ FUNCTIONS, VIEWS = "tests/lazy/test_torch_functions.py", "tests/lazy/test_views.
 LAZY_TEACHERS = "tests/lazy/test_teachers.py"
 ELEMENTWISE, GRADIENT = "tests/lazy/test_elementwise.py", "tests/lazy/test_gradient.py"
 INFERENCE, REPORT = "tests/lazy/test_inference.py", "tests/lazy/test_report.py"
-COMPILED = "tests/lazy/test_compiled_models.py"
+COMPILED, DORA = "tests/lazy/test_compiled_models.py", "tests/lazy/test_dora.py"
 SEVERAL_HEADS = "tests/lazy/test_several_heads.py"

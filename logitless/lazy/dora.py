@@ -1,0 +1,184 @@
+"""A forward of PEFT's DoRA adapter on a linear layer that keeps the logits lazy.
+
+A DoRA adapter computes the logits scale · (x @ W.T + s · x @ A.T @ B.T) + bias. The scale has one
+number per column: the adapter's magnitude, divided by the norm of the same row of W + s · B @ A. As
+in PEFT, the norm is a constant in backward.
+
+PEFT multiplies the logits by the scale, which materialises the logits. Here, the rows of W and B
+are multiplied by the scale. The logits are then the sum of two products, as with a LoRA adapter
+(sums.py). The scaled copy of W is as large as W. The gradient of this copy gives the gradient of
+the scale. So a loss takes three GEMMs even if W is frozen.
+
+With dropout, PEFT computes x @ W.T + (scale - 1) · dropped @ W.T for the weight W. The logits are
+then the sum of the products of two wide heads, and a loss takes five GEMMs.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from ..contract import PRECISION
+from ..core.autograd import Node
+from ..heads.products import without_autocast
+from ..heads.quantized import BLOCK, PLAIN, is_freed
+from . import four_bit
+
+
+def is_dora(module: nn.Module) -> bool:
+    """Whether a module is a linear layer with a DoRA adapter of PEFT."""
+    peft = sys.modules.get("peft.tuners.lora.dora")
+    if peft is None or "lora_magnitude_vector" not in module._modules:
+        return False
+    layers: Any = module._modules["lora_magnitude_vector"]
+    return any(type(layer) is peft.DoraLinearLayer for layer in layers.values())
+
+
+def forward_of(module: Any, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Returns a forward of a module with a DoRA adapter, or None.
+
+    The result is None if the adapter is not active, is merged, or is not the only active adapter.
+    The result is also None if other code runs before or after a layer of the adapter, or if the
+    whole weight is not on the device of x. With dropout, x must require a gradient, because sums.py
+    would not add the two products of `with_dropout` otherwise.
+    """
+    if module.disable_adapters or module.merged or type(module).__name__ not in SUPPORTED:
+        return None
+    active = [name for name in module.active_adapters if name in module.lora_A]
+    known = getattr(module, "lora_variant", {})  # missing in old versions of PEFT
+    variants = [type(known[name]).__name__ for name in active if name in known]
+    if len(active) != 1 or variants != ["DoraLinearVariant"]:
+        return None
+    name, base = active[0], module.base_layer
+    drops = module.training and type(module.lora_dropout[name]) is not nn.Identity
+    layers = (base, module.lora_B[name], module.lora_magnitude_vector[name])
+    if (drops and not x.requires_grad) or not all(map(runs_alone, layers)):
+        return None
+    quantized = four_bit.is_four_bit(base)
+    if not (quantized or has_plain_weight(base)) or base.weight.device != x.device:
+        return None
+
+    def forward(x: Tensor) -> Tensor:
+        A, s = module.lora_A[name], module.scaling[name]
+        B, magnitude = (layer.weight for layer in layers[1:])
+        weight = four_bit.weight_of(base, x).dequantize().to(x.dtype) if quantized else base.weight
+        adapted = module._cast_input_dtype(x, A.weight.dtype)
+        norms = row_norms(weight, A.weight, B, s).to(adapted.dtype)  # rounded as in PEFT
+        full = PRECISION[norms.dtype]
+        scale = magnitude.to(full) / norms.to(full)
+        if not drops:
+            return without_dropout(x, weight, base.bias, A(adapted) * s, B, scale)
+        dropped = module.lora_dropout[name](adapted)
+        return with_dropout(x, weight, base.bias, dropped, A(dropped) * s, B, scale)
+
+    return forward
+
+
+SUPPORTED = ("Linear", "Linear4bit")  # classes of peft.tuners.lora with a DoRA adapter
+
+
+def has_plain_weight(base: nn.Module) -> bool:
+    """Whether a layer computes x @ weight.T + bias with a plain tensor that is in memory."""
+    if getattr(type(base), "forward", None) is not nn.Linear.forward:
+        return False
+    weight: Any = base.weight
+    shape = (base.out_features, base.in_features)
+    return type(weight) in PLAIN and weight.shape == shape and not is_freed(weight)
+
+
+def runs_alone(layer: nn.Module) -> bool:
+    """Whether a call of the layer runs only the forward of its class, and no hooks."""
+    forward = layer.__dict__.get("forward")
+    # A FusedForward (fused_head.py) has an attribute `below`, which is None if the FusedForward
+    # calls the forward of the layer's class.
+    ours = getattr(getattr(forward, "__self__", None), "below", forward) is None
+    return ours and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
+
+
+def without_dropout(
+    x: Tensor,  # (..., D)
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,  # (V,)
+    a: Tensor,  # (..., R), s · x @ A.T
+    B: Tensor,  # (V, R)
+    scale: Tensor,  # (V,), fp32 or fp64
+) -> Tensor:
+    """Returns scale · (x @ weight.T + a @ B.T) + bias, in the dtype of x @ weight.T."""
+    first = linear(x, times_rows(weight, scale), bias)
+    second = linear(a, times_rows(B, scale))
+    return (first + second).to(first.dtype)
+
+
+def with_dropout(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropped: Tensor,  # (..., D), x after dropout
+    a: Tensor,  # (..., R), s · dropped @ A.T
+    B: Tensor,
+    scale: Tensor,
+) -> Tensor:
+    """Returns x @ weight.T + bias + (scale - 1) · dropped @ weight.T + scale · a @ B.T."""
+    both = torch.cat([dropped.to(x.dtype), a.to(x.dtype)], -1)
+    rows = torch.cat([times_rows(weight, scale - 1), times_rows(B, scale).to(weight.dtype)], 1)
+    first = linear(x, weight, bias)
+    return (first + linear(both, rows)).to(first.dtype)
+
+
+def row_norms(weight: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
+    """The norms (V,) of the rows of weight + s · B @ A, as a constant, in fp32 or fp64."""
+    full = PRECISION[weight.dtype]
+    norms = torch.empty(len(weight), device=weight.device, dtype=full)
+    with torch.no_grad(), without_autocast(weight.device):
+        for rows in row_slices(weight):
+            whole = torch.addmm(weight[rows].to(full), B[rows].to(full), A.to(full), alpha=s)
+            torch.linalg.vector_norm(whole, dim=1, out=norms[rows])
+    return norms
+
+
+def row_slices(weight: Tensor) -> Iterator[slice]:
+    """Slices of rows of a weight. In fp32, the rows of a slice take at most BLOCK bytes."""
+    step = max(BLOCK // (4 * max(weight.shape[1], 1)), 1)
+    for start in range(0, len(weight), step):
+        yield slice(start, min(start + step, len(weight)))
+
+
+def times_rows(weight: Tensor, scale: Tensor) -> Tensor:
+    """Returns weight (V, D) · scale (V, 1). Each product is rounded once, to the weight's dtype."""
+    return ScaledRows.apply(weight, scale)  # pyright: ignore[reportReturnType]
+
+
+class ScaledRows(Node):
+    """The autograd node of `times_rows`, which computes in blocks of rows."""
+
+    @staticmethod
+    def forward(ctx, weight, scale):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(weight, scale)
+        return in_blocks(weight, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if d is None:
+            return None, None
+        weight, scale = ctx.saved_tensors
+        d_weight = in_blocks(d, scale) if ctx.needs_input_grad[0] else None
+        d_scale = None
+        if ctx.needs_input_grad[1]:
+            d_scale = torch.empty_like(scale)
+            for rows in row_slices(weight):
+                products = d[rows].to(scale.dtype) * weight[rows]
+                torch.sum(products, 1, out=d_scale[rows])
+        return d_weight, d_scale
+
+
+def in_blocks(t: Tensor, scale: Tensor) -> Tensor:
+    result = torch.empty_like(t, memory_format=torch.contiguous_format)
+    for rows in row_slices(t):
+        result[rows] = t[rows] * scale[rows, None]
+    return result
