@@ -95,7 +95,8 @@ class FusedForward:
         if plain and guard.options.get("logits_dtype") is None:
             return self.run(*args, **kwargs)
         products = Products(self.head, guard.options, guard.lazy_inference)
-        second = None if self.below is not None else second_forward(self.head, args, kwargs)
+        own = traced or self.below is not None
+        second = None if own else second_forward(self.head, args, kwargs)
         with products:
             logits = self.run(*args, **kwargs) if second is None else second(*args)
         if asked:
