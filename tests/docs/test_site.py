@@ -23,6 +23,12 @@ LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "sourc
 
 REFERENCE = {path.name: path.read_text() for path in sorted((ROOT / "docs/api").glob("*.md"))}
 
+ORDER = [
+    "Start", "Recipes", "Concepts", "API reference", "Benchmarks", "Numerics and promises",
+    "Compatibility", "Migrating", "Bugs elsewhere", "FAQ", "Changelog",
+]  # fmt: skip
+THREE = ["A model", "A head", "Logits"]
+
 
 def names_of_hf() -> list[str]:
     """What ll.hf defines or exports, read from its source, because it needs transformers."""
@@ -100,6 +106,10 @@ def broken(site: Path) -> list[str]:
     return problems
 
 
+def quotes(page: Path) -> bool:
+    return "<blockquote" in page.read_text()
+
+
 def test_build(tmp_path):
     """The only test that builds the site, because a build takes seconds."""
     assert "WARNING" not in build(tmp_path)
@@ -112,6 +122,13 @@ def test_build(tmp_path):
     assert broken(tmp_path) == []
     described = {i for path in (tmp_path / "api").glob("*.html") for i in parsed(path).ids}
     assert [name for name in PUBLIC if name not in described] == []
+    # Markdown would read the >>> of an example as a quotation.
+    assert not [page for page in (tmp_path / "api").glob("*.html") if quotes(page)]
+    start, concepts = ((tmp_path / name).read_text() for name in ("index.html", "concepts.html"))
+    assert re.findall(r'<label for="__tabbed_1_\d">(.*?)</label>', start) == THREE
+    assert len(re.findall(r'<svg role="img" aria-label="[^"]{50,}"', concepts)) == 3
+    titles = re.findall(r'md-tabs__link">\s*(\S.*?)\s*</a>', start)
+    assert titles == ORDER
     for sheet in (tmp_path / "site").rglob("*.css"):
         assert "://" not in sheet.read_text()
 
