@@ -6,6 +6,7 @@
 #   make test-clients           tests of other libraries over fused models, in .venv-clients
 #   make test-trainers          TRL, PEFT, Accelerate and Lightning over fused models, in .venv-trainers
 #   make test-gpu PY=python3    GPU tests with an interpreter that has PyTorch, without .venv
+#   make docs                   the site of docs/ in build/site, in .venv-docs
 #   make release                wheel and source archive in dist/; tries the wheel outside of the clone
 #
 # The interpreter PYTHON creates the environments. ARGS are passed to the command, for example:
@@ -17,19 +18,22 @@ ARGS ?=
 # Each of two pytest workers starts with one half of the tests, in their order. So the fixtures of a
 # file are mostly set up once. A worker that has finished takes tests from the other worker.
 TWO_WORKERS := -n 2 --dist worksteal
+# The variable turns off an advertisement for the successor of the theme.
+MKDOCS := NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs
 
 ifndef PY
 PY := .venv/bin/python
 READY := .venv/.ready
+SITE_READY := .venv-docs/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-newest test-oldest test-gpu test-families test-clients test-trainers sanitize compile fuzz planted bench tables demo release lint types format clean
+.PHONY: help test test-newest test-oldest test-gpu test-families test-clients test-trainers sanitize compile fuzz planted bench tables demo docs docs-serve release lint types format clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-test: lint types  ## lint, types and all tests, at small sizes if there is no GPU
+test: lint types $(SITE_READY)  ## lint, types and all tests, at small sizes if there is no GPU
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(TWO_WORKERS) $(ARGS)
 
 test-newest: .venv-newest/.ready  ## all tests, with the newest PyTorch and Triton
@@ -74,6 +78,12 @@ tables: $(READY)  ## rewrite the tables of README and docs, and the plots, from 
 demo: $(READY)  ## train a teacher, capture it, distil students; writes a report in HTML
 	$(PY) -m logitless demo $(ARGS)
 
+docs: .venv-docs/.ready  ## build the site into build/site; open build/site/index.html
+	$(MKDOCS) build $(ARGS)
+
+docs-serve: .venv-docs/.ready  ## show the site at http://127.0.0.1:8000, and rebuild it after each change
+	$(MKDOCS) serve $(ARGS)
+
 release: .venv-release/.ready  ## build wheel and source archive, check both, try the wheel outside of the clone
 	OMP_NUM_THREADS=1 .venv-release/bin/python -m tests.support.release $(ARGS)
 
@@ -89,7 +99,7 @@ format: $(READY)  ## fix and format the sources with ruff
 	$(PY) -m ruff format .
 
 clean:  ## remove the environments and all build products
-	rm -rf .venv .venv-newest .venv-oldest .venv-clients .venv-trainers .venv-release build dist .pytest_cache .ruff_cache .hypothesis logitless-demo.png logitless-demo.html
+	rm -rf .venv .venv-newest .venv-oldest .venv-clients .venv-trainers .venv-release .venv-docs build dist .pytest_cache .ruff_cache .hypothesis logitless-demo.png logitless-demo.html
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(call install,PYTHON) creates an environment with the packages of the first prerequisite.
@@ -118,6 +128,12 @@ endef
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || \
 		{ echo "PYTHON must name a Python 3.11 or newer, got $(PYTHON)." >&2; exit 1; }
 	$(call install,$(PYTHON))
+
+# The site reads the sources of the package without importing them. So it needs no PyTorch.
+.venv-docs/.ready: requirements/docs.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet -r $<
+	touch $@
 
 .venv-release/.ready: requirements/release.txt requirements/tests.txt pyproject.toml
 	$(call install,$(PYTHON))

@@ -40,8 +40,9 @@ def test_languages(page):
 
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_python_runs(page, tmp_path, monkeypatch):
-    if "transformers" in "".join(python_of(page)):
-        pytest.importorskip("transformers", reason="needs transformers: requirements/tests.txt")
+    for package in ("transformers", "peft"):
+        if package in "".join(python_of(page)):
+            pytest.importorskip(package, reason=f"needs {package}: requirements/tests.txt")
     monkeypatch.chdir(tmp_path)
     count = 0
     for block, names in run(page):

@@ -9,7 +9,7 @@ from tests.support.paths import ROOT
 
 PAGES = [
     *sorted(path.name for path in ROOT.glob("*.md")),
-    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
 ]
 
 

@@ -1,0 +1,37 @@
+"""The recipes: each is in the index and in the navigation, and is one screen of code."""
+
+import re
+
+import pytest
+
+from tests.support.forked import printed_by
+from tests.support.pages import PAGES, python_of
+from tests.support.paths import ROOT
+
+RECIPES = [page for page in PAGES if page.startswith("docs/recipes/") and "README" not in page]
+
+
+def test_the_recipes_are_listed():
+    index = (ROOT / "docs/recipes/README.md").read_text()
+    listed = re.findall(r"^\| \[(.*?)\]\((.*?)\) \|", index, re.MULTILINE)
+    assert sorted(f"docs/recipes/{file}" for _, file in listed) == RECIPES
+    navigation = re.findall(r"- recipes/(\S+)", (ROOT / "mkdocs.yml").read_text())
+    assert navigation == ["README.md", *(file for _, file in listed)]
+    for title, file in listed:
+        assert (ROOT / "docs/recipes" / file).read_text().startswith(f"# {title}\n")
+
+
+@pytest.mark.parametrize("page", RECIPES)
+def test_a_recipe_is_one_screen_that_checks_itself(page):
+    blocks = python_of(page)  # tests/docs/test_code_blocks.py runs them
+    assert sum(block.count("\n") for block in blocks) <= 65
+    assert "import logitless as ll" in blocks[0]
+    assert "assert" in "".join(blocks)
+
+
+def test_the_vocabulary_is_split_over_two_ranks(tmp_path):
+    (block,) = python_of("docs/recipes/vocabulary-parallel.md")
+    (tmp_path / "shard.py").write_text(block)
+    found = re.findall(r"rank (\d) of 2: loss (\S+)", printed_by(tmp_path / "shard.py", ranks=2))
+    assert sorted(rank for rank, _ in found) == ["0", "1"]
+    assert len({loss for _, loss in found}) == 1
