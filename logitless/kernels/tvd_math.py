@@ -25,8 +25,11 @@ from .numerics import INF
 
 @triton.jit
 def to_student(s_q, s_p):
-    """Returns s_q / s_p, or 0 if all logits of the teacher's row are -inf."""
-    return s_q / tl.where(s_p == 0, INF, s_p)
+    """Returns s_q / s_p, or 0 if all logits of the teacher's row are -inf.
+
+    On a GPU, the quotient of two equal numbers is not always exactly 1.
+    """
+    return tl.where((s_q == s_p) & (s_p > 0), 1.0, s_q / tl.where(s_p == 0, INF, s_p))
 
 
 @triton.jit

@@ -39,9 +39,13 @@ def test_value_and_gradient(loss, dtype, how, device):
         lambda x: ours(x, t, loss, **how, reduction="none"),
         lambda x: naive(x, t, loss, **how, reduction="none"),
         x,
-        # We multiply by a row's 1/T, which is rounded itself, where PyTorch divides.
-        factor=4.0 if isinstance(how.get("temperature"), torch.Tensor) else 2.0,
+        factor=factor_of(how),
     )
+
+
+def factor_of(how):
+    """We multiply by a row's 1/T, which is rounded itself, where PyTorch divides."""
+    return 4.0 if isinstance(how.get("temperature"), torch.Tensor) else 2.0
 
 
 @every_loss
@@ -57,6 +61,7 @@ def test_reductions(loss, reduction, how, impl, device):
         lambda x: ours(x, t, loss, **how, reduction=reduction),
         lambda x: naive(x, t, loss, **how, reduction=reduction),
         x,
+        factor=factor_of(how),
     )
 
 
