@@ -1,4 +1,4 @@
-"""The terms of the total variation distance (TVD) for each column, and of its gradient.
+"""The terms of the total variation distance (TVD) and of its gradient, for each column.
 
 The TVD is ½ Σ |p - q|, with the teacher's probabilities p and the student's probabilities q. Let
 `above` be Σ q over the columns with q > p, and `below` be Σ q over the columns with q < p. Half of
@@ -9,7 +9,8 @@ the gradient of the student's logit z is
     -q · above                  if q < p
      q · (below - above) / 2    if q = p
 
-The state of a row keeps ratio = above / below, from which both masses have full relative precision.
+The state of a row keeps ratio = above / below. Both masses can be computed from the ratio with full
+relative precision.
 
 With the exponentials e_q and e_p, and the normalisers s_q and s_p, the difference q - p is
 (e_q - e_p · s_q / s_p) / s_q. If student and teacher are equal, s_q / s_p is 1, and the difference
@@ -34,7 +35,7 @@ def to_student(s_q, s_p):
 
 @triton.jit
 def apart(e_q, e_p, scale):
-    """Returns |q - p|, and the parts of q above and below p, of each column, all times s_q.
+    """Returns |q - p| and the terms of `above` and `below` for each column, all times s_q.
 
     `scale` is s_q / s_p.
     """

@@ -8,7 +8,7 @@ are read:
 
 1. The losses over the first logits of a head compute no scores. `Answers` counts the rows of these
    losses, and the rows of the metrics that are read later. If the metrics read at least half as
-   many rows, the head is added to `_READ`.
+   many rows as the losses, the head is added to `_READ`.
 2. Losses over all later logits of this head compute scores, and keep them in a `Table`. Metrics of
    these logits and of their views are read from the Table. The rows that a loss ignored have no
    scores in the Table. The first metric computes the scores of the ignored rows.
@@ -42,7 +42,7 @@ UNKNOWN = -1  # the label of rows without scores
 
 
 class Options(NamedTuple):
-    """The options of a softmax. Scores are known only for the options of the loss."""
+    """The options of a softmax. A Table holds scores only for the options of its loss."""
 
     temperature: float
     softcap: float | None
@@ -67,8 +67,8 @@ class Table:
     def put(self, places: Tensor, label: Tensor, vocab: int, scores: Scores) -> None:
         """Writes scores of the rows `places`. Rows whose label is not in [0, vocab) stay the same.
 
-        `places` can contain a row several times, with different labels. So one scatter chooses the
-        source of each row, and label and scores are copied from the same source.
+        `places` can contain a row several times, with different labels. So one scatter chooses one
+        source per row, and the row's label and scores are copied from this source.
         """
         if not len(places):
             return
@@ -97,9 +97,9 @@ class Answers:
 
         `places` is None if losses over these logits compute no scores (class Recipe).
 
-        A head with drop_ignored=False has no Answers, because the host waits for the number of rows
-        without scores. An FSDP module has no Answers, because all ranks gather its weight together,
-        but only some ranks could have rows without scores.
+        A head with drop_ignored=False has no Answers, because the host would have to wait for the
+        number of rows without scores. An FSDP module has no Answers, because all ranks must gather
+        its weight together, and some ranks could have no rows without scores.
         """
         module, device = head.module, head.device
         waits = head.drop_ignored and device.type != "meta" and not torch.compiler.is_compiling()
@@ -184,7 +184,7 @@ class Answers:
         return tuple(outputs)
 
     def count(self, options: Options, rows: int) -> None:
-        """Counts the rows of a metric, and adds the head to `_READ` if most rows are read."""
+        """Counts the rows of a metric, and adds the head to `_READ` if enough rows were read."""
         module = self.module()
         if options not in self.losses or module is None:
             return
@@ -197,13 +197,15 @@ class Answers:
     ) -> tuple[Scores, Tensor | None, Scores | None]:
         """Computes the scores of rows of `recipe` that are not in the Table, except ignored rows.
 
-        With `ids`, a row is in the Table only if its label is its id. Returns (known, at, scores):
-        `scores` are the scores of the rows `at`, and `known` has the scores of all other rows. If
-        no row was computed, `at` and `scores` are None. Computed scores are added to the Table, but
-        not to `known`, because `recipe` can contain a row several times, with different ids.
+        With `ids`, the Table has scores of a row only if the row's label in the Table equals the
+        row's id. Returns (known, at, scores). `scores` are the scores of the rows `at`, and `known`
+        has the scores of all other rows. If no row was computed, `at` and `scores` are None.
+        Computed scores are added to the Table, but not to `known`, because `recipe` can contain a
+        row several times, with different ids.
 
-        If a small view has rows without scores, the scores of all rows of the call are computed, so
-        that the host waits only once if a metric is computed from many small views.
+        If a view of less than half of the call's rows has rows without scores, and `ids` is None,
+        the scores of all rows of the call are computed. So the host waits only once if a metric is
+        computed from many small views.
         """
         known = table.scores
         at = None if ids is None and table.complete else missing(table, recipe, ids, ignored)
@@ -223,7 +225,7 @@ def places_of(recipe: Recipe) -> Tensor:
 
 
 def missing(table: Table, recipe: Recipe, ids: Tensor | None, ignored: Tensor | None) -> Tensor:
-    """Returns the rows of `recipe` that have no scores in the Table. The host waits for them."""
+    """Returns the rows of `recipe` that have no scores in the Table. The host waits for the GPU."""
     label = table.label[places_of(recipe)]
     rows = label == UNKNOWN if ids is None else label != ids.reshape(-1)
     return (rows if ignored is None else rows & ~ignored.reshape(-1)).nonzero()[:, 0]

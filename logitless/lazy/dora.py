@@ -1,16 +1,17 @@
 """A forward of PEFT's DoRA adapter on a linear layer that keeps the logits lazy.
 
 A DoRA adapter computes the logits scale · (x @ W.T + s · x @ A.T @ B.T) + bias. The scale has one
-number per column: the adapter's magnitude, divided by the norm of the same row of W + s · B @ A. As
-in PEFT, the norm is a constant in backward.
+number per column of the logits. The number of column i is the adapter's magnitude i, divided by the
+norm of row i of W + s · B @ A. As in PEFT, the norm is a constant in backward.
 
 PEFT multiplies the logits by the scale, which materialises the logits. Here, the rows of W and B
 are multiplied by the scale. The logits are then the sum of two products, as with a LoRA adapter
-(sums.py). The scaled copy of W is as large as W. The gradient of this copy gives the gradient of
-the scale. So a loss takes three GEMMs even if W is frozen.
+(sums.py). The scaled copy of W is as large as W. The gradient of the scale is computed from the
+gradient of this copy. So a loss takes three GEMMs even if W is frozen.
 
-With dropout, PEFT computes x @ W.T + (scale - 1) · dropped @ W.T for the weight W. The logits are
-then the sum of the products of two wide heads, and a loss takes five GEMMs.
+With dropout, PEFT multiplies W by x and by `dropped`, which is x after dropout. Instead of
+scale · x @ W.T, PEFT computes x @ W.T + (scale - 1) · dropped @ W.T. The logits are then the sum of
+two products with matrices of the size of W, and a loss takes five GEMMs.
 """
 
 import sys
@@ -42,9 +43,10 @@ def forward_of(module: Any, x: Tensor) -> Callable[[Tensor], Tensor] | None:
     """Returns a forward of a module with a DoRA adapter, or None.
 
     The result is None if the adapter is not active, is merged, or is not the only active adapter.
-    The result is also None if other code runs before or after a layer of the adapter, or if the
-    whole weight is not on the device of x. With dropout, x must require a gradient, because sums.py
-    would not add the two products of `with_dropout` otherwise.
+    The result is also None if other code runs before or after a layer of the adapter. The base
+    layer's weight must be a plain or 4-bit weight, and must be on the device of x. With dropout, x
+    must require a gradient, because sums.py would not add the two products of `with_dropout`
+    otherwise.
     """
     if module.disable_adapters or module.merged or type(module).__name__ not in SUPPORTED:
         return None
@@ -130,7 +132,7 @@ def with_dropout(
 
 
 def row_norms(weight: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
-    """The norms (V,) of the rows of weight + s · B @ A, as a constant, in fp32 or fp64."""
+    """Returns the norms (V,) of the rows of weight + s · B @ A, as a constant, in fp32 or fp64."""
     full = PRECISION[weight.dtype]
     norms = torch.empty(len(weight), device=weight.device, dtype=full)
     with torch.no_grad(), without_autocast(weight.device):
@@ -148,7 +150,10 @@ def row_slices(weight: Tensor) -> Iterator[slice]:
 
 
 def times_rows(weight: Tensor, scale: Tensor) -> Tensor:
-    """Returns weight (V, D) · scale (V, 1). Each product is rounded once, to the weight's dtype."""
+    """Returns weight (V, D), with row i multiplied by scale[i].
+
+    Each product is rounded once, to the weight's dtype.
+    """
     return ScaledRows.apply(weight, scale)  # pyright: ignore[reportReturnType]
 
 

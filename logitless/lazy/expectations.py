@@ -1,8 +1,8 @@
-"""Recognises formulas such as Σ p log p, whose sums over the vocabulary are known after a loss.
+"""Recognises formulas such as p log p, whose sums over the vocabulary a loss can compute.
 
 Trainers compute the entropy of p = softmax(y) by PyTorch's functions, for example as
--(logp.exp() * logp).sum(-1) or as y.logsumexp(-1) - (p * y).sum(-1). These sums follow from the
-entropy and the logsumexp of each row, which a loss can compute (answers.py).
+-(logp.exp() * logp).sum(-1) or as y.logsumexp(-1) - (p * y).sum(-1). These sums can be computed
+from the entropy and the logsumexp of each row. A loss can compute both (answers.py).
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Expectation(NamedTuple):
     factor: float
 
     def sum(self, lse: Tensor, entropy: Tensor) -> Tensor:
-        """The sum of each row. `lse` and `entropy` are the statistics of y."""
+        """Returns the sum of each row. `lse` and `entropy` are the statistics of y."""
         return self.factor * (-entropy if self.of.log else lse - entropy)
 
 

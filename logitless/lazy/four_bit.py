@@ -1,8 +1,8 @@
 """The weight of a 4-bit linear layer of bitsandbytes, which is dequantised in blocks of rows.
 
-A `Linear4bit` of bitsandbytes computes its logits by a function of bitsandbytes, so its logits
-cannot be lazy. The function `forward` has the same result, but calls torch.nn.functional.linear.
-The weight in this call is a `FourBitWeight`, which the GEMMs of a head read like other quantised
+The forward of a `Linear4bit` calls a function of bitsandbytes, so its logits cannot be lazy. The
+function `forward` in this file has the same result, but calls torch.nn.functional.linear. The
+weight in this call is a `FourBitWeight`, which the GEMMs of a head read like other quantised
 weights (heads/quantized.py).
 """
 

@@ -64,9 +64,8 @@ class Guard:
         self.calls = 0  # number of times that `called` has run
         self.unfusable: str | None = None  # the reason why the head cannot be fused
         self.obstacle: str | None = None  # why the last training forward had plain logits
-        self.idle: str | None = (
-            None  # class of a model whose last training forward skipped the head
-        )
+        # The class of the model if its last training forward did not call the head, or None.
+        self.idle: str | None = None
 
     def find(self, model: nn.Module) -> nn.Module | None:
         """Returns the head, or None if the head cannot be fused."""
@@ -120,7 +119,7 @@ class Guard:
         return self.unfusable or self.obstacle or self.uncalled()
 
     def uncalled(self) -> str | None:
-        """The reason if the last training forward called none of the model's heads, or None."""
+        """Returns a reason if the last training forward called no head of the model, or None."""
         guards = [guard for guard in self.group if guard.active]
         if any(guard.idle is None for guard in guards):
             return None
@@ -133,7 +132,7 @@ class Guard:
 
 
 class Hooks:
-    """The hooks of a fused model, which fuse each of its heads again if the head was replaced."""
+    """The hooks of a fused model. They fuse a head again if the head was replaced."""
 
     def __init__(self, guards: list[Guard]):
         self.guards = guards

@@ -1,4 +1,6 @@
-"""Layers of other libraries whose logits can be lazy only by another forward with the same result.
+"""Second forwards for layers of other libraries whose own forward cannot return lazy logits.
+
+A second forward has the same result, apart from rounding, and its logits can be lazy.
 
 A `Linear4bit` of bitsandbytes multiplies by its weight in a function of its own (four_bit.py). A
 DoRA adapter of PEFT multiplies the logits by one number per column (dora.py).
@@ -19,9 +21,9 @@ def has_second_forward(module: nn.Module) -> bool:
 
 
 def second_forward(module: nn.Module, args: tuple, kwargs: dict) -> Callable[..., Any] | None:
-    """Returns a forward that calls torch.nn.functional.linear, or None if there is none.
+    """Returns a forward that calls torch.nn.functional.linear, or None if this is not possible.
 
-    The second forward has the same result as the layer's own forward for these arguments.
+    For these arguments, the second forward has the same result as the layer's own forward.
     """
     if kwargs or len(args) != 1 or type(args[0]) is not Tensor:
         return None

@@ -159,10 +159,9 @@ def tvd(
 
         ½ Σ |p - q|
 
-    The distance is in [0, 1]. The gradient of a class with p = q uses 0 as the derivative of
-    |p - q|. So the gradient is 0 if student and teacher are equal. The options are the same as in
-    `kl_div`. With a high temperature T, the gradient shrinks only as 1/T, so t_squared=True is
-    rarely right.
+    The distance is in [0, 1]. For a class with p = q, the derivative of |p - q| is taken as 0. So
+    the gradient is 0 if student and teacher are equal. The options are the same as in `kl_div`. As
+    the temperature T grows, the gradient shrinks only as 1/T, so t_squared=True is rarely right.
 
     Speculative sampling accepts a token of the draft model with the probability 1 - TVD. So
     `-torch.log(1 - ll.tvd(draft, target, reduction="none"))` is -log(acceptance rate) per row.
