@@ -33,11 +33,14 @@ from ..losses.statistics import NO_CLASS, Read, Scores, score
 from .recipe import Recipe
 
 # The heads whose metrics are read after a loss. The keys are True for training, False for
-# evaluation.
-_READ: dict[bool, "weakref.WeakSet[nn.Module]"] = {
-    True: weakref.WeakSet(),
-    False: weakref.WeakSet(),
+# evaluation. The values are the number of calls of each head since a metric was read from scores.
+_READ: dict[bool, "weakref.WeakKeyDictionary[nn.Module, int]"] = {
+    True: weakref.WeakKeyDictionary(),
+    False: weakref.WeakKeyDictionary(),
 }
+# After PATIENCE calls whose scores are not read, losses compute no scores any more. The scores of
+# about 16 losses take as much time as one metric without scores.
+PATIENCE = 16
 UNKNOWN = -1  # the label of rows without scores
 
 
@@ -63,6 +66,7 @@ class Table:
         self.label = torch.full((rows,), UNKNOWN, device=like.lse.device)
         self.scores = Scores(*(t.new_zeros(rows) for t in like))
         self.complete = False  # whether the scores of all rows are known
+        self.seen: Any = lambda: None  # a weak reference to `places` whose scores are all known
 
     def put(self, places: Tensor, label: Tensor, vocab: int, scores: Scores) -> None:
         """Writes scores of the rows `places`. Rows whose label is not in [0, vocab) stay the same.
@@ -99,15 +103,19 @@ class Answers:
 
         A head with drop_ignored=False has no Answers, because the host would have to wait for the
         number of rows without scores. An FSDP module has no Answers, because all ranks must gather
-        its weight together, and some ranks could have no rows without scores.
+        its weight together, and some ranks could have no rows without scores. With deterministic
+        algorithms, there are no Answers either, because the bits of a loss with scores can differ
+        from the bits of the same loss without scores.
         """
         module, device = head.module, head.device
-        waits = head.drop_ignored and device.type != "meta" and not torch.compiler.is_compiling()
-        waits = waits and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-        if module is None or hasattr(type(module), "unshard") or not waits:
+        if module is None or hasattr(type(module), "unshard") or not head.drop_ignored:
             return None, None
-        if module not in _READ[trains]:
+        if not may_wait(device) or torch.are_deterministic_algorithms_enabled():
+            return None, None
+        unread = _READ[trains].pop(module, PATIENCE)
+        if unread == PATIENCE:
             return Answers(head, trains), None
+        _READ[trains][module] = unread + 1
         places = torch.arange(head.rows, device=device)
         return Answers(head, trains), places.view(*head.lead, 1)
 
@@ -159,13 +167,14 @@ class Answers:
         """Returns the results of a `Read` without gradients from the Table, or None."""
         reading, options = loss.reading, Options.of(loss.reading)
         scored = set(reading.wants) <= set(Scores._fields) and reading.ids_per_row <= 1
-        if not scored or options is None:
+        if not scored or options is None or not may_wait(recipe.device):
             return None
         table = self.tables.get(options)
         if table is None:
             self.count(options, recipe.lead.numel())
             return None
         recipe.check()
+        self.remember()
         ids, ignored = reading.ids, reading.ignored_rows()
         if ids is not None:
             ids = ids[..., 0]
@@ -190,7 +199,13 @@ class Answers:
             return
         self.read[options] = self.read.get(options, 0) + rows
         if 2 * self.read[options] >= self.losses[options]:
-            _READ[self.trains].add(module)
+            _READ[self.trains][module] = 0
+
+    def remember(self) -> None:
+        """Records that a metric was read from scores."""
+        module = self.module()
+        if module is not None:
+            _READ[self.trains][module] = 0
 
     def complete(
         self, table: Table, recipe: Recipe, options: Options, ids: Tensor | None, ignored: Any
@@ -208,8 +223,12 @@ class Answers:
         computed from many small views.
         """
         known = table.scores
-        at = None if ids is None and table.complete else missing(table, recipe, ids, ignored)
-        if at is None or not len(at):
+        if ids is None and (table.complete or table.seen() is recipe.places):
+            return known, None, None
+        at = missing(table, recipe, ids, ignored)
+        if ids is None and ignored is None:
+            table.seen = weakref.ref(recipe.places)
+        if not len(at):
             return known, None, None
         cell = self.cell() if ids is None and 2 * recipe.lead.numel() < self.rows else None
         if cell is None or cell.recipe.answers is not self or cell.recipe.changed():
@@ -227,12 +246,17 @@ def places_of(recipe: Recipe) -> Tensor:
 def missing(table: Table, recipe: Recipe, ids: Tensor | None, ignored: Tensor | None) -> Tensor:
     """Returns the rows of `recipe` that have no scores in the Table. The host waits for the GPU."""
     label = table.label[places_of(recipe)]
-    rows = label == UNKNOWN if ids is None else label != ids.reshape(-1)
+    rows = label == UNKNOWN
+    if ids is not None:  # an id out of range can be equal to UNKNOWN
+        rows = rows | (label != ids.reshape(-1))
     return (rows if ignored is None else rows & ~ignored.reshape(-1)).nonzero()[:, 0]
 
 
 def fill(table: Table, recipe: Recipe, options: Options, at: Tensor, ids: Tensor | None) -> Scores:
-    """Computes the scores of the rows `at` of `recipe`, and adds the scores to the Table."""
+    """Computes the scores of the rows `at` of `recipe`.
+
+    The scores of rows that have no scores in the Table are added to the Table.
+    """
     head = recipe.constant_head()
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])[at]
     target = torch.zeros_like(at) if ids is None else ids.reshape(-1)[at]
@@ -241,5 +265,14 @@ def fill(table: Table, recipe: Recipe, options: Options, at: Tensor, ids: Tensor
             HeadLogits(head.replace(hidden=hidden)), target, temperature=options.temperature,
             softcap=options.softcap, ignore_index=NO_CLASS,
         )  # fmt: skip
-    table.put(places_of(recipe)[at], target, recipe.vocab, scores)
+    places = places_of(recipe)[at]
+    new = torch.where(table.label[places] == UNKNOWN, target, UNKNOWN)
+    table.put(places, new, recipe.vocab, scores)
     return scores
+
+
+def may_wait(device: torch.device) -> bool:
+    """Whether the host can wait for a number that the device computes."""
+    if device.type == "meta" or torch.compiler.is_compiling():
+        return False
+    return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())

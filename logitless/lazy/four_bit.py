@@ -77,8 +77,7 @@ class FourBitWeight(Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is linear:
-            x, weight, *bias = args
-            return linear(x, weight.dequantize(), *bias)
+            return _dense_linear(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -91,6 +90,10 @@ class FourBitWeight(Tensor):
             start, stop, _ = slice(*rest[1:]).indices(len(weight))
             return weight.rows(start, max(start, stop))
         raise NotImplementedError(f"{func} of a 4-bit weight is not implemented.")
+
+
+def _dense_linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    return linear(input, weight.dequantize(), bias)
 
 
 def is_four_bit(module: nn.Module) -> bool:

@@ -88,7 +88,8 @@ def _expected(z: LazyLogits) -> Tensor | None:
     """The sum of each row of z = p log p, or a similar formula, if a loss computed its statistics.
 
     Returns None if the statistics are not known. For a head with a bias, the result is None too,
-    because a bias can be -inf. Then p log p is NaN in PyTorch, but our entropy is finite.
+    because a bias can be -inf. Then p log p is NaN in PyTorch, but our entropy is finite. Without a
+    bias, only logits that overflow have this difference.
     """
     recipe, found = z.recipe, expectation_of(z.recipe.formula)
     differentiable = z.requires_grad and torch.is_grad_enabled()

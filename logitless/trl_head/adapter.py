@@ -280,7 +280,7 @@ def _computed_by_us(use: Use, model: nn.Module, **how) -> Iterator[None]:
 
 
 def _guard_of(model: nn.Module) -> Guard | None:
-    """Returns the Guard (lazy/fuse.py) of a fused model, or of the fused model in a PEFT model.
+    """Returns the Guard (lazy/guard.py) of a fused model, or of the fused model in a PEFT model.
 
     Returns None if neither is fused.
     """

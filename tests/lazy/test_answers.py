@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import logitless as ll
-from logitless.lazy import recipe
+from logitless.core import call
+from logitless.lazy import answers, recipe
 from logitless.lazy.logits import LazyLogits
 from tests.support.metrics_after_loss import (
     LOSSES,
@@ -161,6 +162,60 @@ def test_log_probabilities_of_other_ids(ids):
     with Gemms() as seen:
         metric(z, other)
     assert sum(seen.rows) == B + 1
+    metric(z, other.flip(0))
+    with Gemms() as seen:  # the scores of the loss's labels are still known
+        metric(z, labels.clamp_min(0))
+    assert sum(seen.rows) <= B
+
+
+def test_an_id_out_of_range_is_nan_where_values_are_not_checked(ids, monkeypatch):
+    """On a GPU, ids are not checked. The id -1 of an ignored row must not look like a known row."""
+    _, fused = pair(ids.device)
+    labels = ignoring(ids)
+    for _ in range(2):
+        z = fused(ids)
+        F.cross_entropy(z.flatten(0, 1), labels.flatten())
+        z.detach().argmax(-1)
+    monkeypatch.setattr(call, "reads_values", lambda t: False)
+    got = ll.token_logprobs(z.detach(), labels.masked_fill(labels == -100, -1), ignore_index=None)
+    assert torch.equal(got.isnan(), labels == -100)
+
+
+def test_the_host_waits_once_for_the_same_rows(ids, monkeypatch):
+    _, fused = pair(ids.device)
+    step(fused, ids, shifted)
+    waits, missing = [], answers.missing
+    monkeypatch.setattr(answers, "missing", lambda *a: waits.append(a) or missing(*a))
+    z = fused(ids)
+    shifted(z, ids)
+    assert not waits
+    rows = z.detach()[:, :-1]
+    for _ in range(3):
+        rows.argmax(-1)
+        rows.logsumexp(-1)
+    assert len(waits) == 1
+
+
+def test_scores_that_nobody_reads(ids):
+    """After PATIENCE calls without a metric, losses compute no scores."""
+    _, fused = pair(ids.device)
+    step(fused, ids, shifted)
+    for _ in range(answers.PATIENCE):
+        assert fused(ids).recipe.places is not None
+    assert fused(ids).recipe.places is None
+    step(fused, ids, shifted)
+    assert fused(ids).recipe.places is not None
+
+
+def test_deterministic_algorithms(ids):
+    """Whether a metric was read before does not change the bits of a loss."""
+    _, fused = pair(ids.device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        step(fused, ids, shifted)
+        assert fused(ids).recipe.answers is None
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_repeated_rows_with_different_labels(ids):
