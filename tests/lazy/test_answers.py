@@ -6,11 +6,10 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import logitless as ll
 from logitless.core import call
-from logitless.lazy import answers, recipe
+from logitless.lazy import recipe
 from logitless.lazy.logits import LazyLogits
 from tests.support.metrics_after_loss import (
     LOSSES,
@@ -179,43 +178,6 @@ def test_an_id_out_of_range_is_nan_where_values_are_not_checked(ids, monkeypatch
     monkeypatch.setattr(call, "reads_values", lambda t: False)
     got = ll.token_logprobs(z.detach(), labels.masked_fill(labels == -100, -1), ignore_index=None)
     assert torch.equal(got.isnan(), labels == -100)
-
-
-def test_the_host_waits_once_for_the_same_rows(ids, monkeypatch):
-    _, fused = pair(ids.device)
-    step(fused, ids, shifted)
-    waits, missing = [], answers.missing
-    monkeypatch.setattr(answers, "missing", lambda *a: waits.append(a) or missing(*a))
-    z = fused(ids)
-    shifted(z, ids)
-    assert not waits
-    rows = z.detach()[:, :-1]
-    for _ in range(3):
-        rows.argmax(-1)
-        rows.logsumexp(-1)
-    assert len(waits) == 1
-
-
-def test_scores_that_nobody_reads(ids):
-    """After PATIENCE calls without a metric, losses compute no scores."""
-    _, fused = pair(ids.device)
-    step(fused, ids, shifted)
-    for _ in range(answers.PATIENCE):
-        assert fused(ids).recipe.places is not None
-    assert fused(ids).recipe.places is None
-    step(fused, ids, shifted)
-    assert fused(ids).recipe.places is not None
-
-
-def test_deterministic_algorithms(ids):
-    """Whether a metric was read before does not change the bits of a loss."""
-    _, fused = pair(ids.device)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        step(fused, ids, shifted)
-        assert fused(ids).recipe.answers is None
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_repeated_rows_with_different_labels(ids):
@@ -402,21 +364,3 @@ def test_scores_live_as_long_as_the_logits(ids):
     gc.collect()
     assert answers() is None
     loss.backward()
-
-
-def test_a_head_that_must_not_wait_or_gather(ids):
-    """The option drop_ignored=False, and an FSDP module, whose ranks gather the weight together."""
-    model = ll.fuse(Model().to(ids.device), drop_ignored=False)
-    step(model, ids, shifted)
-    _, gemms = step(model, ids, shifted)
-    assert all(gemms.values())
-
-    class Sharded(nn.Linear):
-        def unshard(self):
-            raise AssertionError("the weight is in memory")
-
-    model = Model()
-    model.lm_head = Sharded(D, V, bias=False).double()
-    model = ll.fuse(model.to(ids.device))
-    step(model, ids, shifted)
-    assert model(ids).recipe.answers is None
