@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import logitless as ll
 from tests.support.paths import ROOT
 
 PAGES = [
@@ -25,6 +26,7 @@ def python_of(page: str) -> list[str]:
 def run(page: str) -> Iterator[tuple[str, dict]]:
     """Runs the Python blocks of a page in order, in one namespace. Yields after each block."""
     names: dict = {"__name__": page}
+    ll.report()  # forgets the logits that other tests materialised
     for block in python_of(page):
         with small_models():
             exec(compile(block, page, "exec"), names)
