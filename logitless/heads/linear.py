@@ -74,7 +74,7 @@ class HeadLogits(Source):
 
     def __init__(self, head: Head):
         self.head = head
-        self.shape, self.dtype, self.device = head.shape, head.dtype, head.device
+        self.shape, self.dtype, self.device = head.shape, head.dtype, head.hidden.device
         self.requires_grad = any(t is not None and t.requires_grad for t in head.inputs)
         self.hidden, self.spread = head.hidden, is_dtensor(head.weight)
 

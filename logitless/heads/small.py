@@ -37,7 +37,7 @@ def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor
     rows = loss.row_inputs if row_weight is None else (*loss.row_inputs, row_weight)
     by_row = reduction == "none" or any(t.requires_grad for t in rows)
     needs = by_row or any(t is not None and t.requires_grad for t in inputs)
-    with without_autocast(head.device):
+    with without_autocast(head.hidden.device):
         if not (needs and torch.is_grad_enabled()):
             with torch.no_grad():
                 x = _logits(*inputs)
