@@ -1,4 +1,7 @@
-"""The base class of most autograd functions of this package, with errors for unsupported modes."""
+"""The base class of most autograd functions of this package.
+
+These functions support neither forward-mode differentiation nor vmap. Both raise an error.
+"""
 
 from collections.abc import Sequence
 

@@ -98,5 +98,5 @@ def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
 
 
 def is_narrow(hidden: Tensor, weight: Tensor) -> bool:
-    """Returns False, because plain PyTorch cannot compute a head without logits in memory."""
+    """Returns False, because plain PyTorch must write the logits of a head to memory."""
     return False

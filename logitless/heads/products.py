@@ -105,7 +105,10 @@ def side_by_side(hidden: Tensor, *others: Tensor) -> Tensor:
 
 
 def two_parts(t: Tensor, weight: Tensor, low_rank: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the columns of hidden, or of its gradient, for `weight` and for `low_rank`."""
+    """Splits the columns of t into those that belong to `weight` and those of `low_rank`.
+
+    t is hidden, or the gradient of hidden.
+    """
     width, rank = weight.shape[1], low_rank.shape[1]
     return t[..., :width], t[..., width : width + rank]
 

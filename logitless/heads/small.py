@@ -1,9 +1,10 @@
 """Computes a loss over a small head from all logits at once, in one autograd function.
 
-A head is small if its logits take at most 512 MiB (1 MiB on a CPU) and a GPU computes the loss in
-about 2 ms or less (plan.is_small). For so little work, the time on the host matters. Therefore the
-functions of this module call as few operations as possible. The GEMMs include ignored rows, because
-dropping ignored rows would make the host wait for the number of rows that count.
+On a GPU, a head is small if its logits take at most 512 MiB and the GPU computes the loss in about
+2 ms or less. On a CPU, a head is small if its logits take at most 1 MiB (plan.is_small). For so
+little work, the time on the host matters. Therefore the functions of this module call as few
+operations as possible. The GEMMs include ignored rows, because dropping ignored rows would make the
+host wait for the number of rows that count.
 
 For a mean or sum, forward computes the loss and all gradients, and backward multiplies the
 gradients by the upstream gradient. The gradient of the logits overwrites the logits. A second

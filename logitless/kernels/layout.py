@@ -84,10 +84,10 @@ class Rows(NamedTuple):
 
 
 # A Place is the tuple (address modulo 16, strides, bytes per element) of the memory for a gradient.
-# The memory is contiguous and has the shape of x, or it has the shape (N, V). Memory of the shape
-# (N, V) can have padding after each row. If the gradient has fewer bytes per element than x, every
-# row must start on a 16-byte boundary. A Place is a plain tuple, because every call builds a Place
-# and a tuple costs less than a NamedTuple.
+# Either the memory is contiguous and has the shape (..., V) of the logits x, or the memory has the
+# shape (N, V), with N rows that can each be followed by padding. If the gradient has fewer bytes per
+# element than x, every row must start on a 16-byte boundary. A Place is a plain tuple, because every
+# call builds a Place and a tuple costs less than a NamedTuple.
 Place = tuple[int, tuple[int, ...], int]
 
 
@@ -169,9 +169,10 @@ def split_row(offset, V, lead, PACK: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def fringe_tile(head, body, V, PACK: tl.constexpr, WIDTH: tl.constexpr):
-    """Returns the columns of a row's fringe, and their mask, as one tile of WIDTH ≥ 2 PACK columns.
+    """Returns the columns of a row's fringe, and their mask, as one tile of WIDTH columns.
 
-    The fringe is the columns before and after the body, fewer than PACK columns on each side.
+    The fringe is the columns before and after the body, fewer than PACK columns on each side. So
+    WIDTH must be at least 2 · PACK.
     """
     j = tl.arange(0, WIDTH)
     cols = tl.where(j < PACK, j, head + body + j - PACK)

@@ -77,9 +77,10 @@ def _term(TERMS, N, rows, mask, FIELD: tl.constexpr, fill, AXIS: tl.constexpr, U
 def _load_terms(TERMS, N, rows, mask, rate, AXIS: tl.constexpr, HAS: tl.constexpr):
     """Returns the Terms of some rows. The Terms make the gradient 0 where the mask is False.
 
-    `rate` is one number for all rows, or None if each row has its own temperature. The field
-    `softcap` of the result is 0 and is not used, because the softcap can be None, and a function of
-    Triton 3.6 cannot return None. Callers pass the softcap to `_gradient` instead.
+    `rate` is log2(e) / temperature if all rows have the same temperature. `rate` is None if each
+    row has its own temperature. The field `softcap` of the result is 0 and is not used, because the
+    softcap can be None, and a function of Triton 3.6 cannot return None. Callers pass the softcap
+    to `_gradient` instead.
     """
     if rate is None:
         rate = _term(TERMS, N, rows, mask, TERM_RATE, 1.0, AXIS, True)

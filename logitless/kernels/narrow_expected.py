@@ -46,9 +46,10 @@ class Expected(NamedTuple):
 def is_expected(reading: Reading) -> bool:
     """Whether the gradient of the hidden states can be computed from the sums in `Expected`.
 
-    The result is False for a loss with ids. At an id, p and the teacher's probability can be nearly
-    equal, and `Expected` leaves out only the label's column. The result is also False for a loss
-    without a statistic at the label. The labels of such a loss only mark ignored rows.
+    The result is False for a loss with ids. The gradient at an id contains p minus the probability
+    of a teacher, and the two can be nearly equal. Computed from the sums, their difference would
+    lose digits, because the sums leave out only the label's column. The result is also False for a
+    loss without a statistic at the label. The labels of such a loss only mark ignored rows.
     """
     at_label = reading.ids is None and not {"nll", "logprob", "picked"}.isdisjoint(reading.wants)
     return at_label and reading.softcap is None and not any(reading.sums)

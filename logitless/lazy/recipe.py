@@ -275,7 +275,7 @@ class Recipe:
         """The head with detached tensors.
 
         If `grad` is True, the tensors whose entry in `needs` is True require a gradient. If the
-        vocabulary is sharded, the head computes the columns of this rank.
+        vocabulary is sharded, the head computes only the columns of this rank.
         """
         self.check()
         tensors = [

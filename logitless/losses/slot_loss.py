@@ -1,9 +1,9 @@
 """`slot_loss` computes a user's own divergence from a teacher that has K ids per row.
 
 A slot is one of the K positions of a row. The formula of the user gets the log-probabilities of
-student and teacher at the slots, and the log of both masses outside the slots. The student's
-numbers are row statistics. So `slot_loss` is a `row_loss` whose formula gets the statistics of the
-student together with the targets of the teacher.
+student and teacher at the slots, and the logs of the masses of student and teacher outside the
+slots. The student's numbers are row statistics. So `slot_loss` is a `row_loss` whose formula gets
+the statistics of the student together with the targets of the teacher.
 """
 
 from collections.abc import Callable, Sequence

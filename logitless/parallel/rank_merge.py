@@ -227,8 +227,8 @@ class ColumnBackend:
     def here(self, reading: Reading) -> Reading:
         """Returns `reading` restricted to this rank's columns.
 
-        The ids in `reading.ids` become columns of this rank. The label stays an id of the whole
-        vocabulary.
+        In the result, `ids` holds column numbers on this rank instead of ids of the vocabulary (see
+        `_columns`). The label stays an id of the whole vocabulary.
         """
         weight = reading.class_weight
         if weight is not None:

@@ -95,9 +95,10 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
 
     The first unit of a row is the smallest unit for which all slots are at most NEAR units below
     `top`. The row uses the first unit if the divergence of the decoded row is at most NEGLIGIBLE.
-    If the divergence is larger, the row uses the unit with the smallest divergence among the first
-    unit and TRIED other units. The smallest of the TRIED units is so large that the slots beyond
-    NEAR units have a total mass of at most FAR_MASS. Trying several units helps, because most of a
+    Otherwise, more units are tried; their number is the constant TRIED. Of all these units, the row
+    uses the one whose decoded row has the smallest divergence from the exact row. The smallest of
+    the further units is so large that the slots beyond NEAR units have a total mass of at most
+    FAR_MASS. Trying several units helps, because most of a
     row's mass is in a few slots, and some units round all of these slots well.
     """
     p = torch.softmax(logprobs.clamp_min(torch.finfo(torch.float32).min), -1)

@@ -111,7 +111,7 @@ def memory(shown: list[Result]) -> list[Bar]:
 def draw(bars: list[Bar], title: str, line: str | None, path: Path) -> None:
     """Draws one panel per mode, with groups of bars on a linear scale.
 
-    `line` is the legend's text for the dashed lines.
+    `line` is the text in the legend for the dashed lines, which show `Bar.limit`.
     """
     from matplotlib.figure import Figure  # avoids the display and global state of pyplot
 
