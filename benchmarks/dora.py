@@ -9,13 +9,11 @@ LoRA is a lower bound of the time. PEFT need not be installed. The weight is fro
 timing, the results without dropout are checked against PEFT's formula in fp32.
 """
 
-import argparse
-
 import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from benchmarks.low_rank import measured_steps, tensors
+from benchmarks.low_rank import measured_steps, sizes_given, tensors
 from logitless.lazy.dora import row_norms, times_rows
 
 RANK, DROPOUT = 16, 0.1
@@ -76,12 +74,7 @@ def check() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, default=8192)
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=128256)
-    options = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {vars(options)}, bf16")
+    options = sizes_given()
     print("| dropout | way | ms | MiB |\n|---|---|---|---|")
     check()
     given = given_for(options.rows, options.width, options.vocab)

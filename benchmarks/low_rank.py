@@ -79,13 +79,19 @@ def measured_steps(step: Callable[[], object], runs: int = 10) -> tuple[float, f
     return sorted(times)[runs // 2], peak / 2**20
 
 
-def main() -> None:
+def sizes_given() -> argparse.Namespace:
+    """Returns the sizes in the command line, and prints them with the machine."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=128256)
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {vars(options)}, bf16")
+    return options
+
+
+def main() -> None:
+    options = sizes_given()
     print("| rank | way | ms | MiB |\n|---|---|---|---|")
     for rank in (8, 13, 64):
         check(rank)

@@ -338,9 +338,9 @@ class Pair(NamedTuple):
 
 
 # The number of values saved per row for a loss against a dense teacher. Four values are the max and
-# the sum of exponentials of the student's logits and of the teacher's logits. The fifth value is a
-# mean under the student's probabilities, or for "tvd" a ratio of two masses. Each loss takes the
-# mean of another quantity (see eager/pair.py).
+# the sum of exponentials of the student's logits and of the teacher's logits. For "tvd", the fifth
+# value is a ratio of two masses. For all other losses, the fifth value is a mean under the
+# student's probabilities. The loss determines the quantity whose mean is taken (see eager/pair.py).
 PAIR_STATE = 5
 
 # The kinds of `Pair` whose loss needs two passes, because each term of the loss needs the

@@ -1,6 +1,7 @@
 """`fuse(model)`: a model with a linear head runs without materialising its logits.
 
-Only the head's forward is replaced (fused_head.py). The head returns LazyLogits (logits.py). The
+Only the head's forward is replaced (fused_head.py). guard.py keeps the state of each fused head,
+such as whether a forward of the model called the head. The head returns LazyLogits (logits.py). The
 model itself, a Trainer or a training loop computes its loss from the LazyLogits. In inference,
 logits of at most 32 MiB are plain tensors.
 """

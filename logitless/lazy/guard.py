@@ -1,7 +1,8 @@
 """The state of a fused head, and the hooks of a fused model.
 
 `resize_token_embeddings` and adapters replace the head of a model, and other code replaces the
-forward of the head. So the head is found and fused again before each forward of the model.
+forward of the head. So the head is found and fused again before each forward of the model. A Guard
+also counts the calls of its head, and warns if a training forward never called the head.
 """
 
 from typing import Any

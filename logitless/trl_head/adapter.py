@@ -29,7 +29,7 @@ from torch import nn
 from ..core.call import named
 from ..lazy.checks import kind_of, options_of_fuse
 from ..lazy.fused_head import is_lazy
-from ..lazy.guard import GUARD, Guard
+from ..lazy.guard import GUARD, Guard, named_head
 from ..lazy.linear_logits import LinearLogits
 from .computed import (
     Call,
@@ -289,8 +289,8 @@ def _guard_of(model: nn.Module) -> Guard | None:
     if len(guards) < 2:
         return next(iter(guards), None)
     # Several heads are fused. TRL reads the weight of the output embeddings.
-    read = inner.get_output_embeddings().__dict__.get(GUARD, ())  # pyright: ignore
-    return next((guard for guard in guards if guard in read), guards[0])
+    read = getattr(named_head(inner, None), "__dict__", {}).get(GUARD, ())
+    return next((guard for guard in guards if guard in read), None)
 
 
 def _adapted_forward(below: Callable, is_method: bool) -> Callable:
