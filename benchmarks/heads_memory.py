@@ -9,8 +9,8 @@ The first command measures forward + backward of cross-entropy at three shapes. 
 the command also measures fp32 logits. Every result is compared with fp64 before the timing. Each
 command writes JSON and a report. The first command also writes a plot. The option --both measures
 each workspace with a split by rows and with a split by columns, if both splits are possible. The
-constants in logitless/heads/plan.py were chosen from the results of --both. The study "exactness"
-measures the errors of the weight's gradient. The study "growing" measures peak memory.
+constants in logitless/heads/choose_cut.py were chosen from the results of --both. The study
+"exactness" measures the errors of the weight's gradient. The study "growing" measures peak memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from logitless.cli.bench import contenders, plots, results, runner
 from logitless.cli.bench.cases import COMPILED, EAGER, MIB, OURS, PLAIN, Case, Mode
 from logitless.cli.bench.results import Result
 from logitless.cli.report import sizes, table
-from logitless.heads import plan
+from logitless.heads import choose_cut
 
 SHAPES = ("8192×4096×128256", "8192×2048×151936", "16384×2304×256000")
 WORKSPACES = (1024, 512, 256, 128, 64, 32)  # MiB
@@ -89,13 +89,13 @@ STUDIES = {  # for each study, a function that maps a shape to cases, and the sh
 @contextlib.contextmanager
 def forced(gain: float) -> Iterator[None]:
     """Sets MIN_GAIN, the fraction of a GEMM's time that a split by columns must save."""
-    before, plan.MIN_GAIN = plan.MIN_GAIN, gain
-    plan.choose.cache_clear()
+    before, choose_cut.MIN_GAIN = choose_cut.MIN_GAIN, gain
+    choose_cut.choose.cache_clear()
     try:
         yield
     finally:
-        plan.MIN_GAIN = before
-        plan.choose.cache_clear()
+        choose_cut.MIN_GAIN = before
+        choose_cut.choose.cache_clear()
 
 
 def measure(study: str, both: bool, loaded: dict) -> list[Result]:

@@ -25,8 +25,8 @@ import logitless as ll
 from logitless import kernels
 from logitless.cli.bench import contenders
 from logitless.contract import Reading
-from logitless.heads import plan
-from logitless.heads.plan import Cut
+from logitless.heads import choose_cut
+from logitless.heads.choose_cut import Cut
 from logitless.kernels import config
 
 DEVICE = "cuda"
@@ -95,13 +95,13 @@ def on_chip(work) -> Cut:
 
 
 def in_memory(work) -> Cut:
-    return plan.choose(work._replace(narrow=False), None, "cuda")
+    return choose_cut.choose(work._replace(narrow=False), None, "cuda")
 
 
 def step(hidden, weight, target, way) -> torch.Tensor:
     """Runs forward and backward of a mean. `way` chooses the Cut; None for the library's choice."""
     hidden.grad = weight.grad = None
-    with contextlib.nullcontext() if way is None else plan.override(way):
+    with contextlib.nullcontext() if way is None else choose_cut.override(way):
         loss = ll.cross_entropy(ll.LinearLogits(hidden, weight), target)
     loss.backward()
     return loss.detach()

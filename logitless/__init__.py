@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import nn
-from .core.call import impl
+from .core.choose_backend import impl
 from .core.invariant import invariant
 from .lazy.fuse import fuse, is_fused, unfuse
 from .lazy.fused_head import lazy_logits

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .core import call as _call
-from .core import checks as _checks
 from .core import option_checks as _option_checks
+from .core import tensor_checks as _checks
 from .lazy.fused_head import head_logits
 from .lazy.linear_logits import LinearLogits
 from .losses import cross_entropy as losses

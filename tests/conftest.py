@@ -61,10 +61,10 @@ def seeded():
 @pytest.fixture(autouse=True)
 def in_chunks(monkeypatch):
     """Heads are computed in chunks, also the small and narrow heads of tests."""
-    from logitless.heads import plan
+    from logitless.heads import choose_cut
 
-    monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, 0))
-    monkeypatch.setattr(plan, "ON_CHIP_VOCAB", {})
+    monkeypatch.setattr(choose_cut, "SMALL", dict.fromkeys(choose_cut.SMALL, 0))
+    monkeypatch.setattr(choose_cut, "ON_CHIP_VOCAB", {})
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ INNER = ("core", "heads", "targets", "losses", "parallel", "lazy")  # rooms that
 
 # Imports inside functions: which file imports from which room, and why not at its head.
 INSIDE_FUNCTIONS = {
-    ("core/call.py", "kernels"): "Triton takes long to import, and a CPU needs none",
+    ("core/choose_backend.py", "kernels"): "Triton takes long to import, and a CPU needs none",
     ("cli/teacher.py", "store"): "other subcommands start without the store",
 }
 # Files that may ask what kind of logits something is, besides core/source.py, and why.

@@ -24,7 +24,7 @@ import torch
 import logitless as ll
 
 from .. import eager
-from ..core import call as _call
+from ..core import choose_backend as _choose_backend
 from . import chosen_device, machine
 from .selfcheck import CHECKS, Check
 
@@ -169,11 +169,11 @@ def path(kind: str) -> str:
     if kind == "cuda" and not torch.cuda.is_available():
         return "not available on this machine"
     try:
-        module = _call.backend_of(torch.zeros(1, 1, device=kind))
+        module = _choose_backend.backend_of(torch.zeros(1, 1, device=kind))
     except Exception as error:
         return f"{NO_PATH}: {error}"
     name = "eager PyTorch" if module is eager else "Triton kernels"
-    if _call.chosen():
+    if _choose_backend.chosen():
         return f"{name}, chosen by LOGITLESS_IMPL"
     return f"{name}, the default {'on a GPU (fp64: eager)' if kind == 'cuda' else 'on a CPU'}"
 
@@ -183,7 +183,11 @@ def ways(kinds: tuple[str, ...]) -> Iterator[tuple[str, str, contextlib.Abstract
     for kind in kinds:
         if (kind == "cpu" or torch.cuda.is_available()) and not path(kind).startswith(NO_PATH):
             yield kind, kind, contextlib.nullcontext()
-    if "cpu" in kinds and os.environ.get("TRITON_INTERPRET") == "1" and not _call.chosen():
+    if (
+        "cpu" in kinds
+        and os.environ.get("TRITON_INTERPRET") == "1"
+        and not _choose_backend.chosen()
+    ):
         yield "interp", "cpu", ll.impl("triton")
 
 
@@ -199,7 +203,7 @@ def examine(check: Check, device: str) -> Outcome:
     """Runs a check with all dtypes and shapes, until a problem occurs. Returns the Outcome."""
     worst = Outcome()
     dtypes = [d for d in BOUNDS if d != torch.float64 or device == "cpu"]
-    if torch.float64 in dtypes and _call.chosen() == "triton":
+    if torch.float64 in dtypes and _choose_backend.chosen() == "triton":
         dtypes.remove(torch.float64)
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")

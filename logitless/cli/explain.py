@@ -3,7 +3,7 @@
     logitless explain --rows 8192 --width 4096 --vocab 128256 --workspace 64
 
 The command prints how the logits are split, how much memory they take, and how many GEMMs run. The
-expected speed is an estimate (logitless/heads/plan.py), not a measurement.
+expected speed is an estimate (logitless/heads/choose_cut.py), not a measurement.
 """
 
 from __future__ import annotations

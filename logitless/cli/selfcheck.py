@@ -16,8 +16,8 @@ from torch import Tensor
 
 import logitless as ll
 
-from ..heads import plan
-from ..heads.plan import Cut, Work
+from ..heads import choose_cut
+from ..heads.choose_cut import Cut, Work
 from . import formulas
 from .formulas import at, wide
 
@@ -116,14 +116,14 @@ def in_chunks(work: Work) -> Cut:
 
 def over_a_head(x, ids, other):
     """Cross-entropy over a head in several chunks."""
-    with plan.override(in_chunks):
+    with choose_cut.override(in_chunks):
         return ll.linear_cross_entropy(x, head_of(other).requires_grad_(), ids % 16)
 
 
 def by_columns(x, ids, other):
     """Cross-entropy over a head that is split into two blocks of columns."""
     logits = ll.LinearLogits(x, head_of(other).requires_grad_())
-    with plan.override(lambda work: Cut(work.rows, 8)):
+    with choose_cut.override(lambda work: Cut(work.rows, 8)):
         return ll.cross_entropy(logits, ids % 16)
 
 
@@ -131,7 +131,7 @@ def on_chip(x, ids, other, **options):
     """Cross-entropy over a narrow head whose logits are never written to memory."""
     weight = head_of(other[:, :16]).requires_grad_()
     logits = ll.LinearLogits(x[:, :16], weight, drop_ignored=False)
-    with plan.override(lambda work: Cut(work.rows, on_chip=work.narrow)):
+    with choose_cut.override(lambda work: Cut(work.rows, on_chip=work.narrow)):
         return ll.cross_entropy(logits, ids % 16, **options)
 
 
@@ -173,7 +173,7 @@ def labels_of(x: Tensor) -> Tensor:
 
 
 def as_a_weight(x, _, other):
-    with plan.override(in_chunks):  # d_weight is summed over 16 chunks
+    with choose_cut.override(in_chunks):  # d_weight is summed over 16 chunks
         return ll.linear_cross_entropy(head_of(other), x, labels_of(x))
 
 

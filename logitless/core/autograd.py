@@ -9,27 +9,27 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import checks
+from . import tensor_checks
 from .call import mapped
 
 
 class Node(torch.autograd.Function):
     """An autograd function for reverse mode. Forward mode and vmap raise an error."""
 
-    jvp = staticmethod(checks.only_in_reverse)  # pyright: ignore
+    jvp = staticmethod(tensor_checks.only_in_reverse)  # pyright: ignore
 
     @staticmethod
     def refuse_vmap(upstream: Sequence[Tensor | None]) -> None:
         """Raises if an upstream gradient is a batched tensor of vmap (see `mapped`)."""
         for t in upstream:
             if t is not None and mapped(t):
-                checks.not_mapped()
+                tensor_checks.not_mapped()
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
     """Raises if a tensor has a tangent. Forward-mode differentiation must be active."""
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        checks.only_in_reverse()
+        tensor_checks.only_in_reverse()
 
 
 def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
@@ -51,4 +51,4 @@ class _Final(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        checks.only_once()
+        tensor_checks.only_once()

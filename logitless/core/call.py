@@ -1,4 +1,4 @@
-"""The first steps of every call: check arguments, detect transforms, choose the backend.
+"""The first steps of every call: check arguments, detect transforms.
 
 Checks read shapes, dtypes, devices and Python numbers, which are the same in every step of a
 training loop. Therefore `check_once` checks each combination of shapes, dtypes, devices and numbers
@@ -6,12 +6,8 @@ only once. The rules for the arguments of a public function are in the file chec
 function's folder. Only `check_values` reads the values of tensors. `check_values` always reads
 tensors on a CPU, because no synchronisation is needed. `check_values` reads tensors on a GPU only
 if LOGITLESS_CHECK=1 is set.
-
-By default, Triton kernels compute losses on a GPU. Plain PyTorch computes losses on a CPU, and fp64
-losses on every device. `impl` selects the backend explicitly.
 """
 
-import contextlib
 import functools
 import inspect
 import os
@@ -21,12 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .. import eager
 from ..contract import NO_ID, Reading
-from . import checks, option_checks
 from . import invariant as invariance
-from .backend import Backend
-from .invariant import aligned, is_invariant
+from . import option_checks, target_checks, tensor_checks
 from .source import ranks_of_call
 
 F = TypeVar("F", bound=Callable)
@@ -183,13 +176,15 @@ def check_values(loss) -> None:
     if reading.ignore_index is not None:
         live = reading.label != reading.ignore_index
     if reading.row_temperature is not None:
-        checks.in_bounds(reading.row_temperature, live, option_checks.LEAST, option_checks.MOST)
+        tensor_checks.in_bounds(
+            reading.row_temperature, live, option_checks.LEAST, option_checks.MOST
+        )
     if reads_label(loss):
-        checks.in_range(reading.label, vocab, live, loss.names[0], reading.ignore_index)
+        target_checks.in_range(reading.label, vocab, live, loss.names[0], reading.ignore_index)
     if reading.ids is not None:
         real = reading.ids != NO_ID
         real = real if live is None else real & live.unsqueeze(-1)
-        checks.in_range(reading.ids, vocab, real, loss.names[1], None)
+        target_checks.in_range(reading.ids, vocab, real, loss.names[1], None)
 
 
 def reads_label(loss) -> bool:
@@ -227,62 +222,3 @@ def mapped(t: Tensor) -> bool:
 
 _is_batched = torch._C._functorch.is_batchedtensor  # pyright: ignore
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore
-
-CHOICES = ("triton", "eager")
-_chosen: str | None = None
-
-
-@contextlib.contextmanager
-def impl(name: str):
-    """Selects the backend `"triton"` or `"eager"` for all losses inside a `with` block.
-
-    With "triton", plain PyTorch still computes losses against a teacher with more than 4096 ids per
-    row, and top-k with k > 256. Triton on CPU tensors needs Triton's interpreter
-    (`TRITON_INTERPRET=1`). The environment variable LOGITLESS_IMPL also selects the backend. `impl`
-    applies to all threads of the process.
-    """
-    global _chosen
-    checks.one_of("impl", name, CHOICES)
-    before, _chosen = _chosen, name
-    try:
-        yield
-    finally:
-        _chosen = before
-
-
-def chosen() -> str | None:
-    """The name of the backend selected by `impl` or LOGITLESS_IMPL, or None."""
-    name = _chosen or os.environ.get("LOGITLESS_IMPL") or None
-    if name is not None:
-        checks.one_of("LOGITLESS_IMPL", name, CHOICES)
-    return name
-
-
-def on_gpu(x: Tensor) -> bool:
-    return x.is_cuda or x.is_xpu  # x.device.type would take six times as long
-
-
-def backend_of(x: Tensor) -> Backend:
-    """Returns the backend for this tensor, which is the module `kernels` or `eager`."""
-    name = _chosen or os.environ.get("LOGITLESS_IMPL")
-    if not name:
-        return _kernels() if on_gpu(x) and x.dtype != torch.float64 else eager
-    if name == "eager":
-        return eager
-    checks.one_of("LOGITLESS_IMPL", name, CHOICES)
-    checks.triton_can_run(x)
-    return _kernels()
-
-
-def topk_of(x: Tensor, k: int, temperature: float, softcap: float | None) -> tuple:
-    """Returns the result of the function `topk` of the tensor's backend."""
-    if not is_invariant():
-        return backend_of(x).topk(x, k, temperature, softcap)
-    return backend_of(x).topk(aligned(x), k, temperature, softcap, True)
-
-
-@functools.cache
-def _kernels() -> Any:
-    from .. import kernels  # imported late, because a machine without a GPU may have no Triton
-
-    return kernels

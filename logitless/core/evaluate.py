@@ -36,7 +36,8 @@ from torch.autograd import forward_ad
 from ..contract import PRECISION, TEACHER
 from .autograd import Node, refuse_second, refuse_tangents
 from .backend import Backend
-from .call import backend_of, check_values, on_gpu, under_transform
+from .call import check_values, under_transform
+from .choose_backend import backend_of, on_gpu
 from .invariant import aligned, aligned_memory, computes_single_rows, uncompiled
 from .loss import RowLoss, flat_rows
 from .source import source_of

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..contract import PRECISION
-from . import checks
+from . import tensor_checks
 from .autograd import Node
 from .backend import Backend
-from .call import backend_of, check_values, under_transform
+from .call import check_values, under_transform
+from .choose_backend import backend_of
 from .evaluate import evaluate, single_row
 from .invariant import aligned, computes_single_rows
 from .loss import RowLoss, rows_in
@@ -42,7 +43,7 @@ def overwrite_on(
     x can be a shard that has only some columns.
     """
     owner, guarded = _owner(x)
-    checks.overwritable(x, owner)
+    tensor_checks.overwritable(x, owner)
     value, *extras = GradientInPlace.apply(
         owner, row_weight, backend, x.shape, loss, reduction, guarded
     )

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ..contract import PRECISION, Pair, Reading, Slots
-from . import checks
-from .call import backend_of, check_values, in_func
+from . import tensor_checks
+from .call import check_values, in_func
+from .choose_backend import backend_of
 from .invariant import refuse_operator
 
 # Schema of the operator's arguments for each field of a loss. A struct has one argument per field.
@@ -99,7 +100,7 @@ class Operator:
         torch.library.register_fake(full, self.fake, lib=library)
         torch.library.register_fake(f"{full}_gradient", self.fake_gradient, lib=library)
         torch.library.register_autograd(full, self.backward, setup_context=self.save, lib=library)
-        torch.library.register_autograd(f"{full}_gradient", checks.only_once, lib=library)
+        torch.library.register_autograd(f"{full}_gradient", tensor_checks.only_once, lib=library)
         self.in_func, self.gradient_in_func = _func_nodes(self)
 
     def forward(self, x, *arguments) -> list[Tensor]:
@@ -171,8 +172,8 @@ def _func_nodes(operator: Operator) -> tuple[type, type]:
         def backward(ctx, *upstream):
             return operator.backward(ctx, upstream)
 
-        jvp = staticmethod(checks.only_in_reverse)  # pyright: ignore
-        vmap = staticmethod(checks.not_mapped)  # pyright: ignore
+        jvp = staticmethod(tensor_checks.only_in_reverse)  # pyright: ignore
+        vmap = staticmethod(tensor_checks.not_mapped)  # pyright: ignore
 
     class GradientInFunc(torch.autograd.Function):
         @staticmethod
@@ -183,9 +184,9 @@ def _func_nodes(operator: Operator) -> tuple[type, type]:
         def setup_context(ctx, inputs, output):
             pass
 
-        backward = staticmethod(checks.only_once)  # pyright: ignore
-        jvp = staticmethod(checks.only_in_reverse)  # pyright: ignore
-        vmap = staticmethod(checks.not_mapped)  # pyright: ignore
+        backward = staticmethod(tensor_checks.only_once)  # pyright: ignore
+        jvp = staticmethod(tensor_checks.only_in_reverse)  # pyright: ignore
+        vmap = staticmethod(tensor_checks.not_mapped)  # pyright: ignore
 
     return InFunc, GradientInFunc
 

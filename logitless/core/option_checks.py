@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks
+from . import tensor_checks
 
 LEAST, MOST = 1e-12, 1e12
 
@@ -93,16 +93,16 @@ RULES: dict[str, Callable[[Any], Any]] = {
     "ignore_index": ignore_index,
     "workspace": workspace,
     "logits_dtype": logits_dtype,
-    "drop_ignored": functools.partial(checks.yes_or_no, "drop_ignored"),
-    "lazy_inference": functools.partial(checks.yes_or_no, "lazy_inference"),
+    "drop_ignored": functools.partial(tensor_checks.yes_or_no, "drop_ignored"),
+    "lazy_inference": functools.partial(tensor_checks.yes_or_no, "lazy_inference"),
     **{
         name: functools.partial(fraction, name) for name in ("label_smoothing", "beta")
     },
     **{name: functools.partial(factor, name) for name in ("ce_weight", "kd_weight")},
     **{
-        name: functools.partial(checks.one_of, name, legal=legal)
+        name: functools.partial(tensor_checks.one_of, name, legal=legal)
         for name, legal in (
-            ("reduction", checks.REDUCTIONS),
+            ("reduction", tensor_checks.REDUCTIONS),
             ("divergence", DIVERGENCES),
             ("support", SUPPORTS),
             ("direction", DIRECTIONS),

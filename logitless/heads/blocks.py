@@ -6,7 +6,7 @@ are computed twice, once for the statistics and once for the gradient. Logits th
 memory are computed only once. Statistics are computed from the first block to the last. Gradients
 are computed from the last block to the first. So the last rows of the weight's gradient are written
 first. Until a row of the weight's gradient is written, its memory can hold logits of a block with a
-higher index (kept_blocks in plan.py).
+higher index (kept_blocks in choose_cut.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ..contract import PRECISION, Coefficients, Partials, Reading, Statistics
 from ..core.loss import RowLoss, Saved
+from .choose_cut import chunk_rows, kept_blocks
 from .chunks import Chunks, Tile
 from .gradient_sums import GradientSums, Needs, Sum, SumInPlace, way_to_sum
 from .head import Head, Rows
-from .plan import chunk_rows, kept_blocks
 from .products import product, two_parts
 from .quantized import is_quantized
 
@@ -30,8 +30,8 @@ WAITING = 4  # the number of Partials that are merged at a time
 class BlockChunks(Chunks):
     """Computes logits for one group of rows at a time, in blocks of columns.
 
-    plan.py chooses the number of rows per group. A group can contain all rows. Before the first
-    GEMM is queued, the host waits for the number of rows that count.
+    choose_cut.py chooses the number of rows per group. A group can contain all rows. Before the
+    first GEMM is queued, the host waits for the number of rows that count.
     """
 
     def begin(self, dtype: torch.dtype) -> Any:
@@ -81,7 +81,7 @@ class Blocks:
         self.chunks, self.rows, self.sums = chunks, rows, sums
         self.h = h  # (n, D)
         self.shape, self.device = (len(self.h), len(chunks.weight)), self.h.device
-        self.kept: dict[int, int] = {}  # maps each kept block to its slot (plan.kept_blocks)
+        self.kept: dict[int, int] = {}  # maps each kept block to its slot (choose_cut.kept_blocks)
         self.kept_in: Tensor | None = None
         # Maps each slot of memory to the block whose logits are in this slot. The key None stands
         # for the workspace.

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a head, with error messages as in core/checks.py."""
+"""Checks of the arguments of a head, with error messages as in core/tensor_checks.py."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..core import option_checks
-from ..core.checks import _floating, _same_device, _shape, logits, placed
 from ..core.source import is_dtensor
+from ..core.tensor_checks import _floating, _same_device, _shape, logits, placed
 from .quantized import is_quantized, why_not_readable
 
 

@@ -1,8 +1,8 @@
 """Computes the logits of a head in chunks of rows.
 
-plan.py chooses the number of rows per chunk. Every chunk reads the whole weight. Every chunk except
-the first also reads the sum of the weight's gradient (gradient_sums.py). Therefore chunks are as
-large as the workspace allows.
+choose_cut.py chooses the number of rows per chunk. Every chunk reads the whole weight. Every chunk
+except the first also reads the sum of the weight's gradient (gradient_sums.py). Therefore chunks
+are as large as the workspace allows.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..core.backend import Backend
 from ..core.loss import RowLoss, Saved
+from .choose_cut import PACK, Cut, bounds, chunk_rows, layout
 from .gradient_sums import GradientSums, Needs
 from .head import Head, Rows
-from .plan import PACK, Cut, bounds, chunk_rows, layout
 
 
 @dataclass(slots=True)
@@ -157,7 +157,7 @@ class Chunks:
         """Returns a Tile with the rows `at` of the Tile `whole`.
 
         The gradient of the rows `at` overwrites only logits that are no longer needed (see
-        plan.layout).
+        choose_cut.layout).
         """
         saved = whole.saved
         if saved is not None:  # a tensor that is the same for all rows is not sliced

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from ..contract import Reading
 from ..core.loss import RowLoss
-from . import plan
+from . import choose_cut
 from .head import Head
 from .products import UNIT
 
@@ -73,12 +73,15 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
             "materialised", work.rows, work.vocab, 1, 1, memory, 3 if gradient else 1,
             min(floor, 3), 1.0, work.vocab % UNIT if odd else 0, title,
         )  # fmt: skip
-    cut = (plan.forced or plan.choose)(work, head.workspace, kind)
-    rows, columns = plan.chunk_rows(work.rows, cut), min(cut.columns or work.vocab, work.vocab)
+    cut = (choose_cut.forced or choose_cut.choose)(work, head.workspace, kind)
+    rows, columns = (
+        choose_cut.chunk_rows(work.rows, cut),
+        min(cut.columns or work.vocab, work.vocab),
+    )
     chunks, blocks = -(-work.rows // rows), -(-work.vocab // columns)
     if cut.columns is None:
-        units, _ = plan.layout(rows, cut.rows, work.wide)
-        memory = units * -(-columns // plan.PACK) * plan.PACK * work.itemsize
+        units, _ = choose_cut.layout(rows, cut.rows, work.wide)
+        memory = units * -(-columns // choose_cut.PACK) * choose_cut.PACK * work.itemsize
     else:  # fp32 logits of 16-bit hidden states need extra memory for the gradient
         memory = rows * cut.columns * (size + work.itemsize * work.wide)
     if cut.on_chip:
@@ -91,10 +94,12 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
     else:
         way = "rows" if cut.columns is None else "columns" if chunks == 1 else "rows and columns"
         # The logits of the last block are still in memory when their gradient is computed.
-        once = {*plan.blocks_kept(work, cut), blocks - 1} if work.gemms and cut.columns else ()
+        once = (
+            {*choose_cut.blocks_kept(work, cut), blocks - 1} if work.gemms and cut.columns else ()
+        )
         widths = [min(columns, work.vocab - block * columns) for block in range(blocks)]
         again = sum(w for block, w in enumerate(widths) if once and block not in once) / work.vocab
-        extra = plan.extra_cost(work, cut, kind) if gradient else 0.0
+        extra = choose_cut.extra_cost(work, cut, kind) if gradient else 0.0
     rest = work.vocab % UNIT if odd and not cut.on_chip else 0
     return Explanation(
         way, rows, columns, chunks, blocks, memory, floor + again, floor,

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from ..contract import PRECISION
 from ..core.backend import Backend
-from ..core.call import backend_of
+from ..core.choose_backend import backend_of
 from ..core.invariant import computes_single_rows, is_invariant
 from ..core.loss import RowLoss
 from ..core.source import is_dense
-from . import plan
-from .plan import Cut, Work
+from . import choose_cut
+from .choose_cut import Cut, Work
 from .products import (
     dense_logits,
     hidden_gradient,
@@ -207,11 +207,15 @@ class Head:
         an invariant head is one row.
         """
         if not self.invariant:
-            return (plan.forced or plan.choose)(work, self.workspace, self.hidden.device.type)
+            return (choose_cut.forced or choose_cut.choose)(
+                work, self.workspace, self.hidden.device.type
+            )
         if computes_single_rows(self.backend()):
             return Cut(1)
         work = work._replace(merges=False, narrow=False)
-        cut = (plan.forced or plan.choose)(work, self.workspace, self.hidden.device.type)
+        cut = (choose_cut.forced or choose_cut.choose)(
+            work, self.workspace, self.hidden.device.type
+        )
         return Cut(cut.rows)
 
     def is_small(self, loss: RowLoss) -> bool:
@@ -226,7 +230,7 @@ class Head:
         """
         if loss.reading.invariant:
             return False
-        if plan.forced is not None or self.main_grad is not None or self.columns is not None:
+        if choose_cut.forced is not None or self.main_grad is not None or self.columns is not None:
             return False
         if self.low_rank is not None:
             return False
@@ -236,7 +240,7 @@ class Head:
         if hidden.dtype != self.dtype or hidden.dtype == torch.float16:
             return False
         rows, size = hidden.shape[:-1].numel() if width else 0, hidden.element_size()
-        if not plan.is_small(rows, vocab, width, size, self.workspace, hidden.device.type):
+        if not choose_cut.is_small(rows, vocab, width, size, self.workspace, hidden.device.type):
             return False
         freed = not self.weight.untyped_storage().size()
         return not freed and all(is_dense(t) for t in loss.teachers)

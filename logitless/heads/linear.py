@@ -2,11 +2,11 @@
 
 `HeadLogits` is the Source of these logits. A loss is computed from the logits of one chunk of rows
 at a time (chunks.py), or of one block of columns at a time (blocks.py). The logits of a narrow head
-can be computed without being written to memory (on_chip.py). plan.py chooses between chunks, blocks
-and on_chip.py. All logits of a small head are computed at once (small.py). For a mean or sum,
-forward also computes the gradients (total.py). A mean or sum takes three GEMMs. A split by columns
-takes up to four GEMMs, and a head whose logits are not written to memory takes five GEMMs. Results
-per row take four GEMMs (per_row.py), or three for a small head.
+can be computed without being written to memory (on_chip.py). choose_cut.py chooses between chunks,
+blocks and on_chip.py. All logits of a small head are computed at once (small.py). For a mean or
+sum, forward also computes the gradients (total.py). A mean or sum takes three GEMMs. A split by
+columns takes up to four GEMMs, and a head whose logits are not written to memory takes five GEMMs.
+Results per row take four GEMMs (per_row.py), or three for a small head.
 
 No code in heads/ depends on a particular loss. A RowLoss (core/loss.py) computes values and
 gradients from the logits of a chunk.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Reading
-from ..core import call, checks
+from ..core import call, tensor_checks
 from ..core.invariant import is_invariant, uncompiled
 from ..core.loss import RowLoss
 from ..core.source import Source, TopK, is_dtensor
@@ -143,7 +143,7 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
         # operators.
         return torch.compiler.disable(evaluate_head)(head, loss, reduction, row_weight)  # pyright: ignore
     if call.in_func():
-        checks.no_head_in_func()
+        tensor_checks.no_head_in_func()
     small = head.is_small(loss)
     if small and call.under_transform():  # fake tensors have no values to check
         return evaluate_traced(head, loss, reduction, row_weight)
@@ -162,7 +162,7 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
 def topk_of_head(head: Head, k: int, temperature: float, softcap: float | None) -> TopK:
     """The top k ids of each row, their log-probabilities, and the log of the remaining mass."""
     if call.mapped(head.hidden) or call.mapped(head.weight):
-        checks.not_mapped()
+        tensor_checks.not_mapped()
     invariant = is_invariant()
     head = head.replace(invariant=invariant)
     backend, width, lead = head.backend(), len(head.weight), head.lead

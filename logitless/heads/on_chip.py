@@ -1,7 +1,7 @@
 """Computes a loss over a narrow head, whose D is small, without writing logits to memory.
 
 `OnChip` replaces a tensor of logits, and `OnChipBackend` replaces a backend. So any loss whose
-statistics can be merged works without changes. Each kernel computes the logits again. plan.py
+statistics can be merged works without changes. Each kernel computes the logits again. choose_cut.py
 chooses these kernels if D, the size of the hidden states, is small. Computing the logits again then
 takes less time than writing the logits to memory. The gradient of the weight takes two GEMMs. For a
 cross-entropy, the statistics and the gradient of the hidden states together take two GEMMs. For
@@ -16,14 +16,14 @@ from torch import Tensor
 from ..contract import Coefficients, Reading, Statistics
 from ..core.loss import RowLoss
 from .blocks import BlockChunks, ReadsNoLogits
+from .choose_cut import Work
 from .chunks import Chunks
 from .gradient_sums import GradientSums, Needs
 from .head import Head, Rows
-from .plan import Work
 
 
 def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
-    """Returns Chunks, BlockChunks or OnChipChunks of a head, as plan.py chooses."""
+    """Returns Chunks, BlockChunks or OnChipChunks of a head, as choose_cut.py chooses."""
     cut, live = head.cut(work), head.rows_that_count(loss)
     kind = OnChipChunks if cut.on_chip else Chunks if cut.columns is None else BlockChunks
     return kind(head, cut, live)

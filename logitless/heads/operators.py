@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..contract import PRECISION
-from ..core import checks, operators
+from ..core import operators, tensor_checks
 from ..core.call import check_values, in_func
 from ..core.loss import RowLoss
 from . import per_row, total
@@ -120,7 +120,7 @@ class HeadOperator:
         for suffix, backward, save in (
             ("total", _scale, _save_total),
             ("rows", self.backward, self.save),
-            ("rows_gradient", checks.only_once, None),
+            ("rows_gradient", tensor_checks.only_once, None),
         ):
             torch.library.register_autograd(
                 f"logitless::{self.name}_{suffix}", backward, setup_context=save,
@@ -285,7 +285,9 @@ operators.library.define(
 )
 operators.library.impl("head_scale", scale, "CompositeExplicitAutograd")
 torch.library.register_fake("logitless::head_scale", fake_scale, lib=operators.library)
-torch.library.register_autograd("logitless::head_scale", checks.only_once, lib=operators.library)
+torch.library.register_autograd(
+    "logitless::head_scale", tensor_checks.only_once, lib=operators.library
+)
 
 HEAD_OPERATORS: dict[type, HeadOperator] = {}
 
@@ -313,7 +315,7 @@ def call_rows(loss: RowLoss, head: Head) -> tuple[Tensor, ...]:
 def evaluate_compiled(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> Any:
     """Returns the weighted and reduced loss over a head, computed by operators for a compiler."""
     if in_func():
-        checks.no_head_in_func()
+        tensor_checks.no_head_in_func()
     operator = HEAD_OPERATORS.get(type(loss))
     if reduction == "none" or operator is None:  # losses of `row_loss` have no operator
         outputs = loss.traced(head, call_rows)

@@ -1,8 +1,8 @@
 """Computes a loss over a small head from all logits at once, in one autograd function.
 
 On a GPU, a head is small if its logits take at most 512 MiB and the GPU computes the loss in about
-2 ms or less. On a CPU, a head is small if its logits take at most 1 MiB (plan.is_small). For so
-little work, the time on the host matters. Therefore the functions of this module call as few
+2 ms or less. On a CPU, a head is small if its logits take at most 1 MiB (choose_cut.is_small). For
+so little work, the time on the host matters. Therefore the functions of this module call as few
 operations as possible. The GEMMs include ignored rows, because dropping ignored rows would make the
 host wait for the number of rows that count.
 
@@ -22,7 +22,7 @@ from .. import eager
 from ..contract import PRECISION
 from ..core import evaluate
 from ..core.autograd import Node, refuse_second, refuse_tangents
-from ..core.call import backend_of
+from ..core.choose_backend import backend_of
 from ..core.evaluate import GradientInBackward
 from ..core.loss import RowLoss
 from .gradient_sums import HeadGradients

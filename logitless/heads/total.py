@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..contract import PRECISION, TEACHER
 from ..core.autograd import Node, refuse_second
-from ..core.call import backend_of
+from ..core.choose_backend import backend_of
 from ..core.evaluate import mass_and_share
 from ..core.loss import RowLoss, ignored_value
 from .gradient_sums import HeadGradients, Needs, RowInputGradients

@@ -174,7 +174,7 @@ def pair_fwd(vocab: int) -> Config:
     return cut._replace(block_v=max(cut.block_v, 16))
 
 
-def jsd_split_fwd(vocab: int, itemsize: int) -> Config:
+def jsd_tvd_split_fwd(vocab: int, itemsize: int) -> Config:
     """Returns the split size for a student's and a teacher's row. A row has at most 64 splits.
 
     A split is small enough to stay in the cache until the kernel reads the split again.

@@ -13,7 +13,7 @@ of soft cross-entropy, and T is the temperature. For the student (suffix _q) and
 KL and cross-entropy need one pass over student and teacher. When a later block changes the max of a
 row, the kernel corrects c, because all d of the earlier blocks change by the same number. If
 student and teacher are equal, the divergence is exactly 0. JSD and the total variation need two
-passes (jsd_fwd.py).
+passes (jsd_tvd_fwd.py).
 """
 
 import functools
@@ -26,7 +26,7 @@ from torch import Tensor
 from ..contract import PAIR_STATE, PAIR_SUMS, Pair, Reading
 from ..eager.pair import pair_finish as finish_in_torch
 from . import config
-from .jsd_fwd import fold_norms, read_jsd
+from .jsd_tvd_fwd import fold_norms, read_jsd_tvd
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, split_row
 from .numerics import LOG2E, finite, inverse_temperature
@@ -169,7 +169,7 @@ def pair_read(
         state.copy_(norms)
     label = None if reading.ignore_index is None else contiguous(reading.label)
     x, rows, teacher, t_rows = rows_of_both(x, pair.teacher)
-    read_jsd(x, rows, teacher, t_rows, label, value, state, reading, pair, norms is not None)
+    read_jsd_tvd(x, rows, teacher, t_rows, label, value, state, reading, pair, norms is not None)
     return value, state
 
 

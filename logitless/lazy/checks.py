@@ -1,4 +1,4 @@
-"""Checks the arguments of `fuse`. Error messages have the same form as in core/checks.py."""
+"""Checks the arguments of `fuse`. Error messages have the same form as in core/tensor_checks.py."""
 
 from typing import Any
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..core import checks
+from ..core import tensor_checks
 from ..heads.linear import checked_head
 from ..heads.products import autocasts, cast_by_autocast, dense_logits
 from ..parallel.dtensor import hidden_of_all, shard_of_head
@@ -81,7 +81,7 @@ class SpreadLogits(LazyLogits):
 
 def from_the_front(placements, last: int) -> tuple:
     """Replaces Shard(-1) in the placements by Shard(last), where `last` is the last dimension."""
-    return tuple(type(p)(last) if checks.is_shard(p, -1) else p for p in placements)
+    return tuple(type(p)(last) if tensor_checks.is_shard(p, -1) else p for p in placements)
 
 
 def placements_of(weight, last: int) -> tuple:
@@ -112,6 +112,6 @@ def spread_logits(tensors: tuple, options: dict, module: nn.Module) -> Tensor:
     """
     hidden, weight, _ = tensors
     sharded = [p for p in weight.placements if not p.is_replicate()]
-    if len(sharded) != 1 or not checks.is_shard(sharded[0], 0):
+    if len(sharded) != 1 or not tensor_checks.is_shard(sharded[0], 0):
         return spread_plain_logits(tensors, options)
     return spread(SpreadHead(tensors, options, module), placements_of(weight, hidden.dim() - 1))

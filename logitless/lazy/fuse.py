@@ -1,9 +1,9 @@
 """`fuse(model)`: a model with a linear head runs without materialising its logits.
 
-Only the head's forward is replaced (fused_head.py). guard.py keeps the state of each fused head,
-such as whether a forward of the model called the head. The head returns LazyLogits (logits.py). The
-model itself, a Trainer or a training loop computes its loss from the LazyLogits. In inference,
-logits of at most 32 MiB are plain tensors.
+Only the head's forward is replaced (fused_head.py). model_hooks.py keeps the state of each fused
+head, such as whether a forward of the model called the head. The head returns LazyLogits
+(logits.py). The model itself, a Trainer or a training loop computes its loss from the LazyLogits.
+In inference, logits of at most 32 MiB are plain tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,8 @@ from ..core.call import named
 from . import checks
 from .checks import has_forward, kind_of
 from .fused_head import remove_forward
-from .guard import CALLS, GUARD, HOOKS, Guard, Hooks, head_of, mark, named_head, remove_hooks
 from .linear_logits import LinearLogits
+from .model_hooks import CALLS, GUARD, HOOKS, Guard, Hooks, head_of, mark, named_head, remove_hooks
 from .report import HEAD
 
 Model = TypeVar("Model", bound=nn.Module)

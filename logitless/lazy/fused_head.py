@@ -69,7 +69,7 @@ class FusedForward:
 
     `below` is the forward that other code had set on the head earlier. If `below` is None, the
     forward of the head's class is called. If other code replaces the FusedForward later, the Guard
-    (guard.py) sets a new FusedForward, whose `below` is the other code's forward.
+    (model_hooks.py) sets a new FusedForward, whose `below` is the other code's forward.
     """
 
     def __init__(self, head: nn.Module, below: Callable | None, guard: Any):

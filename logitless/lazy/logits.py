@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..contract import Reading
-from ..core import checks
-from ..core.call import check_values, in_func, topk_of
+from ..core import tensor_checks
+from ..core.call import check_values, in_func
+from ..core.choose_backend import topk_of
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss
 from ..core.source import Source, TopK, teacher_rows
@@ -321,7 +322,7 @@ class UnscaledLogits(Source):
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         if in_func():
-            checks.no_head_in_func()
+            tensor_checks.no_head_in_func()
         if self.recipe.shard is None:
             check_values(loss)
         else:

@@ -35,7 +35,7 @@ from .gradient import (
 )
 from .origin import Record, recorded
 from .recipe import Computation, Recipe, own, stored
-from .watch import Watch, versions
+from .weight_changes import Watch, versions
 
 
 class Anchor(Node):

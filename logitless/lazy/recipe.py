@@ -13,7 +13,7 @@ from ..heads.products import without_autocast
 from ..heads.unshard import in_memory
 from .formula import Direct, Formula, Input, Rows
 from .gradient import described
-from .watch import Watch, Watches, versions
+from .weight_changes import Watch, Watches, versions
 
 Tensors = tuple[Tensor | None, ...]
 

@@ -23,7 +23,7 @@ from .gradient import Parts, computes_of, described, is_projected, shares_of, sp
 from .logits import LazyLogits
 from .nodes import gradient_of
 from .recipe import Recipe
-from .watch import Watches
+from .weight_changes import Watches
 
 NO_NEEDS = (False,) * 4
 

@@ -16,7 +16,7 @@ from .logits import LazyLogits, kept
 from .nodes import LazyBias, Op
 from .recipe import own
 from .sums import is_summable, summed
-from .watch import Watch
+from .weight_changes import Watch
 
 
 def changed(z: LazyLogits, op: Op, **fields) -> LazyLogits:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..contract import LOG_ROUNDING, NO_ID, PRECISION
 from ..core import call
-from ..core import checks as rules
+from ..core import tensor_checks as rules
 from ..core.evaluate import evaluate
 from ..eager.slot_divergence import rest
 from ..targets.sparse import SparseTargets

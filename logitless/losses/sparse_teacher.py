@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..contract import COEFFICIENTS, NO_ID, PRECISION, STATE, Coefficients, Slots
 from ..core import call
-from ..core import checks as rules
+from ..core import tensor_checks as rules
+from ..core.choose_backend import topk_of
 from ..core.evaluate import evaluate, scaled
 from ..core.loss import RowLoss, rows_in
 from ..core.source import source_of
@@ -136,7 +137,7 @@ def capture_topk(
         return unchecked(*source.capture_topk(k, *options))
     if call.mapped(logits):
         rules.not_mapped()
-    return unchecked(*call.topk_of(logits.detach(), k, *options))
+    return unchecked(*topk_of(logits.detach(), k, *options))
 
 
 @call.named()

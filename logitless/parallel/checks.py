@@ -1,6 +1,6 @@
 """Checks of arguments for a vocabulary that is sharded over ranks.
 
-Error messages have the same form as in core/checks.py.
+Error messages have the same form as in core/tensor_checks.py.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core import checks as _checks
+from ..core import tensor_checks as _checks
 from ..core.source import Source
 
 

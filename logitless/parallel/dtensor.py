@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..contract import PER_CLASS, PER_ROW, TEACHER
-from ..core import checks
+from ..core import tensor_checks
 from ..core.autograd import Node
-from ..core.call import check_once, topk_of
+from ..core.call import check_once
+from ..core.choose_backend import topk_of
 from ..core.evaluate import evaluate
 from ..core.in_place import evaluate_in_place
 from ..core.loss import RowLoss
@@ -77,7 +78,7 @@ class DTensorLogits(Source):
     def local(self) -> "Shard | Tensor":
         """Returns this rank's columns, or the whole logits if the logits are replicated."""
         x = self.x
-        checks.placed("logits", x, x.dim() - 1)
+        tensor_checks.placed("logits", x, x.dim() - 1)
         sharded = [dim for dim, place in enumerate(x.placements) if not place.is_replicate()]
         if not sharded:
             return local(x)

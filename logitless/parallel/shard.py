@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from ..contract import TEACHER
-from ..core import checks, evaluate
-from ..core.call import backend_of, check_values, in_func, named, thorough, under_transform
+from ..core import evaluate, tensor_checks
+from ..core.call import check_values, in_func, named, thorough, under_transform
+from ..core.choose_backend import backend_of
 from ..core.in_place import overwrite_on
 from ..core.invariant import aligned, is_invariant
 from ..core.loss import RowLoss
@@ -393,5 +394,5 @@ def _check(ranks: Ranks, *arguments: Any) -> None:
 
 def _evaluate(shard: Shard, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     if in_func():
-        checks.no_head_in_func()
+        tensor_checks.no_head_in_func()
     return shard.whole().evaluate(loss, reduction, row_weight)

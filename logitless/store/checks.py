@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import checks as _checks
 from ..core import option_checks as _option_checks
+from ..core import tensor_checks as _checks
 
 VALUES = ("u8", "f16")
 ALIGNMENTS = ("next",)

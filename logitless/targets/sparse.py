@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from . import checks, safetensors
+from . import safetensors, sparse_checks
 
 FORMAT, VERSION = "logitless.SparseTargets", "1"  # stored in the metadata of a file
 _NAMES = ("ids", "logprobs", "tail", "mask")
@@ -45,8 +45,8 @@ class SparseTargets:
     mask: Tensor | None = None
 
     def __post_init__(self):
-        checks.tensors(self.ids, self.logprobs, self.tail, self.mask)
-        checks.mass(self.ids, self.logprobs, self.tail, self.mask)
+        sparse_checks.tensors(self.ids, self.logprobs, self.tail, self.mask)
+        sparse_checks.mass(self.ids, self.logprobs, self.tail, self.mask)
 
     @property
     def shape(self) -> torch.Size:
@@ -75,7 +75,7 @@ class SparseTargets:
         if isinstance(device, torch.dtype) and dtype is None:
             device, dtype = None, device
         if dtype is not None:
-            checks.float_dtype(dtype)
+            sparse_checks.float_dtype(dtype)
         ids, logprobs, tail, mask = _tensors(self)
         return unchecked(
             *(None if t is None else t.to(device, kind, non_blocking=non_blocking)
@@ -92,7 +92,7 @@ class SparseTargets:
 
     def __getitem__(self, rows) -> "SparseTargets":
         """Selects rows. An index cannot select among the K ids of a row."""
-        index = checks.row_index(rows, self.ids)
+        index = sparse_checks.row_index(rows, self.ids)
         return self._map(lambda t: t[index])
 
     def reshape(self, *rows: int | Sequence[int]) -> "SparseTargets":
@@ -112,9 +112,9 @@ class SparseTargets:
         and log-probability -inf. The result has a mask if a target has a mask or is padded. Dtypes
         are promoted as in torch.cat. Either all targets must have a tail, or none.
         """
-        checks.joined(targets, SparseTargets)
-        dim = checks.row_dim(dim, len(targets[0].shape))
-        checks.same_rows(targets, except_dim=dim)
+        sparse_checks.joined(targets, SparseTargets)
+        dim = sparse_checks.row_dim(dim, len(targets[0].shape))
+        sparse_checks.same_rows(targets, except_dim=dim)
         return _join(targets, lambda tensors: torch.cat(tensors, dim))
 
     @staticmethod
@@ -123,9 +123,9 @@ class SparseTargets:
 
         default_collate, the default of a DataLoader, uses `stack` for the targets of a batch.
         """
-        checks.joined(targets, SparseTargets)
-        dim = checks.row_dim(dim, len(targets[0].shape) + 1)
-        checks.same_rows(targets, except_dim=None)
+        sparse_checks.joined(targets, SparseTargets)
+        dim = sparse_checks.row_dim(dim, len(targets[0].shape) + 1)
+        sparse_checks.same_rows(targets, except_dim=None)
         return _join(targets, lambda tensors: torch.stack(tensors, dim))
 
     def save(self, path: str | os.PathLike) -> None:
@@ -139,7 +139,7 @@ class SparseTargets:
         Raises for files of other formats.
         """
         header = safetensors.read_header(path)
-        checks.saved(path, header, FORMAT, VERSION)
+        sparse_checks.saved(path, header, FORMAT, VERSION)
         return SparseTargets(**safetensors.read(path, header))
 
     def __repr__(self) -> str:

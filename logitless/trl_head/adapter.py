@@ -29,8 +29,8 @@ from torch import nn
 from ..core.call import named
 from ..lazy.checks import kind_of, options_of_fuse
 from ..lazy.fused_head import is_lazy
-from ..lazy.guard import GUARD, Guard, named_head
 from ..lazy.linear_logits import LinearLogits
+from ..lazy.model_hooks import GUARD, Guard, named_head
 from .computed import (
     Call,
     divergences,
@@ -280,7 +280,7 @@ def _computed_by_us(use: Use, model: nn.Module, **how) -> Iterator[None]:
 
 
 def _guard_of(model: nn.Module) -> Guard | None:
-    """Returns the Guard (lazy/guard.py) of a fused model, or of the fused model in a PEFT model.
+    """Returns the Guard of a fused model (lazy/model_hooks.py), or of a PEFT model's fused model.
 
     Returns None if neither is fused.
     """

@@ -15,7 +15,7 @@ from tests.support.launches import every_kernel, launched
 from tests.support.sizes import ON_GPU
 
 NOT_COMPUTED = {"impl", "is_fused", "report", "unfuse"}  # compute no logits
-WAIT_FOR_OTHERS = {"_jsd_split_fwd_kernel", "_jsd_merge_kernel"}
+WAIT_FOR_OTHERS = {"_jsd_tvd_split_fwd_kernel", "_jsd_tvd_merge_kernel"}
 
 
 def test_every_public_function_has_a_check():

@@ -8,8 +8,8 @@ import transformers
 from torch import nn
 
 import logitless as ll
-from logitless.heads import plan
-from logitless.heads.plan import Cut
+from logitless.heads import choose_cut
+from logitless.heads.choose_cut import Cut
 from logitless.lazy import report
 from logitless.lazy.logits import LazyLogits
 from tests.support.families import apart, trained
@@ -189,7 +189,7 @@ def test_a_head_of_four_bits_in_blocks_of_rows(monkeypatch):
 
 
 def test_a_head_of_four_bits_in_blocks_of_columns(monkeypatch):
-    monkeypatch.setattr(plan, "forced", lambda work, *_: Cut(5, 16 if work.merges else None))
+    monkeypatch.setattr(choose_cut, "forced", lambda work, *_: Cut(5, 16 if work.merges else None))
     fused, plain = ll.fuse(four_bits_with_lora(wide())), four_bits_with_lora(wide())
     assert apart(trained(fused), trained(plain)) == ""
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import logitless as ll
 from logitless.core import call as _call
-from logitless.core import checks as _checks
+from logitless.core import target_checks
 from tests.support.calls import IDS, TARGET, TEACHER, K, V, leaves, normal
 from tests.support.refusals import X, refusal, refuses
 
@@ -114,7 +114,7 @@ class TestCheck:
         ids = torch.tensor([0, 7]).as_subclass(self.Elsewhere)
         with refuses(IndexError, "ids must be in [0, 5), got 7 at row 1."):
             assert _call.reads_values(ids)
-            _checks.in_range(ids, 5, None, "ids", None)
+            target_checks.in_range(ids, 5, None, "ids", None)
 
     @pytest.mark.parametrize("value", ["0", "1"])
     def test_a_cpu_is_always_asked(self, value, monkeypatch):

@@ -13,8 +13,8 @@ import torch
 import logitless as ll
 from logitless import eager, kernels
 from logitless.contract import sums_of
-from logitless.heads import plan
-from logitless.heads.plan import Cut
+from logitless.heads import choose_cut
+from logitless.heads.choose_cut import Cut
 from logitless.kernels import config
 from logitless.kernels.layout import describe
 from logitless.kernels.stats_split_fwd import cut_of
@@ -62,7 +62,7 @@ def test_small_heads_and_splits_by_columns(monkeypatch):
     monkeypatch.setattr("logitless.heads.on_chip.BlockChunks.begin", refused)
     hidden, weight = torch.randn(3, 4), torch.randn(40, 4)
     for forced in (Cut(3, on_chip=True), Cut(3, 16)):
-        with ll.impl("triton"), ll.invariant(), plan.override(lambda work, cut=forced: cut):
+        with ll.impl("triton"), ll.invariant(), choose_cut.override(lambda work, cut=forced: cut):
             ll.cross_entropy(ll.LinearLogits(hidden, weight), torch.arange(3))
 
 
@@ -72,7 +72,12 @@ def test_a_gradient_over_a_head_takes_two_passes():
     found = []
     for block in (contextlib.nullcontext(), ll.invariant()):
         # A forced split keeps the head from being small.
-        with ll.impl("triton"), plan.override(lambda work: Cut(2)), block, launched() as names:
+        with (
+            ll.impl("triton"),
+            choose_cut.override(lambda work: Cut(2)),
+            block,
+            launched() as names,
+        ):
             ll.cross_entropy(ll.LinearLogits(hidden, weight), torch.arange(3))
         found.append("_nll_fwd_bwd_kernel" in names)
     assert found == [True, False]
@@ -111,7 +116,7 @@ def test_the_gemms_of_a_head(monkeypatch, name, backend, reduction):
     seen = spied(monkeypatch, backend, "row_gemm")
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
     # A forced split keeps the head from being small. The eager backend computes single rows.
-    with ll.impl(name), plan.override(lambda work: Cut(2)):
+    with ll.impl(name), choose_cut.override(lambda work: Cut(2)):
         with ll.invariant():
             loss = ll.cross_entropy(
                 ll.LinearLogits(hidden, weight), torch.arange(5), reduction=reduction

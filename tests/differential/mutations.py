@@ -9,7 +9,7 @@ from torch import Tensor
 
 from logitless import contract, eager
 from logitless.core import call as _call
-from logitless.core import checks as _checks
+from logitless.core import tensor_checks as _checks
 from logitless.heads import chunks as _chunks
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import logitless as ll
 from logitless.heads import products
+from logitless.heads.choose_cut import Cut
 from logitless.heads.head import Head
-from logitless.heads.plan import Cut
 from tests.support.rank_threads import on_ranks
 from tests.support.sizes import DEVICE
 

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.heads import plan
-from logitless.heads.plan import Cut
+from logitless.heads import choose_cut
+from logitless.heads.choose_cut import Cut
 from tests.support import oracle
 from tests.support.head_sizes import MIB, assert_as_exact, gradients, make, truth, unfused
 from tests.support.sizes import DEVICE, sized
@@ -27,7 +27,7 @@ COLUMNS = sized(4096, 40)
 def test_as_exact_as_unfused(cut, bias, monkeypatch):
     """Over many blocks: d_hidden is summed over them, d_weight over groups of rows."""
     dtype = sized(torch.bfloat16, FP32)  # the interpreter cuts bf16 off
-    monkeypatch.setattr(plan, "forced", lambda *_: cut)
+    monkeypatch.setattr(choose_cut, "forced", lambda *_: cut)
     hidden, weight, target = make(ROWS, WIDTH, VOCAB, dtype)
     target[::5] = -100
     b = torch.randn(VOCAB, device=DEVICE).to(dtype) if bias else None
@@ -47,7 +47,7 @@ def test_as_exact_as_unfused(cut, bias, monkeypatch):
 
 
 def test_results_a_row_and_their_gradients(monkeypatch):
-    monkeypatch.setattr(plan, "forced", lambda *_: Cut(ROWS, COLUMNS))
+    monkeypatch.setattr(choose_cut, "forced", lambda *_: Cut(ROWS, COLUMNS))
     hidden, weight, target = make(ROWS, WIDTH, VOCAB, sized(torch.bfloat16, FP32))
 
     def loss(z):

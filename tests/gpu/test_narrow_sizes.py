@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.heads import plan
-from logitless.heads.plan import Cut
+from logitless.heads import choose_cut
+from logitless.heads.choose_cut import Cut
 from tests.support import oracle
 from tests.support.head_sizes import MIB, assert_as_exact, gradients, make, truth, unfused
 from tests.support.sizes import DEVICE, sized
@@ -23,7 +23,7 @@ def on_chip(monkeypatch):
         assert work.narrow
         return Cut(work.rows, on_chip=True)
 
-    monkeypatch.setattr(plan, "forced", forced)
+    monkeypatch.setattr(choose_cut, "forced", forced)
     with ll.impl("triton"):
         yield
 
@@ -69,8 +69,8 @@ def test_extra_memory(rows, width, vocab):
     h, W = hidden.requires_grad_(), weight.requires_grad_()
     head = ll.LinearLogits(h, W).head
     work = head.work(True, gemms=1, sums=True, keeps=True)
-    with mock.patch.object(plan, "ON_CHIP_VOCAB", {128: 1 << 31}):
-        assert plan.choose.__wrapped__(work, None, DEVICE).on_chip
+    with mock.patch.object(choose_cut, "ON_CHIP_VOCAB", {128: 1 << 31}):
+        assert choose_cut.choose.__wrapped__(work, None, DEVICE).on_chip
     for _ in range(2):  # what libraries keep for themselves is there the second time
         h.grad = W.grad = None
         torch.cuda.synchronize()

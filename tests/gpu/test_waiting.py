@@ -9,7 +9,7 @@ import torch
 
 import logitless as ll
 from logitless.kernels import config, program_exchange
-from logitless.kernels.jsd_fwd import splits_of
+from logitless.kernels.jsd_tvd_fwd import splits_of
 from logitless.kernels.nll_fwd_bwd import nll_fwd_bwd_plan
 from tests.support.launches import launched
 from tests.support.sizes import DEVICE, ON_GPU, sized
@@ -99,8 +99,8 @@ def test_replayed_beside_gemms_as_alone(work, dtype):
 
 PATHS = {  # the kernel that waits, and what runs where it may not
     "in place": ("_nll_fwd_bwd_kernel", "_label_bwd_kernel"),
-    "jsd": ("_jsd_split_fwd_kernel", "_jsd_fwd_kernel"),
-    "tvd": ("_jsd_split_fwd_kernel", "_jsd_fwd_kernel"),
+    "jsd": ("_jsd_tvd_split_fwd_kernel", "_jsd_tvd_fwd_kernel"),
+    "tvd": ("_jsd_tvd_split_fwd_kernel", "_jsd_tvd_fwd_kernel"),
 }
 
 

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.heads import plan
-from logitless.heads.plan import Cut
+from logitless.heads import choose_cut
+from logitless.heads.choose_cut import Cut
 from tests.support.heads import LOSSES, V, assert_same, leaves, make, result
 
 N = 21
@@ -22,7 +22,9 @@ def cut(monkeypatch):
     """Sets how every loss that can be is cut from here on."""
 
     def set_to(cut):
-        monkeypatch.setattr(plan, "forced", lambda work, *_: cut if work.merges else Cut(work.rows))
+        monkeypatch.setattr(
+            choose_cut, "forced", lambda work, *_: cut if work.merges else Cut(work.rows)
+        )
 
     return set_to
 

@@ -6,10 +6,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import logitless as ll
 from logitless.cli import main
-from logitless.heads import plan
+from logitless.heads import choose_cut
 from logitless.heads.blocks import BlockChunks
+from logitless.heads.choose_cut import Cut
 from logitless.heads.chunks import Chunks
-from logitless.heads.plan import Cut
 
 N, D, V = 48, 16, 320
 CUTS = {
@@ -44,7 +44,7 @@ def test_it_tells_what_happens(cut, reduction, monkeypatch):
             return backend
 
         monkeypatch.setattr(kind, "begin", record)
-    with plan.override(lambda work: cut):
+    with choose_cut.override(lambda work: cut):
         told = source.explain(reduction)
         done = gemms_of(
             lambda: ll.cross_entropy(source, target, reduction=reduction).sum().backward()
@@ -56,7 +56,7 @@ def test_it_tells_what_happens(cut, reduction, monkeypatch):
 
 
 def test_a_small_head(monkeypatch):
-    monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, 1 << 20))
+    monkeypatch.setattr(choose_cut, "SMALL", dict.fromkeys(choose_cut.SMALL, 1 << 20))
     source, target = make(), torch.randint(0, V, (N,))
     told = source.explain("none")
     assert told.way == "materialised"

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import logitless as ll
-from logitless.heads import plan
-from logitless.heads.plan import Cut
+from logitless.heads import choose_cut
+from logitless.heads.choose_cut import Cut
 from tests.support import calls
 from tests.support.calls import TARGET, TEACHER
 from tests.support.heads import (  # noqa: F401 - both_ways is a fixture
@@ -107,7 +107,7 @@ def test_ignored_rows_may_hold_nan(cut, reduction, drop_ignored, device):
     hidden[target == -100] = torch.nan
     parts = leaves(hidden, weight, bias)
     source = ll.LinearLogits(*parts, workspace=2 * V * 8, drop_ignored=drop_ignored)
-    with plan.override(lambda work: cut):
+    with choose_cut.override(lambda work: cut):
         ll.cross_entropy(source, target, reduction=reduction).sum().backward()
     live = target != -100
     want = leaves(hidden[live], weight, bias)

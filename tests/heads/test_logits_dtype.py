@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.heads import plan
-from logitless.heads.plan import Cut
+from logitless.heads import choose_cut
+from logitless.heads.choose_cut import Cut
 from tests.support.heads import LOSSES, V, leaves, make
 
 FP32 = torch.float32
@@ -24,7 +24,7 @@ def head(dtype=torch.bfloat16, rows=40, width=64, vocab=300, device="cpu"):
 def test_log_probabilities_are_those_of_fp64(dtype, columns, monkeypatch, device):
     """Within 2e-4, where 16-bit logits are further off by far."""
     hidden, weight, target = head(dtype, device=device)
-    monkeypatch.setattr(plan, "forced", lambda work, *_: Cut(16, columns))
+    monkeypatch.setattr(choose_cut, "forced", lambda work, *_: Cut(16, columns))
     want = ll.score(F.linear(hidden.double(), weight.double()), target)
     got = ll.score(ll.LinearLogits(hidden, weight, logits_dtype=FP32), target)
     rounded = ll.score(ll.LinearLogits(hidden, weight), target)

@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.heads import plan, products
-from logitless.heads.plan import Cut
+from logitless.heads import choose_cut, products
+from logitless.heads.choose_cut import Cut
 from tests.support.heads import LOSSES, N, V, assert_same, make
 from tests.support.rank_threads import on_ranks
 
 R = 3
-SMALL = dict(plan.SMALL)  # conftest.py replaces plan.SMALL in each test
+SMALL = dict(choose_cut.SMALL)  # conftest.py replaces choose_cut.SMALL in each test
 CUTS = {"small": None, "rows": Cut(3), "columns": Cut(N, 8), "kept": Cut(N, 8, kept=True)}
 
 
@@ -20,10 +20,10 @@ def cut(request, monkeypatch):
     """Runs a test with the whole head at once, with chunks of rows and with blocks of columns."""
     how = CUTS[request.param]
     if how is None:
-        monkeypatch.setattr(plan, "SMALL", SMALL)
+        monkeypatch.setattr(choose_cut, "SMALL", SMALL)
     else:
         choose = lambda work, *_: how if work.merges else Cut(3)  # noqa: E731
-        monkeypatch.setattr(plan, "forced", choose)
+        monkeypatch.setattr(choose_cut, "forced", choose)
 
 
 def tensors(dtype=torch.float64, device="cpu", lead=(N,), bias=True, needs=(True,) * 5):
@@ -180,7 +180,7 @@ def test_main_grad(device):
     """Only the gradient of the weight goes to main_grad."""
     (want, target), (got, _) = (tensors(torch.float32, device) for _ in range(2))
     main_grad = torch.ones_like(want[1])
-    with plan.override(lambda work: Cut(3)):
+    with choose_cut.override(lambda work: Cut(3)):
         ll.cross_entropy(lazily(got, main_grad=main_grad), target).backward()
     ll.cross_entropy(materialised(want), target).backward()
     assert got[1].grad is None
@@ -245,7 +245,7 @@ def test_members():
     assert z.low_rank[1] is low
     assert ll.LinearLogits(hidden, weight).low_rank is None
     torch.testing.assert_close(z.materialize(), materialised((hidden, weight, bias, second, low)))
-    with plan.override(lambda work: Cut(3)):
+    with choose_cut.override(lambda work: Cut(3)):
         assert z.explain().chunks == 3
 
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 import logitless as ll
 from logitless.contract import NO_ID
-from logitless.heads import plan
-from logitless.heads.plan import Cut
+from logitless.heads import choose_cut
+from logitless.heads.choose_cut import Cut
 from logitless.kernels import config
 from tests.support import heads
 from tests.support.heads import LOSSES, leaves
@@ -25,7 +25,7 @@ def on_chip(monkeypatch):
         seen.append(work.narrow and work.merges)
         return Cut(work.rows, on_chip=seen[-1])
 
-    monkeypatch.setattr(plan, "forced", forced)
+    monkeypatch.setattr(choose_cut, "forced", forced)
     with ll.impl("triton"), config.override(block_v=16, block_n=16, splits=2):
         yield
     assert all(seen)

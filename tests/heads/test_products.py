@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.heads import plan, products
-from logitless.heads.plan import Cut
+from logitless.heads import choose_cut, products
+from logitless.heads.choose_cut import Cut
 
 N, D = 24, 16
 
@@ -47,7 +47,7 @@ def test_odd_vocabularies(vocab, reduction, cut, shapes):
     bias.requires_grad_()
     target = torch.randint(0, vocab, (N,))
     target[::5] = -100
-    with plan.override(lambda work: cut if work.merges else Cut(cut.rows)):
+    with choose_cut.override(lambda work: cut if work.merges else Cut(cut.rows)):
         got = results(ll.LinearLogits(hidden, weight, bias), target, reduction)
     logits = F.linear(hidden, weight, bias)
     want = F.cross_entropy(logits, target, label_smoothing=0.1, reduction=reduction)

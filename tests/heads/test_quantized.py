@@ -5,8 +5,8 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import logitless as ll
-from logitless.heads import plan, quantized
-from logitless.heads.plan import Cut
+from logitless.heads import choose_cut, quantized
+from logitless.heads.choose_cut import Cut
 from logitless.heads.quantized import is_quantized
 from tests.support.heads import LOSSES, N, V, assert_same, make
 from tests.support.quantised import Int8, ReadableInt8, WithInput
@@ -18,7 +18,7 @@ CUTS = {"rows": Cut(3), "columns": Cut(N, 8)}
 def cut(request, monkeypatch):
     """Splits the head by rows or by columns. The weight is dequantised eight rows at a time."""
     how = CUTS[request.param]
-    monkeypatch.setattr(plan, "forced", lambda work, *_: how if work.merges else Cut(3))
+    monkeypatch.setattr(choose_cut, "forced", lambda work, *_: how if work.merges else Cut(3))
     monkeypatch.setattr(quantized, "UNIT", 8)
     monkeypatch.setattr(quantized, "BLOCK", 1)
     monkeypatch.setattr(ReadableInt8, "most", 0)
@@ -67,7 +67,7 @@ def test_with_an_adapter_and_other_dtypes(dtype, cut, device):
 
 
 def test_small_heads_are_read_in_blocks_too(monkeypatch, device):
-    monkeypatch.setattr(plan, "SMALL", {"cpu": 1 << 20, "cuda": 1 << 20})
+    monkeypatch.setattr(choose_cut, "SMALL", {"cpu": 1 << 20, "cuda": 1 << 20})
     found, target = heads(device=device)
     got, want = (differentiated(lambda z: ll.cross_entropy(z, target), *head) for head in found)
     assert_same(got, want, rtol=1e-9, atol=1e-9)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
 from logitless.contract import Pair, Reading
-from logitless.heads import plan, products
+from logitless.heads import choose_cut, products
 from logitless.heads.chunks import Chunks
 from logitless.heads.head import ScaledHead
 from logitless.kernels.launch import Launch
@@ -126,15 +126,15 @@ def test_which_heads_are_small(device, monkeypatch):
     assert not is_small(device, torch.bfloat16, logits_dtype=torch.float32)
     assert not is_small(device, main_grad=torch.zeros(V, D, device=device))
     assert not is_small(device, columns=object())  # the columns of one rank
-    with plan.override(lambda work: plan.Cut(2)):
+    with choose_cut.override(lambda work: choose_cut.Cut(2)):
         assert not is_small(device)
     for most in (size, size - 1):
-        monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, most))
+        monkeypatch.setattr(choose_cut, "SMALL", dict.fromkeys(choose_cut.SMALL, most))
         assert is_small(device) == (most == size)
-    monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, size))
-    work = N * V * (D + plan.READ_WIDTH)
+    monkeypatch.setattr(choose_cut, "SMALL", dict.fromkeys(choose_cut.SMALL, size))
+    work = N * V * (D + choose_cut.READ_WIDTH)
     for most in (work, work - 1):
-        monkeypatch.setattr(plan, "SMALL_WORK", dict.fromkeys(plan.SMALL, most))
+        monkeypatch.setattr(choose_cut, "SMALL_WORK", dict.fromkeys(choose_cut.SMALL, most))
         assert is_small(device) == (most == work)
 
 

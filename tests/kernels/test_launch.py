@@ -150,11 +150,12 @@ def test_bug_25_no_length_is_a_constant(name):
 SAME_KERNELS = """
 import torch
 import logitless as ll
-from logitless.core import checks
+from logitless.core import target_checks, tensor_checks
 from logitless.kernels import config, launch
 from tests.support.aot import recording
 
-checks.triton_can_run = checks.in_range = lambda *_, **__: None  # nothing is going to run
+# Nothing is going to run.
+tensor_checks.triton_can_run = target_checks.in_range = lambda *_, **__: None
 
 def compiled(rows, V, splits):
     x = torch.zeros(rows, V, dtype=torch.bfloat16, requires_grad=True)

@@ -164,7 +164,7 @@ def test_which_heads_are_narrow(device):
 @pytest.mark.parametrize("kernel", ["fwd", "d_hidden", "d_weight"])
 @pytest.mark.parametrize("memory", [99 << 10, 163 << 10, 227 << 10])
 def test_tiles_fit_into_shared_memory(kernel, memory):
-    """Those of heads that plan.py may choose, on consumer GPUs, A100 and Hopper."""
+    """Those of heads that choose_cut.py may choose, on consumer GPUs, A100 and Hopper."""
     for width in (64, 128, 256):
         cut = config.narrow(kernel, width, 2, memory, 0)
         held, streamed = cut.block_n, cut.block_v

@@ -9,8 +9,8 @@ pytest.importorskip("peft", reason="needs peft: requirements/tests.txt")
 import peft
 
 import logitless as ll
-from logitless.heads import plan
-from logitless.heads.plan import Cut
+from logitless.heads import choose_cut
+from logitless.heads.choose_cut import Cut
 from logitless.lazy import dora, report
 from logitless.lazy.logits import LazyLogits
 
@@ -106,7 +106,9 @@ def test_gradients_are_those_of_peft(bias, dropout, trains, loss):
 @pytest.mark.parametrize("dropout", [0, 0.3])
 @pytest.mark.parametrize("loss", [mean, per_row], ids=lambda f: f.__name__)
 def test_chunks_and_blocks(cut, loss, dropout, monkeypatch):
-    monkeypatch.setattr(plan, "forced", lambda work, *_: cut if work.merges else Cut(cut.rows))
+    monkeypatch.setattr(
+        choose_cut, "forced", lambda work, *_: cut if work.merges else Cut(cut.rows)
+    )
     how = {"trains": ("body",), "lora_dropout": dropout}
     model = ll.fuse(adapted(**how), head="lm_head")
     assert_same(stepped(model, loss), stepped(adapted(**how), loss))

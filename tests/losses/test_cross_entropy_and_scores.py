@@ -8,8 +8,8 @@ import torch
 
 import logitless as ll
 from logitless.core import evaluate
-from logitless.heads import plan, products
-from logitless.heads.plan import Cut
+from logitless.heads import choose_cut, products
+from logitless.heads.choose_cut import Cut
 from tests.support import sources
 from tests.support.laws import ROUNDING, error
 from tests.support.sources import fused
@@ -104,7 +104,7 @@ def test_the_loss_is_that_of_the_scores(impl, device):
 @pytest.mark.parametrize("cut", [Cut(N, 8), Cut(3, 16)], ids=str)
 def test_a_head_in_blocks_of_columns(cut, device):
     h, w, target = make(device)
-    with plan.override(lambda work: cut):
+    with choose_cut.override(lambda work: cut):
         loss, scores = ll.cross_entropy_and_scores(ll.LinearLogits(h, w), target)
         found = gradients(loss, h, w)
         assert_same_scores(scores, ll.score(ll.LinearLogits(h, w), target))
@@ -155,7 +155,7 @@ def test_results_per_row_over_a_head_take_four_gemms(gemms, device):
 
 
 def test_a_small_head_has_three_gemms(gemms, device, monkeypatch):
-    monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, 1 << 20))
+    monkeypatch.setattr(choose_cut, "SMALL", dict.fromkeys(choose_cut.SMALL, 1 << 20))
     h, w, target = make(device)
     for reduction in ("mean", "none"):
         gemms.clear()

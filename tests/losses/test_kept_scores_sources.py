@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.heads import plan
-from logitless.heads.plan import Cut
+from logitless.heads import choose_cut
+from logitless.heads.choose_cut import Cut
 from tests.support.kept_scores import N, V, gradients, make
 from tests.support.laws import ROUNDING, error
 from tests.support.rank_threads import on_ranks
@@ -53,7 +53,9 @@ CUTS = {
 def test_cuts_of_a_head(cut, mass, monkeypatch, device):
     """Without the mass, a head has whole rows, because the logits at K ids are not merged."""
     cuts = []
-    monkeypatch.setattr(plan, "forced", lambda *args: cuts.append(CUTS[cut](*args)) or cuts[-1])
+    monkeypatch.setattr(
+        choose_cut, "forced", lambda *args: cuts.append(CUTS[cut](*args)) or cuts[-1]
+    )
     h, w, target, kept = head(device)
     with ll.impl("triton"):
         assert_as_tensor(ll.LinearLogits(h, w), h @ w.T, (h, w), target, kept, mass)
@@ -62,7 +64,7 @@ def test_cuts_of_a_head(cut, mass, monkeypatch, device):
 
 
 def test_a_small_head(monkeypatch, device):
-    monkeypatch.setattr(plan, "is_small", lambda *_: True)
+    monkeypatch.setattr(choose_cut, "is_small", lambda *_: True)
     h, w, target, kept = head(device)
     for mass in (False, True):
         assert_as_tensor(ll.LinearLogits(h, w), h @ w.T, (h, w), target, kept, mass)

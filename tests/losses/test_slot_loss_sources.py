@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.heads import plan
-from logitless.heads.plan import Cut
+from logitless.heads import choose_cut
+from logitless.heads.choose_cut import Cut
 from tests.support.laws import ROUNDING, error, value_and_grad
 from tests.support.rank_threads import on_ranks
 from tests.support.sources import SOURCES
@@ -75,7 +75,9 @@ CUTS = {
 def test_cuts_of_a_head(cut, name, monkeypatch, device):
     """With a tail, a head has whole rows, because tails are not merged."""
     cuts = []
-    monkeypatch.setattr(plan, "forced", lambda *args: cuts.append(CUTS[cut](*args)) or cuts[-1])
+    monkeypatch.setattr(
+        choose_cut, "forced", lambda *args: cuts.append(CUTS[cut](*args)) or cuts[-1]
+    )
     h, w, share, targets = head(device)
     with ll.impl("triton"):
         z = ll.LinearLogits(h, w)
@@ -86,7 +88,7 @@ def test_cuts_of_a_head(cut, name, monkeypatch, device):
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_small_head(name, monkeypatch, device):
-    monkeypatch.setattr(plan, "is_small", lambda *_: True)
+    monkeypatch.setattr(choose_cut, "is_small", lambda *_: True)
     h, w, share, targets = head(device)
     z = ll.LinearLogits(h, w)
     assert_as_tensor(z, h @ w.T, (h, w), share, targets, name, "mean")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.heads import plan
+from logitless.heads import choose_cut
+from logitless.heads.choose_cut import Cut
 from logitless.heads.gradient_sums import Sum
-from logitless.heads.plan import Cut
 from tests.support.calls import CALLS, TARGET, D, N, V, normal
 from tests.support.rank_threads import on_ranks
 
@@ -137,7 +137,7 @@ class TestHeads:
         want, d_want = self.differentiated(CALLS[name], ll.LinearLogits(*leaves), leaves)
         for how in (Cut(N, 8), Cut(N, 8, kept=True), Cut(4, 16)):
             cut = lambda work, *_, how=how: how if work.merges else Cut(work.rows)  # noqa: E731
-            monkeypatch.setattr(plan, "forced", cut)
+            monkeypatch.setattr(choose_cut, "forced", cut)
             got, d_got, calls = self.on_shards(CALLS[name], parts, (9, 0, 28), N)
             for a, b in zip((*got, *d_got), (*want, *d_want), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)

@@ -33,7 +33,7 @@ from logitless.contract import (
     Reading,
     Slots,
 )
-from logitless.kernels import config, jsd_fwd, program_exchange
+from logitless.kernels import config, jsd_tvd_fwd, program_exchange
 from tests.support.cubin import resources
 
 TARGETS = {
@@ -274,8 +274,10 @@ def launch_pairs(x: torch.Tensor, reading: Reading, full: bool) -> None:
         pair = Pair(x, kind, 0.5)
         kernels.pair_read(x, reading, pair)
         kernels.pair_gradient(x, reading, pair, state, row, row[0] if full else None)
-    span = config.jsd_split_fwd(x.shape[1], x.element_size()).span
-    with mock.patch.object(jsd_fwd, "splits_of", return_value=config.ceil_div(x.shape[1], span)):
+    span = config.jsd_tvd_split_fwd(x.shape[1], x.element_size()).span
+    with mock.patch.object(
+        jsd_tvd_fwd, "splits_of", return_value=config.ceil_div(x.shape[1], span)
+    ):
         for kind in PAIR_SUMS:
             kernels.pair_read(x, reading, Pair(x, kind, 0.5))
 

@@ -40,8 +40,8 @@ from transformers.models.auto import modeling_auto
 import logitless as ll
 from logitless.lazy import recipe, report
 from logitless.lazy.fuse import names_of
-from logitless.lazy.guard import named_head
 from logitless.lazy.logits import LazyLogits
+from logitless.lazy.model_hooks import named_head
 from tests.support.paths import ROOT, TESTS
 from tests.support.tiny_models import V, batch, build
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.heads import plan
+from logitless.heads import choose_cut
 
 N, D, V = 7, 6, 23
 
@@ -14,7 +14,7 @@ N, D, V = 7, 6, 23
 def both_ways(request, monkeypatch):
     """Runs a test with heads in chunks, and with small heads materialised."""
     if request.param == "chunks":
-        monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, 0))
+        monkeypatch.setattr(choose_cut, "SMALL", dict.fromkeys(choose_cut.SMALL, 0))
 
 
 def make(dtype=torch.float64, device="cpu", bias=True, lead=(N,), scale=1.0):

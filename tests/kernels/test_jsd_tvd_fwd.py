@@ -17,7 +17,7 @@ def by_parts(x, t, reading, kind, beta, span):
     The interpreter runs one program after another. So that none waits in vain, a first run finds a
     word published by everyone, if only that it saw nothing; the second finds what the first left.
     """
-    from logitless.kernels import jsd_fwd
+    from logitless.kernels import jsd_tvd_fwd
     from logitless.kernels.layout import rows_of
     from logitless.kernels.program_exchange import EMPTY
 
@@ -25,7 +25,7 @@ def by_parts(x, t, reading, kind, beta, span):
     parts = config.ceil_div(rows.vocab, span)
     cut = config.Config(block_v=32, num_warps=1, span=span)
     options = (reading.softcap, beta, reading.ignore_index)
-    first, second = jsd_fwd._shared_plan(
+    first, second = jsd_tvd_fwd._shared_plan(
         rows, t_rows, parts, (reading.temperature,), options, kind, cut
     )
     value, state, sums = (

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.heads import plan
-from logitless.heads.plan import Work, choose, kept_blocks, layout, spare_rows
+from logitless.heads import choose_cut
+from logitless.heads.choose_cut import Work, choose, kept_blocks, layout, spare_rows
 from logitless.kernels import config
 
 H200 = [(8192, 4096, 128256), (8192, 2048, 151936), (16384, 2304, 256000)]
@@ -54,8 +54,8 @@ def test_sums_in_the_weights_dtype(shape):
 )  # fmt: skip
 def test_narrow_heads_stay_on_the_chip(width, vocab, on_chip, monkeypatch):
     """16-bit heads on a GPU, for losses of merged statistics and few ids, in any workspace."""
-    monkeypatch.setattr(plan, "ON_CHIP_VOCAB", {128: 1 << 31, 256: 1 << 16})
-    choose = plan.choose.__wrapped__  # without the cache
+    monkeypatch.setattr(choose_cut, "ON_CHIP_VOCAB", {128: 1 << 31, 256: 1 << 16})
+    choose = choose_cut.choose.__wrapped__  # without the cache
     narrow = work(8192, width, vocab, narrow=True)
     for workspace in (None, 64 * MIB):
         assert choose(narrow, workspace, "cuda").on_chip == on_chip
@@ -105,8 +105,8 @@ def test_the_gradient_never_overtakes_the_logits(rows, most):
 )
 def test_the_default_workspace_of_large_vocabularies(vocab, itemsize, gib):
     """The workspace holds 1,024 rows, if twice the usual workspace does."""
-    assert plan.default_workspace(vocab * itemsize, "cuda") == gib << 30
-    assert plan.default_workspace(vocab * itemsize, "cpu") == plan.WORKSPACE["cpu"]
+    assert choose_cut.default_workspace(vocab * itemsize, "cuda") == gib << 30
+    assert choose_cut.default_workspace(vocab * itemsize, "cpu") == choose_cut.WORKSPACE["cpu"]
     assert choose(work(8192, 512, vocab), None, "cuda").rows * vocab * itemsize <= gib << 30
 
 

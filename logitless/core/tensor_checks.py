@@ -1,8 +1,8 @@
 """Checks of arguments, with error messages of the form `<argument> must <rule>, got <value>.`
 
-All checks read only shapes and dtypes, except `in_range` and `in_bounds`, which read values. The
-rules for numbers are in option_checks.py, and the rules for SparseTargets are in targets/checks.py.
-call.py decides when the checks run.
+All checks read only shapes and dtypes, except `in_bounds`, which reads values. Other rules have
+their own files: numbers option_checks.py, targets and ids target_checks.py, and SparseTargets
+targets/sparse_checks.py. call.py decides when the checks run.
 """
 
 import os
@@ -91,71 +91,6 @@ def _rows(name: str, t: Tensor, x: Tensor) -> None:
             f"got {_shape(t)}."
         )
     _same_device(name, t, x)
-
-
-def target(t: Any, x: Tensor) -> None:
-    """Checks a target with one class per row."""
-    classes("target", t, x)
-
-
-def classes(name: str, t: Any, x: Tensor) -> None:
-    """Checks the dtype, shape and device of t, which has one class per row.
-
-    The error messages also say where logitless differs from F.cross_entropy.
-    """
-    if isinstance(t, Tensor) and t.is_floating_point():
-        raise TypeError(
-            f"{name} must hold integers, got {t.dtype}; soft_cross_entropy takes probabilities."
-        )
-    _integer(name, t)
-    lead = x.shape[:-1]
-    if t.shape != lead and len(lead) > 1 and t.shape == (*lead[:1], *lead[2:], x.shape[-1]):
-        raise ValueError(
-            f"{name} must have shape {_shape(lead)} to match logits {_shape(x)}, got {_shape(t)}; "
-            "the vocabulary must be the last dimension; for logits of shape (N, V, ...), pass "
-            "logits.movedim(1, -1)."
-        )
-    _rows(name, t, x)
-
-
-def ids(t: Any, x: Tensor) -> None:
-    """Checks `ids`, which holds one id per row, or K ids per row in the last dimension."""
-    _integer("ids", t)
-    if t.shape != x.shape[:-1] and t.shape[:-1] != x.shape[:-1]:
-        one, several = _shape(x.shape[:-1]), ", ".join([*map(str, x.shape[:-1]), "K"])
-        raise ValueError(
-            f"ids must have shape {one} or ({several}) to match logits {_shape(x)}, "
-            f"got {_shape(t)}."
-        )
-    _same_device("ids", t, x)
-
-
-def ids_of_rows(name: str, t: Any, x: Tensor) -> None:
-    """Checks the dtype, shape and device of t, which has K ids per row in the last dimension."""
-    _integer(name, t)
-    if t.dim() != len(x.shape) or t.shape[:-1] != x.shape[:-1]:
-        several = ", ".join([*map(str, x.shape[:-1]), "K"])
-        raise ValueError(
-            f"{name} must have shape ({several}) to match logits {_shape(x)}, got {_shape(t)}."
-        )
-    _same_device(name, t, x)
-
-
-def in_range(
-    ids: Tensor, V: int, counts: Tensor | None, name: str, ignore_index: int | None
-) -> None:
-    """Raises if an id for which `counts` is True is outside [0, V). The message names the row."""
-    bad = (ids < 0) | (ids >= V)
-    if counts is not None:
-        bad &= counts
-    if not bool(bad.any()):
-        return
-    rule = f"be in [0, {V})" + (
-        "" if ignore_index is None else f" or ignore_index ({ignore_index})"
-    )
-    place = tuple(bad.nonzero()[0].tolist())
-    where = place[0] if len(place) == 1 else place
-    raise IndexError(f"{name} must {rule}, got {int(ids[place])} at row {where}.")
 
 
 def in_bounds(temperature: Tensor, live: Tensor | None, least: float, most: float) -> None:
@@ -362,14 +297,6 @@ def targets(ids: Tensor, x: Any) -> None:
             f"got ids {_shape(ids)}."
         )
     _same_device("targets", ids, x)
-
-
-def labels(t: Any, x: Tensor, ce_weight: float) -> None:
-    if t is None:
-        if ce_weight != 0:
-            raise ValueError(f"ce_weight must be 0 without labels, got {ce_weight}.")
-        return
-    classes("labels", t, x)
 
 
 def how_many(k: Any, x: Tensor) -> None:

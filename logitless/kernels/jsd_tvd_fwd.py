@@ -154,11 +154,11 @@ def _divergence(first, second, third, s_q, s_p, blend, KIND: tl.constexpr):
 
 
 @triton.jit(
-    **profiled("jsd_fwd", shows=("KIND",)),
+    **profiled("jsd_tvd_fwd", shows=("KIND",)),
     do_not_specialize=["rows_t"],
     do_not_specialize_on_alignment=["LABEL", "temperature"],
 )
-def _jsd_fwd_kernel(
+def _jsd_tvd_fwd_kernel(
     X, T, LABEL,  # inputs
     VALUE, STATE,  # outputs; if KNOWN, STATE already holds the normalisers
     temperature,  # a number, or a pointer to one number per row
@@ -204,11 +204,11 @@ def _jsd_fwd_kernel(
 
 
 @triton.jit(
-    **profiled("jsd_split_fwd", shows=("KIND",)),
+    **profiled("jsd_tvd_split_fwd", shows=("KIND",)),
     do_not_specialize=["rows_t"],
     do_not_specialize_on_alignment=["LABEL", "temperature"],
 )
-def _jsd_split_fwd_kernel(
+def _jsd_tvd_split_fwd_kernel(
     X, T, LABEL,  # inputs
     STATE, SUMS, EXCHANGE,  # outputs; EXCHANGE (rows, 2, splits) is initially zero
     temperature,  # a number, or a pointer to one number per row
@@ -259,11 +259,11 @@ def _jsd_split_fwd_kernel(
 
 
 @triton.jit(
-    **profiled("jsd_merge", shows=("KIND",)),
+    **profiled("jsd_tvd_merge", shows=("KIND",)),
     do_not_specialize=["splits"],
     do_not_specialize_on_alignment=["LABEL"],
 )
-def _jsd_merge_kernel(
+def _jsd_tvd_merge_kernel(
     SUMS, LABEL,  # inputs
     # Outputs. In rows that are not ignored, only the mean of STATE is written (see pair_state.py).
     VALUE, STATE,
@@ -292,7 +292,7 @@ def _jsd_merge_kernel(
     tl.store(at + 4, mean)
 
 
-def read_jsd(
+def read_jsd_tvd(
     x: Tensor, rows: Rows, teacher: Tensor, t_rows: Rows, label: Tensor | None,
     value: Tensor, state: Tensor, reading: Reading, pair: Pair, known: bool = False,
 ) -> None:  # fmt: skip
@@ -308,7 +308,7 @@ def read_jsd(
     options = reading.softcap, safe_beta(pair.blend), ignore_index
     splits = splits_of(x)
     if splits > 1 and not known:
-        cut = config.jsd_split_fwd(rows.vocab, rows.itemsize)
+        cut = config.jsd_tvd_split_fwd(rows.vocab, rows.itemsize)
         exchange = torch.zeros((rows.count, 2, splits), device=x.device, dtype=torch.int64)
         shape = rows.count, splits, PAIR_SUMS[kind]
         sums = torch.empty(shape, device=x.device, dtype=torch.float32)
@@ -322,7 +322,9 @@ def read_jsd(
 
 def splits_of(x: Tensor) -> int:
     """Returns the number of programs per row, or 1 if programs must not wait for each other."""
-    splits = config.ceil_div(x.shape[-1], config.jsd_split_fwd(x.shape[-1], x.element_size()).span)
+    splits = config.ceil_div(
+        x.shape[-1], config.jsd_tvd_split_fwd(x.shape[-1], x.element_size()).span
+    )
     return splits if may_wait(splits, x.device) else 1
 
 
@@ -333,7 +335,7 @@ def _plan(
 ) -> Launch:  # fmt: skip
     """Returns a launch with one program per row."""
     return Launch(
-        _jsd_fwd_kernel, (rows.count,),
+        _jsd_tvd_fwd_kernel, (rows.count,),
         (*number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab, *options),
         num_warps=cut.num_warps, KIND=kind, KNOWN=known, ALIGNED=rows.aligned,
         T_ALIGNED=t_rows.aligned_like(rows), BLOCK_V=cut.block_v,
@@ -349,11 +351,11 @@ def _shared_plan(
     _, beta, ignore_index = options
     block_p = 32 if splits <= 32 else MAX_PROGRAMS
     return Launch(
-        _jsd_split_fwd_kernel, (rows.count * splits,),
+        _jsd_tvd_split_fwd_kernel, (rows.count * splits,),
         (*number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab, *options),
         num_warps=cut.num_warps, KIND=kind, SUMS_OF=PAIR_SUMS[kind], ALIGNED=rows.aligned,
         T_ALIGNED=t_rows.aligned_like(rows), SPAN=cut.span, BLOCK_V=cut.block_v, BLOCK_P=block_p,
     ), Launch(
-        _jsd_merge_kernel, (rows.count,), (splits, beta, ignore_index),
+        _jsd_tvd_merge_kernel, (rows.count,), (splits, beta, ignore_index),
         num_warps=1, KIND=kind, SUMS_OF=PAIR_SUMS[kind], BLOCK_P=block_p,
     )  # fmt: skip

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..core import call as _call
-from ..core import checks as _checks
-from ..core.checks import _floating, _integer, _same_device, _shape
+from ..core import tensor_checks as _checks
+from ..core.tensor_checks import _floating, _integer, _same_device, _shape
 
 
 def tensors(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:

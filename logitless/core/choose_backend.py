@@ -1,0 +1,77 @@
+"""Chooses the backend of a call: Triton kernels, or plain PyTorch.
+
+By default, Triton kernels compute losses on a GPU. Plain PyTorch computes losses on a CPU, and fp64
+losses on every device. `impl` selects the backend explicitly.
+"""
+
+import contextlib
+import functools
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import eager
+from . import tensor_checks
+from .backend import Backend
+from .invariant import aligned, is_invariant
+
+CHOICES = ("triton", "eager")
+_chosen: str | None = None
+
+
+@contextlib.contextmanager
+def impl(name: str):
+    """Selects the backend `"triton"` or `"eager"` for all losses inside a `with` block.
+
+    With "triton", plain PyTorch still computes losses against a teacher with more than 4096 ids per
+    row, and top-k with k > 256. Triton on CPU tensors needs Triton's interpreter
+    (`TRITON_INTERPRET=1`). The environment variable LOGITLESS_IMPL also selects the backend. `impl`
+    applies to all threads of the process.
+    """
+    global _chosen
+    tensor_checks.one_of("impl", name, CHOICES)
+    before, _chosen = _chosen, name
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+def chosen() -> str | None:
+    """The name of the backend selected by `impl` or LOGITLESS_IMPL, or None."""
+    name = _chosen or os.environ.get("LOGITLESS_IMPL") or None
+    if name is not None:
+        tensor_checks.one_of("LOGITLESS_IMPL", name, CHOICES)
+    return name
+
+
+def on_gpu(x: Tensor) -> bool:
+    return x.is_cuda or x.is_xpu  # x.device.type would take six times as long
+
+
+def backend_of(x: Tensor) -> Backend:
+    """Returns the backend for this tensor, which is the module `kernels` or `eager`."""
+    name = _chosen or os.environ.get("LOGITLESS_IMPL")
+    if not name:
+        return _kernels() if on_gpu(x) and x.dtype != torch.float64 else eager
+    if name == "eager":
+        return eager
+    tensor_checks.one_of("LOGITLESS_IMPL", name, CHOICES)
+    tensor_checks.triton_can_run(x)
+    return _kernels()
+
+
+def topk_of(x: Tensor, k: int, temperature: float, softcap: float | None) -> tuple:
+    """Returns the result of the function `topk` of the tensor's backend."""
+    if not is_invariant():
+        return backend_of(x).topk(x, k, temperature, softcap)
+    return backend_of(x).topk(aligned(x), k, temperature, softcap, True)
+
+
+@functools.cache
+def _kernels() -> Any:
+    from .. import kernels  # imported late, because a machine without a GPU may have no Triton
+
+    return kernels
