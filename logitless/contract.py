@@ -303,9 +303,9 @@ class Slots(NamedTuple):
     )
 
 
-# The values of `support` that divide the teacher's probabilities by their sum over the slots.
+# With these values of `support`, the teacher's p is divided by its sum over the slots.
 RENORM_TEACHER = ("renorm_teacher", "renorm")
-# The values of `support` that divide the student's probabilities by their sum over the slots.
+# With these values of `support`, the student's q is divided by its sum over the slots.
 RENORM_STUDENT = ("renorm", "gathered", "gathered_renorm")
 
 # Rounding the teacher's p to 16 bits changes Σ p. Therefore 1 - Σ p can be up to 2^-6, even if the

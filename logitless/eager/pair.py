@@ -128,9 +128,10 @@ def pair_read(
 ) -> tuple[Tensor, Tensor]:
     """Returns the loss of each row, and the state (N, PAIR_STATE) that the backward needs.
 
-    If `norms` is given, the results are sums over the columns of x. `pair_join` computes the loss
-    and the state's last number from the sums of all columns. For TVD, the last two columns of the
-    returned state are then the masses `above` and `below` (see `ratio`).
+    If `norms` is given, the loss and the last column of the state are sums over the columns of x.
+    After these sums are added over all ranks, `pair_join` computes the loss and the last column of
+    the final state from them. For TVD, the last two columns of the returned state are sums: the
+    masses `above` and `below` (see `ratio`).
     """
     results = _by_chunks(x, reading, pair, 1 + PAIR_STATE, norms, _value_and_state)
     value, state = results.split((1, PAIR_STATE), 1)

@@ -52,7 +52,9 @@ def fields_of(wants: tuple[str, ...], has_ids: bool) -> tuple[str, ...]:
 
 @made_once
 def of_one(name: str, device: torch.device, dtype: torch.dtype) -> Coefficients | None:
-    """Returns the coefficients for a gradient of 1 of one statistic. All rows share them.
+    """Returns the coefficients of all rows, if the statistic `name` has a gradient of 1.
+
+    The other statistics have no gradient.
 
     The result is None if the coefficients depend on the row or on the class weights.
     """

@@ -19,9 +19,9 @@ from ..contract import PRECISION, Coefficients, Partials, Reading, Statistics
 from ..core.loss import RowLoss, Saved
 from .choose_cut import chunk_rows, kept_blocks
 from .chunks import Chunks, Tile
+from .gemms import product, two_parts
 from .gradient_sums import GradientSums, Needs, Sum, SumInPlace, way_to_sum
 from .head import Head, Rows
-from .products import product, two_parts
 from .quantized import is_quantized
 
 WAITING = 4  # the number of Partials that are merged at a time

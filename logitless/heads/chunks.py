@@ -109,8 +109,9 @@ class Chunks:
     def hidden_of(self, rows: Rows, loss: RowLoss, sums: GradientSums | None) -> Tensor:
         """Returns the hidden states of some rows.
 
-        If gradients are computed, the hidden states of ignored rows are 0. The gradient of an
-        ignored row is 0, but 0 times NaN or infinity is NaN.
+        If gradients are computed, the hidden states of ignored rows are replaced by 0. Otherwise a
+        NaN or infinity in an ignored row would make the weight's gradient NaN: the GEMM multiplies
+        the row by the gradient of its logits, which is 0, and 0 times NaN is NaN.
         """
         h = self.hidden[rows]
         if self.drops or sums is None or loss.reading.ignore_index is None:

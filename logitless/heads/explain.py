@@ -5,8 +5,8 @@ from typing import NamedTuple
 from ..contract import Reading
 from ..core.loss import RowLoss
 from . import choose_cut
+from .gemms import UNIT
 from .head import Head
-from .products import UNIT
 
 
 class Explanation(NamedTuple):

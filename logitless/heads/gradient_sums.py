@@ -17,8 +17,8 @@ from torch import Tensor
 from ..contract import PRECISION
 from ..core.backend import Backend
 from ..core.loss import RowLoss, Saved
+from .gemms import SLAB, gemm, two_parts
 from .head import Head, Rows
-from .products import SLAB, gemm, two_parts
 
 
 class Needs(NamedTuple):

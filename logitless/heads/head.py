@@ -28,7 +28,7 @@ from ..core.loss import RowLoss
 from ..core.source import is_dense
 from . import choose_cut
 from .choose_cut import Cut, Work
-from .products import (
+from .gemms import (
     dense_logits,
     hidden_gradient,
     padded_logits,

@@ -24,11 +24,11 @@ from ..core.invariant import is_invariant, uncompiled
 from ..core.loss import RowLoss
 from ..core.source import Source, TopK, is_dtensor
 from . import checks as rules
+from .gemms import autocasts, cast_by_autocast, side_by_side
 from .head import Head, Rows, ScaledHead
 from .on_chip import chunks_of
 from .operators import evaluate_compiled
 from .per_row import PerRowLoss
-from .products import autocasts, cast_by_autocast, side_by_side
 from .quantized import is_quantized
 from .small import evaluate_small, evaluate_traced
 from .total import ReducedLoss

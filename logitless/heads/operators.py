@@ -22,9 +22,9 @@ from ..core import operators, tensor_checks
 from ..core.call import check_values, in_func
 from ..core.loss import RowLoss
 from . import per_row, total
+from .gemms import without_autocast
 from .gradient_sums import HeadGradients, Needs
 from .head import Head, ScaledHead
-from .products import without_autocast
 from .total import Call, needs_of
 
 

@@ -25,9 +25,9 @@ from ..core.autograd import Node, refuse_second, refuse_tangents
 from ..core.choose_backend import backend_of
 from ..core.evaluate import GradientInBackward
 from ..core.loss import RowLoss
+from .gemms import UNCHANGED, gemm, padded_logits, padded_memory, without_autocast
 from .gradient_sums import HeadGradients
 from .head import Head
-from .products import UNCHANGED, gemm, padded_logits, padded_memory, without_autocast
 
 
 def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):

@@ -4,8 +4,8 @@ from .blockfp_gemm import accumulate, can_accumulate, exponents
 from .duplicate_ids import with_repeats
 from .gather import gather, gather_gradient
 from .host import gradient, one_pass, read, reduce, scale_, scale_two_, share
+from .narrow_bwd_launch import narrow_gradients
 from .narrow_fwd import narrow_partial
-from .narrow_gradients import narrow_gradients
 from .narrow_tile import is_narrow
 from .pair_bwd import pair_gradient
 from .pair_fwd import pair_finish, pair_partial, pair_read

@@ -48,7 +48,7 @@ def _places(LOG_K: tl.constexpr):
 
 @triton.jit
 def _sort_runs(h, places, runs: tl.constexpr, LOG_K: tl.constexpr):
-    """Sorts each run of 2^runs keys in descending order. Each run must be bitonic.
+    """Sorts each run in descending order. A run is 2^`runs` adjacent keys, and must be bitonic.
 
     A run is bitonic if the run, or a rotation of the run, first rises and then falls.
     """

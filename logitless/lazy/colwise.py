@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..core import tensor_checks
+from ..heads.gemms import autocasts, cast_by_autocast, dense_logits
 from ..heads.linear import checked_head
-from ..heads.products import autocasts, cast_by_autocast, dense_logits
 from ..parallel.dtensor import hidden_of_all, shard_of_head
 from .logits import LazyLogits, lazy_logits_of
 from .report import warn_once

@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 
 from ..contract import PRECISION
 from ..core.autograd import Node
-from ..heads.products import without_autocast
+from ..heads.gemms import without_autocast
 from ..heads.quantized import BLOCK, PLAIN, is_freed
 from . import four_bit
 

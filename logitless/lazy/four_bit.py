@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ..heads.products import without_autocast
+from ..heads.gemms import without_autocast
 
 
 class FourBitWeight(Tensor):

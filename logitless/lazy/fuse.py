@@ -99,9 +99,10 @@ class Fused(NamedTuple):
 def is_fused(model: nn.Module) -> Fused:
     """Returns whether `fuse` has an effect on the model now, and the reason.
 
-    `fuse` has an effect if the head returns lazy logits in training. The result also depends on the
-    last training forward, because some trainers never call the head. `model` can also be a wrapper
-    of the fused model, or a part of the fused model that contains its head.
+    `fuse` has an effect if the head returns lazy logits in training. If the last
+    training forward did not call the head, the result is false, because some trainers multiply by
+    the head's weight themselves. `model` can also be a wrapper of the fused model, or a part of the
+    fused model that contains its head.
 
     >>> found = is_fused(model)
     >>> assert found, found.reason

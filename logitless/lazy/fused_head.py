@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from ..core.call import in_func
 from ..core.option_checks import LOGITS_DTYPES
 from ..core.source import is_dtensor
+from ..heads.gemms import autocasts
 from ..heads.linear import checked_head
-from ..heads.products import autocasts
 from ..heads.quantized import is_quantized, why_not_readable
 from .checks import name_of
 from .colwise import spread_logits, spread_plain_logits
@@ -130,7 +130,7 @@ def is_set(head: nn.Module | None, guard: Any) -> bool:
 
 
 def set_forward(head: nn.Module, guard: Any) -> None:
-    """Sets a FusedForward on a head, and on the layers inside the head with a second forward.
+    """Sets a FusedForward on a head, and on some layers inside the head (`has_second_forward`).
 
     The FusedForward calls the head's earlier forward.
     """

@@ -15,9 +15,9 @@ from ..core import call, option_checks
 from ..core.source import Logits
 from ..heads import checks
 from ..heads.explain import Explanation, explain
+from ..heads.gemms import two_parts
 from ..heads.head import Head
 from ..heads.linear import HeadLogits, checked_head
-from ..heads.products import two_parts
 from . import torch_functions  # noqa: F401 - registers the functions that keep logits lazy
 from .logits import lazy_logits_of
 

@@ -94,8 +94,8 @@ class LazyLogits(Deferred, Source):
     def from_head(self) -> bool:
         """Whether losses and functions are computed from the head instead of from the values.
 
-        For logits for inference (class Recipe), returns False if the logits are small or already
-        computed.
+        If these are logits for inference (`Recipe.inference`), the result is False once they are
+        computed, and always if they are small.
         """
         origin, recipe = self.origin, self.recipe
         if origin.exposed:

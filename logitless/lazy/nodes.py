@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..core.autograd import Node, refuse_second
-from ..heads.products import times_weight, two_parts, without_autocast
+from ..heads.gemms import times_weight, two_parts, without_autocast
 from ..heads.unshard import in_memory
-from .answers import Answers
 from .formula import Direct, Formula
 from .gradient import (
     NO_PARTS,
@@ -33,6 +32,7 @@ from .gradient import (
     shares_of,
     split,
 )
+from .metrics_after_loss import Answers
 from .origin import Record, recorded
 from .recipe import Computation, Recipe, own, stored
 from .weight_changes import Watch, versions

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..heads.products import without_autocast
+from ..heads.gemms import without_autocast
 from .deferred import memory_of
 from .formula import Formula
 from .gradient import described, outside
@@ -52,8 +52,8 @@ class Record:
 
     def __init__(self, needs: Sequence[bool], formulas: Sequence[Formula]):
         self.needs = needs  # whether each argument needs a gradient
-        # For each argument, the Formula that computes the argument from the head's logits. The head
-        # is in the recipe of the result.
+        # For each argument, the Formula that computes the argument from the head's logits. The
+        # recipe of the operation's result holds this head.
         self.formulas = formulas
         self.graph: Graph | None = None
 

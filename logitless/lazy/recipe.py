@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..heads.gemms import without_autocast
 from ..heads.head import Head, ScaledHead
-from ..heads.products import without_autocast
 from ..heads.unshard import in_memory
 from .formula import Direct, Formula, Input, Rows
 from .gradient import described
@@ -98,8 +98,9 @@ class Recipe:
     inputs: tuple[RowInput, ...] = ()  # the formula's inputs
     axis: int | None = None  # the dimension of the vocabulary; None for the last dimension
     shard: Any = None  # a VocabShard if weight and bias hold only the rows of this rank
-    # The scores that losses over logits of the same call of the head computed (answers.py). None if
-    # the head's tensors, except the rows of hidden, differ from the tensors of the call.
+    # The scores that losses over logits of the same call of the head computed (class Answers in
+    # metrics_after_loss.py). None if the call has no Answers, or if a tensor of this recipe's head
+    # is not the tensor of the call. Selecting or reordering rows of hidden is allowed.
     answers: Any = None
     # (..., 1), for each row of these logits its row in the call of the head. None if losses compute
     # no scores.

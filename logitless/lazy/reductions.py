@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.call import reading_of
 from ..losses.statistics import Read, logsumexp, row_stats, token_logprobs
 from . import views
-from .expectations import expectation_of
+from .entropy_formulas import expectation_of
 from .formula import Direct
 from .logits import LazyLogits, UnscaledLogits
 from .row_function import by_rows, mean_by_rows

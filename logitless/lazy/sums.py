@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core.autograd import Node
+from ..heads.gemms import side_by_side
 from ..heads.head import Head
-from ..heads.products import side_by_side
 from ..heads.quantized import is_freed, is_quantized
 from .elementwise import have_same_rows
 from .formula import Direct

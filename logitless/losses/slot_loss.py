@@ -1,4 +1,4 @@
-"""`slot_loss` computes a user's own divergence from a teacher that has K ids per row.
+"""`slot_loss`: a divergence that the user defines, from a student to a teacher with K ids per row.
 
 A slot is one of the K positions of a row. The formula of the user gets the log-probabilities of
 student and teacher at the slots, and the logs of the masses of student and teacher outside the
@@ -124,9 +124,9 @@ def slot_loss(
     gradient. The formula must not mix rows, because a call can get any number of rows.
 
     In a masked slot, log q and log p are the same finite number, whose exp is 0. Where both
-    probabilities are 0, in a slot or in the tails, log q and log p are this finite number too. So
-    masked slots add 0 to most divergences. Other formulas, such as rankings, must use slots.mask.
-    If only one probability is 0, its logarithm is -inf. If q is 0, log q has no gradient.
+    probabilities are 0, in a slot or in the tails, log q and log p are this finite number too. If
+    only one of p and q is 0, its logarithm is -inf. If q is 0, log q has no gradient. So masked
+    slots add 0 to most divergences. Other formulas, such as rankings, must use slots.mask.
 
     A row does not count if its label is ignore_index or its entry in `mask` is False. The loss of a
     row whose ids are all masked is 0. `row_weight` multiplies the loss of each row. "mean" divides

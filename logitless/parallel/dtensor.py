@@ -20,8 +20,8 @@ from ..core.in_place import evaluate_in_place
 from ..core.loss import RowLoss
 from ..core.source import Source, TopK, converts, is_dtensor
 from ..heads import checks as head_rules
+from ..heads.gemms import autocasts, cast_by_autocast
 from ..heads.linear import HeadLogits
-from ..heads.products import autocasts, cast_by_autocast
 from . import checks as rules
 from .shard import Shard
 

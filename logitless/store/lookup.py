@@ -9,8 +9,8 @@ The *beginning* of length n at a place is the next n tokens of the batch. The se
 looks up the hashes of several beginnings in the index: the next 1, 4, 16, 64, ... tokens, and the
 whole searched range. The longest beginning whose hash is in the index is tried first. If this
 beginning has n tokens, and several documents of a shard share these tokens, all beginnings of n + 1
-to 4 n tokens are looked up too. If the index contains one of these longer beginnings, the beginning
-is a whole document, or ends at the first token in which two documents differ. The number of
+to 4 n tokens are looked up too. The index contains such a longer beginning only if it is a
+whole document, or if its last token is the first one in which two documents differ. The number of
 comparisons grows with the number of shards, but not with the number of documents that share a
 beginning.
 """

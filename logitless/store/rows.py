@@ -200,8 +200,8 @@ class Decoding:
     def _far(self, units: Tensor, codes: Tensor) -> int:
         """Replaces the codes above `near` in `units` by numbers of units. Returns the largest code.
 
-        Before the call, `units` holds the codes. A code up to `near` already equals its number of
-        units.
+        Before the call, `units` holds the codes. A code of at most `near` is itself the number
+        of units, and stays unchanged.
         """
         last = codes[:, -1]  # a row's codes ascend, so its last code is the largest
         most = int(last.max())

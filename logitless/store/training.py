@@ -102,7 +102,7 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
 
 
 def _lengths(begins: Tensor, tokens: int) -> list[int]:
-    """The lengths of the documents in a row. `begins` is True where a document begins."""
+    """The lengths of the documents in one row of a batch. `begins` is True at each beginning."""
     starts = begins[1:tokens].nonzero()[:, 0] + 1
     return torch.diff(starts, prepend=torch.tensor([0]), append=torch.tensor([tokens])).tolist()
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..heads.products import autocasts
+from ..heads.gemms import autocasts
 from ..lazy.linear_logits import LinearLogits
 from ..losses.cross_entropy import cross_entropy_and_scores
 from ..losses.dense_teacher import jsd

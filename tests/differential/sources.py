@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import logitless as ll
-from logitless.heads import products
+from logitless.heads import gemms
 from logitless.heads.choose_cut import Cut
 from logitless.heads.head import Head
 from tests.support.rank_threads import on_ranks
@@ -135,7 +135,7 @@ class _SplitHead(Head):
 
     @contextlib.contextmanager
     def ready(self, loss):
-        split = mock.patch.multiple(products, reads_vectors=lambda t: True, UNIT=2)
+        split = mock.patch.multiple(gemms, reads_vectors=lambda t: True, UNIT=2)
         with split, super().ready(loss):
             yield
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.heads import choose_cut, products
+from logitless.heads import choose_cut, gemms
 from logitless.heads.choose_cut import Cut
 from tests.support.heads import LOSSES, N, V, assert_same, make
 from tests.support.rank_threads import on_ranks
@@ -88,9 +88,9 @@ def test_exactly_what_requires_a_gradient_gets_one(needs, reduction, cut, device
 def test_a_frozen_weight_costs_no_gemm(cut, monkeypatch):
     """No GEMM has the size of the weight's gradient."""
     sizes = []
-    plain = products.plain_gemm
+    plain = gemms.plain_gemm
     monkeypatch.setattr(
-        products, "plain_gemm", lambda a, b, *rest: sizes.append((len(a), b.shape[1])) or
+        gemms, "plain_gemm", lambda a, b, *rest: sizes.append((len(a), b.shape[1])) or
         plain(a, b, *rest),
     )  # fmt: skip
     leaves, target = tensors(needs=NEEDS["lora"])

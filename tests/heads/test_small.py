@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
 from logitless.contract import Pair, Reading
-from logitless.heads import choose_cut, products
+from logitless.heads import choose_cut, gemms
 from logitless.heads.chunks import Chunks
 from logitless.heads.head import ScaledHead
 from logitless.kernels.launch import Launch
@@ -38,7 +38,7 @@ def no_chunks(monkeypatch):
 def padded(request, monkeypatch):
     """Pads the rows of logits on a CPU too, as on a GPU, in memory that is NaN at first."""
     if request.param:
-        monkeypatch.setattr(products, "reads_vectors", lambda t: True)
+        monkeypatch.setattr(gemms, "reads_vectors", lambda t: True)
         with poisoned_memory():
             yield
     else:
@@ -58,7 +58,7 @@ def test_same_as_materialised(name, reduction, padded, no_chunks, device):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_kernels_over_padded_rows(name, reduction, no_chunks, monkeypatch, device):
-    monkeypatch.setattr(products, "reads_vectors", lambda t: True)
+    monkeypatch.setattr(gemms, "reads_vectors", lambda t: True)
     for lead in ((N,), (N, 1), (1, N)):
         parts = make(torch.float32, device, lead=lead)
         *exact, target = (t.double() if t.is_floating_point() else t for t in parts)
@@ -253,7 +253,7 @@ def test_the_host_does_little_in_a_backward(
 @pytest.mark.parametrize("lead", [(6,), (2, 3), (6, 1), (1, 6)])
 def test_results_per_row_of_other_losses(lead, backend, no_chunks, monkeypatch, device):
     """The gradient of the logits gets memory of shape (N, V) for every shape of hidden."""
-    monkeypatch.setattr(products, "reads_vectors", lambda t: True)
+    monkeypatch.setattr(gemms, "reads_vectors", lambda t: True)
     hidden, weight, bias, target = make(torch.float32, device, lead=lead)
     teacher = torch.randn(*lead, V, device=device).log_softmax(-1)
     kept = torch.arange(4, device=device).expand(*lead, 4)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import logitless as ll
-from logitless.heads import products
+from logitless.heads import gemms
 from logitless.lazy.logits import LazyLogits
 
 N, D, V, R = 6, 16, 23, 3
@@ -181,14 +181,14 @@ def test_autocast():
 def test_a_frozen_layer_costs_one_large_gemm(monkeypatch):
     """The only GEMM with a size of D computes the logits, because W and x need no gradient."""
     _, fused = pair(Lora, FROZEN["alone"])
-    sizes, plain = [], products.plain_gemm
+    sizes, plain = [], gemms.plain_gemm
 
     def counted(a, b, *rest):
         sizes.append((a.shape[1], b.shape[1]))
         return plain(a, b, *rest)
 
     z = fused(X)
-    monkeypatch.setattr(products, "plain_gemm", counted)
+    monkeypatch.setattr(gemms, "plain_gemm", counted)
     F.cross_entropy(z.flatten(0, 1), T.flatten()).backward()
     wide = [size for size in sizes if D in size]
     assert wide

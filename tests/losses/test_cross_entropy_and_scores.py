@@ -8,7 +8,8 @@ import torch
 
 import logitless as ll
 from logitless.core import evaluate
-from logitless.heads import choose_cut, products
+from logitless.heads import choose_cut
+from logitless.heads import gemms as head_gemms
 from logitless.heads.choose_cut import Cut
 from tests.support import sources
 from tests.support.laws import ROUNDING, error
@@ -130,7 +131,7 @@ def gemms(monkeypatch):
 
     count(torch, "mm")
     count(torch, "addmm")
-    count(products, "dense_logits")  # a GEMM of its own
+    count(head_gemms, "dense_logits")  # a GEMM of its own
     return seen
 
 

@@ -19,10 +19,10 @@ SLOT_LOSS, TVD = f"{LOSSES}slot_loss.py", f"{LOSSES}tvd.py"
 STATISTICS, KEPT_SCORES = f"{LOSSES}statistics.py", f"{LOSSES}kept_scores.py"
 ON_CHIP = "tests/heads/test_on_chip.py"
 LINEAR, BLOCKS, SUMS = (f"tests/heads/test_{x}.py" for x in ("linear", "blocks", "gradient_sums"))
-PRODUCTS, SMALL = "tests/heads/test_products.py", "tests/heads/test_small.py"
+PRODUCTS, SMALL = "tests/heads/test_gemms.py", "tests/heads/test_small.py"
 LOW_RANK, QUANTIZED = "tests/heads/test_low_rank.py", "tests/heads/test_quantized.py"
 LAZY_SUMS, NEIGHBOURS = "tests/lazy/test_sums.py", "tests/lazy/test_neighbours.py"
-ANSWERS = "tests/lazy/test_answers.py"
+ANSWERS = "tests/lazy/test_metrics_after_loss.py"
 SHARD, SHARD_HEADS = "tests/parallel/test_shard.py", "tests/parallel/test_shard_heads.py"
 TOPK, NARROW, COEFFICIENTS = (
     f"tests/kernels/test_{x}.py" for x in ("topk", "narrow", "stats_coefficients")

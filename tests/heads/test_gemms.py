@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.heads import choose_cut, products
+from logitless.heads import choose_cut, gemms
 from logitless.heads.choose_cut import Cut
 
 N, D = 24, 16
@@ -14,14 +14,14 @@ N, D = 24, 16
 @pytest.fixture
 def shapes(monkeypatch):
     """Splits GEMMs on a CPU too. The fixture is a list of the shapes (M, K, N) of all GEMMs."""
-    seen, plain = [], products.plain_gemm
+    seen, plain = [], gemms.plain_gemm
 
     def record(a, b, out, add):
         seen.append((a, b, out))
         return plain(a, b, out, add)
 
-    monkeypatch.setattr(products, "reads_vectors", lambda t: True)
-    monkeypatch.setattr(products, "plain_gemm", record)
+    monkeypatch.setattr(gemms, "reads_vectors", lambda t: True)
+    monkeypatch.setattr(gemms, "plain_gemm", record)
     return seen
 
 
@@ -56,8 +56,8 @@ def test_odd_vocabularies(vocab, reduction, cut, shapes):
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
     rows = [t if t.stride(1) == 1 else t.t() for tensors in shapes for t in tensors]
-    assert any(t.shape[1] >= products.UNIT for t in rows)
-    assert all(is_aligned(t) for t in rows if t.shape[1] >= products.UNIT)
+    assert any(t.shape[1] >= gemms.UNIT for t in rows)
+    assert all(is_aligned(t) for t in rows if t.shape[1] >= gemms.UNIT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -66,7 +66,7 @@ def test_the_sum_over_an_odd_vocabulary_is_rounded_once(dtype, shapes):
     dz = torch.randn(N, 1032).to(dtype)[:, :1031]
     weight = torch.randn(1031, D).to(dtype)
     want = dz.double() @ weight.double()
-    got = products.gemm(dz, weight, torch.empty(N, D, dtype=dtype))
+    got = gemms.gemm(dz, weight, torch.empty(N, D, dtype=dtype))
     assert len(shapes) == 2
     error, theirs = ((t - want).abs().max() for t in (got, dz @ weight))
     assert error <= 1.2 * theirs

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import logitless as ll
-from logitless.lazy import answers
+from logitless.lazy import metrics_after_loss
 from tests.support.metrics_after_loss import B, D, Model, T, V, pair, shifted, step
 
 
@@ -17,8 +17,8 @@ def ids(device):
 def test_the_host_waits_once_for_the_same_rows(ids, monkeypatch):
     _, fused = pair(ids.device)
     step(fused, ids, shifted)
-    waits, missing = [], answers.missing
-    monkeypatch.setattr(answers, "missing", lambda *a: waits.append(a) or missing(*a))
+    waits, missing = [], metrics_after_loss.missing
+    monkeypatch.setattr(metrics_after_loss, "missing", lambda *a: waits.append(a) or missing(*a))
     z = fused(ids)
     shifted(z, ids)
     assert not waits
@@ -33,7 +33,7 @@ def test_scores_that_nobody_reads(ids):
     """After PATIENCE calls without a metric, losses compute no scores."""
     _, fused = pair(ids.device)
     step(fused, ids, shifted)
-    for _ in range(answers.PATIENCE):
+    for _ in range(metrics_after_loss.PATIENCE):
         assert fused(ids).recipe.places is not None
     assert fused(ids).recipe.places is None
     step(fused, ids, shifted)

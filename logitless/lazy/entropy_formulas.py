@@ -2,7 +2,7 @@
 
 Trainers compute the entropy of p = softmax(y) by PyTorch's functions, for example as
 -(logp.exp() * logp).sum(-1) or as y.logsumexp(-1) - (p * y).sum(-1). These sums can be computed
-from the entropy and the logsumexp of each row. A loss can compute both (answers.py).
+from the entropy and the logsumexp of each row. A loss can compute both (metrics_after_loss.py).
 """
 
 from collections.abc import Callable

@@ -101,11 +101,11 @@ class Answers:
 
         `places` is None if losses over these logits compute no scores (class Recipe).
 
-        A head with drop_ignored=False has no Answers, because the host would have to wait for the
-        number of rows without scores. An FSDP module has no Answers, because all ranks must gather
-        its weight together, and some ranks could have no rows without scores. With deterministic
-        algorithms, there are no Answers either, because the bits of a loss with scores can differ
-        from the bits of the same loss without scores.
+        With drop_ignored=False, the host must never wait. Such a head has no Answers, because the
+        host would have to wait until the device has counted the rows without scores. An FSDP module
+        has no Answers, because all ranks must gather its weight together, and some ranks could have
+        no rows without scores. With deterministic algorithms, there are no Answers either, because
+        the bits of a loss with scores can differ from the bits of the same loss without scores.
         """
         module, device = head.module, head.device
         if module is None or hasattr(type(module), "unshard") or not head.drop_ignored:
@@ -149,7 +149,7 @@ class Answers:
         return ScoredCrossEntropy(reading, loss.label_smoothing, loss.z_loss)
 
     def keep(self, recipe: Recipe, reading: Reading, scores: Sequence[Tensor]) -> None:
-        """Writes the scores that a loss computed to the Table."""
+        """Adds the scores of a loss to the Table."""
         options, label = Options.of(reading), reading.label
         assert options is not None
         assert label is not None
@@ -253,7 +253,7 @@ def missing(table: Table, recipe: Recipe, ids: Tensor | None, ignored: Tensor | 
 
 
 def fill(table: Table, recipe: Recipe, options: Options, at: Tensor, ids: Tensor | None) -> Scores:
-    """Computes the scores of the rows `at` of `recipe`.
+    """Computes the scores of some rows of `recipe`. `at` holds the indices of these rows.
 
     The scores of rows that have no scores in the Table are added to the Table.
     """
