@@ -1,6 +1,6 @@
 """Measures speed and memory of a Llama's training step with several implementations of the loss.
 
-    python benchmarks/training_step.py --out FOLDER [--quick]
+    python benchmarks/training_step.py --out FOLDER [--quick] [--lengths 4096 8192 ...]
 
 The model has the sizes of Llama 3.2 1B (tied head, bf16, gradient checkpointing) and random
 weights. A step is a forward with Transformers' labels and a backward. The optimizer step is the
@@ -10,7 +10,8 @@ of the plain bf16 model plus 1e-3. Then all implementations alternate, so a drif
 changes all times alike. The option --seconds limits the time of the whole run. Measurements after
 this time are reported as "no time left". The script writes FOLDER/training-step.md.
 
-The option --quick runs a small model for a short time, on a CPU or a GPU.
+The option --quick runs a small model for a short time, on a CPU or a GPU. The option --lengths
+measures single sequences of these lengths, with and without ll.fuse.
 """
 
 import argparse
@@ -254,6 +255,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--out", type=Path, required=True, metavar="FOLDER")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--quick", action="store_true", help="use a small model")
+    add("--lengths", type=int, nargs="+", help="lengths of single sequences")
     add("--seconds", type=float, default=130.0, help="time for the whole run (default 130)")
     args = parser.parse_args(argv)
     deadline = time.monotonic() + args.seconds
@@ -261,6 +263,9 @@ def main(argv: list[str] | None = None) -> int:
     vocab = sizes["vocab_size"]
 
     variants, about = variants_of(llama(sizes, args.device))
+    if args.lengths:
+        shapes = [(1, length) for length in args.lengths]
+        variants = [v for v in variants if v.name in ("Transformers as it is", "ll.fuse(model)")]
     errors = errors_of(variants, batch_of(CHECKED, vocab, args.device))
     verdicts = {name: verdict(each, errors[variants[0].name]) for name, each in errors.items()}
     checks = []
@@ -273,7 +278,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for shape in shapes:
         batch = batch_of(shape, vocab, args.device)
-        steps = STEPS if shape[0] * shape[1] <= 16384 else 2
+        steps = 1 if args.lengths else STEPS if shape[0] * shape[1] <= 16384 else 2
         cells = measure(variants, batch, args.device, steps, deadline)
         rows.append({"batch × length": f"{shape[0]} × {shape[1]:,}", **cells})
         print(*rows[-1].values(), sep=" | ", flush=True)
