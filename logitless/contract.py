@@ -39,7 +39,7 @@ STATISTICS = (
     "entropy",  # -Σ p log p
     "total",  # Σ v z, where v are the class weights
     "log_total",  # Σ v log p
-    "argmax",  # int64, the column of the max, or the lowest of several; -1 for ignored rows
+    "argmax",  # int64, the lowest column that holds the max; -1 for ignored rows
     "tail",  # log of the softmax mass outside the ids
     "logprob_t1",  # log p of the label at temperature 1
 )
@@ -89,7 +89,7 @@ class Reading(NamedTuple):
         return sums_of(self.wants, self.at_temperature_1)
 
     def fold_scale(self, scale: float, softcap: float | None) -> "Reading":
-        """Returns a Reading that computes, from logits x, the statistics of scale · x.
+        """Returns a Reading that reads the logits x and computes the statistics of scale · x.
 
         The softcap of `self` is replaced by the argument `softcap`, which applies to scale · x.
         """
@@ -137,7 +137,7 @@ class RowStats(NamedTuple):
     picked: Tensor | None = None  # like ids  z[ids]
     entropy: Tensor | None = None  # (...)    -Σ p log p, in nats
     total: Tensor | None = None  # (...)      Σ z
-    argmax: Tensor | None = None  # (...)     int64, the column of the max, or the lowest of several
+    argmax: Tensor | None = None  # (...)     int64, the lowest column that holds the max
     logprob: Tensor | None = None  # like ids  log p[ids]
 
 
@@ -172,7 +172,7 @@ STATE = 6
 
 
 class Partials(NamedTuple):
-    """Partial statistics of several disjoint sets of columns of the logits.
+    """Partial statistics of the logits, for several disjoint sets of columns.
 
     A set of columns is a block of a head, the part of a row that one program reads (a split), or
     the shard of one rank. Partial statistics can be merged in any order. For an empty set of
@@ -246,7 +246,7 @@ def of_bits(t: Tensor) -> Tensor:
 class Coefficients(NamedTuple):
     """The coefficients of the formula at the top of this file, for an upstream gradient of 1."""
 
-    rows: Tensor | None  # (N, COEFFICIENTS), or (1, COEFFICIENTS) if all rows are equal
+    rows: Tensor | None  # (N, COEFFICIENTS), or (1, COEFFICIENTS) if equal for all rows
     has: tuple[str, ...]  # the names from FIELDS that the loss uses
     ids: Tensor | None = None  # g_k, (N, K) or (..., K)
 
@@ -287,9 +287,10 @@ class Slots(NamedTuple):
     tail: Tensor | None
     row_weight: Tensor | None  # (...), multiplies each row's divergence
     divergence: str  # "forward_kl", "reverse_kl", "jsd" or "tvd"
-    # The support is "truncate", "renorm_teacher", "renorm" or "tail". For logits that are already
-    # gathered at the teacher's ids, the support is "gathered" (softmax over all K slots) or
-    # "gathered_renorm" (softmax over the unmasked slots).
+    # How probabilities are normalised over the slots (see kernels/slot_divergence.py): "truncate",
+    # "renorm_teacher", "renorm" or "tail". For logits that are already gathered at the teacher's
+    # ids, `support` is "gathered" (softmax over all K slots) or "gathered_renorm" (softmax over the
+    # unmasked slots).
     support: str
     beta: float  # β of "jsd"
     kd_weight: float  # multiplies the divergence
@@ -337,16 +338,16 @@ class Pair(NamedTuple):
     TENSORS = (("teacher", TEACHER),)
 
 
-# The number of values saved per row for a loss against a dense teacher. Four values are the max and
-# the sum of exponentials of the student's logits and of the teacher's logits. For "tvd", the fifth
-# value is a ratio of two masses. For all other losses, the fifth value is a mean under the
-# student's probabilities. The loss determines the quantity whose mean is taken (see eager/pair.py).
+# The number of values saved per row for a loss against a dense teacher. The first four values are
+# the max and the sum of exponentials, for the student's logits and for the teacher's logits. For
+# "tvd", the fifth value is a ratio of two masses. For all other losses, the fifth value is a mean
+# under the student's probabilities. eager/pair.py defines this mean for each loss.
 PAIR_STATE = 5
 
 # The kinds of `Pair` whose loss needs two passes, because each term of the loss needs the
-# normalisers of both rows. If the columns of a row are divided into parts, the second pass computes
-# some sums over the columns of each part. PAIR_SUMS gives the number of these sums. The first sum
-# is the loss of the part's columns. The other sums are the last columns of the state (see
+# normalisers of the student's row and of the teacher's row. If the columns of a row are divided
+# into parts, the second pass computes PAIR_SUMS[kind] sums over the columns of each part. The first
+# sum is the loss of the part's columns. The other sums are the last columns of the state (see
 # eager/pair.py).
 PAIR_SUMS = {"jsd": 2, "tvd": 3}
 

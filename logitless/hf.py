@@ -35,13 +35,13 @@ from .trl_head.adapter import use_in_trl as use_in_trl
 class DistillTrainer(Trainer):
     """A Trainer with the loss (ce_weight · cross-entropy + kd_weight · divergence from a teacher).
 
-    The teacher is either a model, passed as `teacher`, or a store of captured logits. `store` is a
-    `Store` or its path. With a store, each sample of the dataset must be a document of the store,
-    or the beginning of a document. With a teacher model, each step captures the model's `k` largest
-    logits per token. The heads of student and teacher are fused, so that no logits are
-    materialised. The arguments `divergence` and `support` are required, and docs/distillation.md
-    explains them. `temperature` applies to student and teacher. With a store, `temperature` must be
-    the temperature at which the store was captured.
+    The teacher is either a model, passed as `teacher`, or a store of captured logits. The argument
+    `store` is a `Store` or its path. With a store, each sample of the dataset must be a document of
+    the store, or the beginning of such a document. With a teacher model, each step captures the
+    model's `k` largest logits per token. The heads of student and teacher are fused, so that no
+    logits are materialised. The arguments `divergence` and `support` are required, and
+    docs/distillation.md explains them. `temperature` applies to student and teacher. With a store,
+    `temperature` must be the temperature at which the store was captured.
 
     Training steps log `ce_loss` and `kd_loss`. Evaluations log `eval_ce_loss` and `eval_kd_loss`.
     With `eval_teacher=False`, evaluation computes only the cross-entropy, so that the evaluation
@@ -86,8 +86,9 @@ class DistillTrainer(Trainer):
             teacher.to(self.args.device).eval().requires_grad_(False)
         self._targets: SparseTargets | None = None
         # `_sums` has the key True for training and the key False for evaluation. Each value is a
-        # list with one tensor per batch. Each tensor holds three numbers: the cross-entropy summed
-        # over the tokens, the divergence summed over the tokens, and the number of tokens.
+        # list with one tensor per batch. The tensor holds three numbers: the sum of the
+        # cross-entropy over tokens, the sum of the divergence over tokens, and the number of
+        # tokens.
         self._sums: dict[bool, list[Tensor]] = {True: [], False: []}
 
     def _fuse_student(self) -> None:
@@ -191,7 +192,7 @@ class DistillTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _means(self, training: bool) -> dict[str, float]:
-        """The mean cross-entropy and the mean divergence per token of all batches in `_sums`.
+        """The mean cross-entropy and the mean divergence per token, over all batches in `_sums`.
 
         The means cover the batches of all ranks.
         """

@@ -23,7 +23,7 @@ Run = Callable[[Any], Any]
 
 
 def repetitions(budget: float, one: float, least: int = 5, most: int = 500) -> int:
-    """The number of calls of `one` ms that fit into `budget` ms, clamped to [least, most]."""
+    """The number of calls of `one` ms each that fit into `budget` ms, within [least, most]."""
     return max(least, min(most, int(budget / max(one, 1e-3))))
 
 

@@ -1,9 +1,9 @@
-"""Naive PyTorch formulas of the library's functions, and the errors of results against fp64.
+"""Naive PyTorch formulas for the library's functions, and the errors of results against fp64.
 
 A formula takes logits (n, V) and tensors with one entry per row, and returns numbers or ids per
-row. `doctor` compares the library with some of these formulas (selfcheck.py). `bench` times these
-formulas, in the dtype of the logits, as the contender "eager". `errors` evaluates and
-differentiates the formulas in fp64, for a few rows at a time to save memory.
+row. `doctor` compares the library with some of these formulas (selfcheck.py). `bench` also times
+these formulas, as the contender "eager". The timed formulas run in the dtype of the logits.
+`errors` evaluates and differentiates the formulas in fp64, for a few rows at a time to save memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 IGNORED = -100
 CLIP = 0.2  # ratios of new to old probabilities are clipped to [1 - CLIP, 1 + CLIP]
-ENTROPY_BONUS = 0.01  # the loss of `score` is -(logprob + 0.01 · entropy)
+ENTROPY_BONUS = 0.01  # `objective` turns the results of `score` into -(logprob + 0.01 · entropy)
 ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # number of fp64 logits in memory at once
 
 # Bounds on our errors. The error of a value is relative to max(1, |value|). The error of a gradient

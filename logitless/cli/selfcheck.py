@@ -30,7 +30,7 @@ class Check(NamedTuple):
     respect to the logits, unless `differentiable` is False.
     """
 
-    name: str  # name of the function; a comma and a case follow if there are several checks
+    name: str  # name of the function; then a comma and a case, if the function has several checks
     ours: Callable[[Tensor, Tensor, Tensor], Tensor]
     naive: Callable[[Tensor, Tensor, Tensor], Tensor]
     least: int = 1  # smallest V that the check accepts
@@ -88,7 +88,7 @@ def naive_slots(x, ids, _):
 
 
 def naive_tail(x, ids, _):
-    """The same divergence, plus a cross-entropy at temperature 1."""
+    """The divergence of `naive_slots`, plus 0.5 times the cross-entropy at temperature 1."""
     return naive_slots(x, ids, _) + 0.5 * F.cross_entropy(x, ids, reduction="none")
 
 
@@ -205,7 +205,7 @@ def of_kept(x, ids, _):
 
 
 def naive_of_kept(x, ids, _):
-    """Returns the same scores, computed from logits that are -inf at all other ids."""
+    """Returns the scores of `of_kept`, from logits that are -inf at all ids that are not kept."""
     inside = torch.zeros_like(x, dtype=torch.bool).scatter(-1, three_ids(ids, x.shape[1]), True)
     log_q = torch.where(inside, x, -torch.inf).log_softmax(-1)
     mass = torch.where(inside, x.log_softmax(-1), -torch.inf).logsumexp(-1)

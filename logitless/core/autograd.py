@@ -33,7 +33,10 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 
 
 def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
-    """Returns `gradients`, tied to `inputs` so that differentiating them again raises an error."""
+    """Returns `gradients`, connected to `inputs` in the autograd graph.
+
+    Differentiating the returned gradients raises an error.
+    """
     present = [t for t in gradients if t is not None]
     needed = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
     if not present or not needed:

@@ -3,7 +3,7 @@
 The modules `eager` (plain PyTorch) and `kernels` (Triton) implement the protocol. ColumnBackend
 (parallel/rank_merge.py) and BlockBackend (heads/blocks.py) call `eager` or `kernels`, and merge the
 partial statistics of several sets of columns. OnChipBackend (heads/on_chip.py) calls `kernels`. The
-structs in the signatures are defined in contract.py. call.py chooses the backend of a tensor.
+structs in the signatures are defined in contract.py. choose_backend.py chooses the backend.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Backend(Protocol):
     def coefficients(
         self, reading: Reading, state: Tensor, gradients: dict[str, Tensor | None]
     ) -> Coefficients:
-        """Returns the coefficients of the backward formula from the gradients of statistics.
+        """Computes the coefficients of the backward formula from the gradients of the statistics.
 
         `gradients` holds the gradient of each statistic by name. A missing gradient is 0.
         """
@@ -58,20 +58,20 @@ class Backend(Protocol):
         ...
 
     def merge(self, several: Sequence[Partials], reading: Reading) -> Partials:
-        """Merges the partial statistics of several sets of columns of the same rows."""
+        """Merges partial statistics of the same rows, for several sets of columns."""
         ...
 
     def finish(
         self, parts: Partials, reading: Reading, shape: tuple[int, ...] | None = None
     ) -> Statistics:
-        """Returns the statistics of whole rows from the `Partials` of all columns.
+        """Computes the statistics of whole rows from the `Partials` of all columns.
 
         The statistic `tail` cannot be computed from Partials.
         """
         ...
 
     def outside(self, x: Tensor, reading: Reading, found: Statistics) -> Tensor:
-        """Returns, for each row, the log of the softmax mass outside `reading.ids`.
+        """Returns the log of the softmax mass outside `reading.ids`, one number per row.
 
         `found` holds the other statistics of the rows.
         """
@@ -101,7 +101,7 @@ class Backend(Protocol):
         ...
 
     def label_coefficients(self, reading: Reading, dtype: torch.dtype) -> Coefficients:
-        """Returns the coefficients of the gradient of `weighted_nll`.
+        """Returns the coefficients of the backward formula for the loss `weighted_nll`.
 
         The coefficients do not depend on statistics.
         """
@@ -150,7 +150,7 @@ class Backend(Protocol):
         ...
 
     def zero_ignored(self, x: Tensor, reading: Reading) -> Tensor:
-        """Returns a tensor x of shape (N, D) with 0 in the rows that `reading` marks as ignored."""
+        """Returns x, of shape (N, D), with zeros in the rows that `reading` ignores."""
         ...
 
     # --- teachers
@@ -164,7 +164,7 @@ class Backend(Protocol):
         logprob_t1: Tensor | None = None,
         temperature: float | Tensor | None = None,
     ) -> tuple[Tensor, Coefficients]:
-        """Returns each row's loss against a sparse teacher, and the gradient's coefficients."""
+        """Returns each row's loss against a sparse teacher, and its gradient's coefficients."""
         ...
 
     def gather(self, x: Tensor, reading: Reading) -> Tensor:
@@ -184,7 +184,7 @@ class Backend(Protocol):
         factor: Tensor | None = None,
         into: Tensor | None = None,
     ) -> Tensor:
-        """Returns the gradient of the logits, where g is the gradient of the result of `gather`."""
+        """Returns the gradient of the logits. `g` is the gradient of the gathered logits."""
         ...
 
     def pair_read(
@@ -230,7 +230,7 @@ class Backend(Protocol):
         bias: Tensor | None = None,  # (N,)
         transposed: bool = False,
     ) -> Tensor:
-        """Writes a @ b + bias to `out`. A row has the same bits for every number of rows M.
+        """Writes a @ b + bias to `out`. The bits of a row do not depend on the number of rows M.
 
         If `transposed`, the product is a @ b.T. If a and b are 16-bit tensors, `out` can be fp32.
         """

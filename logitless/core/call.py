@@ -2,10 +2,10 @@
 
 Checks read shapes, dtypes, devices and Python numbers, which are the same in every step of a
 training loop. Therefore `check_once` checks each combination of shapes, dtypes, devices and numbers
-only once. The rules for the arguments of a public function are in the file checks.py of the
-function's folder. Only `check_values` reads the values of tensors. `check_values` always reads
-tensors on a CPU, because no synchronisation is needed. `check_values` reads tensors on a GPU only
-if LOGITLESS_CHECK=1 is set.
+only once. Each folder of public functions has a file with the rules for their arguments, for
+example losses/checks.py. Only `check_values` reads the values of tensors. `check_values` always
+reads tensors on a CPU, because no synchronisation is needed. `check_values` reads tensors on a GPU
+only if LOGITLESS_CHECK=1 is set.
 """
 
 import functools
@@ -48,7 +48,7 @@ def check_once(check: Callable[..., None], *args: Any) -> None:
         )
         if key in _passed:
             return
-    except (AttributeError, TypeError):  # an argument without a hash or shape; `check` raises
+    except (AttributeError, TypeError):  # an argument has no hash or shape; `check` raises
         key = None
     try:
         check(*args)

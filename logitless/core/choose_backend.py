@@ -64,7 +64,7 @@ def backend_of(x: Tensor) -> Backend:
 
 
 def topk_of(x: Tensor, k: int, temperature: float, softcap: float | None) -> tuple:
-    """Returns the result of the function `topk` of the tensor's backend."""
+    """Calls the function `topk` of the tensor's backend."""
     if not is_invariant():
         return backend_of(x).topk(x, k, temperature, softcap)
     return backend_of(x).topk(aligned(x), k, temperature, softcap, True)

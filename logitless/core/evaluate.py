@@ -1,4 +1,4 @@
-"""Evaluates a loss over a tensor of logits. Other sources of logits have a method `evaluate`.
+"""Evaluates a loss over a tensor of logits. Other sources have their own method `evaluate`.
 
 A loss is evaluated on one of seven routes. The route is chosen by `evaluate`, or, if inplace=True,
 by `evaluate_in_place`. If several conditions are true, the first route in this list is used.
@@ -141,7 +141,7 @@ def evaluate_traced(x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor
 
 
 def _forward(backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: str | None):
-    """Returns the outputs, the factor of each row's gradient, and the tensors saved by forward."""
+    """Returns the outputs, the factor of each row's gradient, and the tensors to save."""
     outputs, saved = loss.forward(backend, x)
     value, *extras = outputs
     if reduction is None:
@@ -276,10 +276,10 @@ class GradientInBackward(Node):
 def finish(
     ctx, x: Tensor, tensors: Sequence, upstream: tuple, wanted: bool, into: Tensor | None = None
 ) -> tuple[Tensor | None, tuple]:
-    """Computes backward. `tensors` are all tensors except x that GradientInBackward saved.
+    """Computes backward. `tensors` are the tensors that GradientInBackward saved, except x.
 
-    Returns the gradient of the logits if `wanted`, and the gradients of row_inputs. The gradient of
-    the logits is written to `into` if possible.
+    Returns the gradient of the logits (None if not `wanted`), and the gradients of row_inputs. The
+    gradient of the logits is written to `into` if possible.
     """
     factor, saved = tensors[0], tuple(tensors[ctx.count :])
     loss = ctx.loss.rebuild(tensors[1 : ctx.count])

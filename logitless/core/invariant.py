@@ -7,8 +7,8 @@ uses. Inside `invariant`, every split depends only on the vocabulary, the dtype 
 - Triton kernels compute every row in one program (kernels/stats_split_fwd.py, `cut_of`).
 - Inside a program, the blocks of a row start on 16-byte boundaries. So logits are copied if their
   rows do not all start on 16-byte boundaries (`aligned`).
-- The eager backend computes one row at a time (core/evaluate.py). PyTorch's operations on a CPU can
-  round the same row differently if the row is at another position in the tensor.
+- The eager backend computes one row at a time (core/evaluate.py), because PyTorch's operations on a
+  CPU can round the same row differently if the row is at another position in the tensor.
 - The GEMMs of a head add the terms of each sum in a fixed order (kernels/row_gemm.py,
   eager/row_gemm.py).
 
@@ -35,8 +35,8 @@ def invariant():
     """Inside a `with` block, results and gradients of a row have the same bits in every batch.
 
     The bits do not depend on the other rows of the batch, on the number and the order of the rows,
-    on `workspace`, or on ignored rows. This is true for the results per row and for the gradients
-    of logits and hidden states, for all losses and statistics of this library. The bits of the
+    on `workspace`, or on ignored rows. In all losses and statistics of this library, this is true
+    for the results per row, and for the gradients of logits and hidden states. The bits of the
     gradients of weight and bias do depend on the batch, because these gradients are sums over the
     batch. Backward can run outside of the block. `invariant` applies to all threads of the process.
 
@@ -94,7 +94,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def starts_aligned(x: Tensor) -> bool:
-    """Whether rows of x start on 16-byte boundaries, and kernels can read x without a copy."""
+    """Whether all rows of x start on 16-byte boundaries, and kernels can read x without a copy."""
     *sizes, vocab = x.shape
     *steps, last = x.stride()
     if x.dim() > 3 or (last != 1 and vocab > 1) or x.data_ptr() % 16:

@@ -69,7 +69,7 @@ class RowLoss:
     # The names of the label and of the ids in error messages. In a subclass, `names` can be a
     # property.
     names: ClassVar[Any] = ("target", "ids")
-    row_inputs = ()  # tensors with one or k numbers per row, which can require a gradient
+    row_inputs = ()  # tensors with one or k numbers per row; they can require grad
 
     @property
     def teachers(self) -> tuple:
@@ -122,7 +122,7 @@ class RowLoss:
         saved: Saved,
         upstream: Upstream,
         factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
-        into: Tensor | None = None,  # x, or memory of shape (..., V) or (N, V); None allocates it
+        into: Tensor | None = None,  # x, or (..., V) or (N, V); None means a new tensor
     ) -> Tensor:
         coefficients, gain = self.coefficients(saved, upstream)
         return backend.gradient(x, self.reading, saved[0], coefficients, gain, factor, into)

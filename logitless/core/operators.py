@@ -2,9 +2,10 @@
 
 Each RowLoss has two operators. `logitless::<name>` returns the outputs and the tensors that
 backward needs. `logitless::<name>_gradient` returns the gradient of the logits. The arguments of an
-operator are the fields of the loss and of its structs (contract.py). An output that is None becomes
-an empty tensor, because an operator cannot return None. For torch.func, each operator also has an
-autograd.Function. heads/operators.py defines the operators of losses over a head.
+operator are the fields of the loss and of its structs (contract.py). If a tensor that backward
+needs is None, the operator returns an empty tensor instead, because an operator cannot return None.
+For torch.func, each operator also has an autograd.Function. heads/operators.py defines the
+operators of losses over a head.
 """
 
 from collections.abc import Callable, Sequence

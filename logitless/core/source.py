@@ -2,11 +2,11 @@
 
 evaluate.py evaluates a loss over a plain tensor. Any other object that represents logits (..., V)
 is a `Source`. Examples are a head whose logits are not materialised (heads/linear.py), lazy logits
-(lazy/logits.py), one rank's shard of the vocabulary (parallel/shard.py), or a user's own subclass.
+(lazy/logits.py), one rank's shard of the vocabulary (parallel/shard.py), and a user's own subclass.
 The public functions check shape, dtype and device of their arguments, build a RowLoss, and pass the
 loss to `evaluate` of the source. The rest of the library treats all sources alike.
 
-LinearLogits and VocabShard, which users construct, are subclasses of `Logits`. The class `Logits`
+Users construct LinearLogits and VocabShard, which are subclasses of `Logits`. The class `Logits`
 has only the members that users need. The attribute `_source` of a `Logits` is the Source that
 evaluates losses.
 
@@ -105,9 +105,9 @@ class Source:
         return self.materialize(slice(None)).view(self.shape)
 
     def in_columns(self, shard: Any) -> "Source":
-        """Returns the logits of all ranks as a source, which computes only this rank's columns.
+        """Returns a source for the logits of all ranks that computes only this rank's columns.
 
-        `shard` is the Shard (parallel/shard.py) whose columns this source computes.
+        `shard` is the Shard (parallel/shard.py) that wraps this source.
         """
         raise TypeError(f"source must be logits or a LinearLogits, got {type(self).__name__}.")
 

@@ -1,6 +1,6 @@
 """Checks of targets and ids: integers, one or K per row, each in [0, V).
 
-All checks read only shapes and dtypes, except `in_range`, which reads values. call.py decides when
+All checks read only shapes and dtypes, except `in_range`, which reads values. call.py explains when
 the checks run.
 """
 
@@ -62,7 +62,10 @@ def ids_of_rows(name: str, t: Any, x: Tensor) -> None:
 def in_range(
     ids: Tensor, V: int, counts: Tensor | None, name: str, ignore_index: int | None
 ) -> None:
-    """Raises if an id for which `counts` is True is outside [0, V). The message names the row."""
+    """Raises if an id is outside [0, V), unless `counts` is False for this id.
+
+    The error message names the row.
+    """
     bad = (ids < 0) | (ids >= V)
     if counts is not None:
         bad &= counts

@@ -1,8 +1,8 @@
 """Checks of arguments, with error messages of the form `<argument> must <rule>, got <value>.`
 
-All checks read only shapes and dtypes, except `in_bounds`, which reads values. Other rules have
-their own files: numbers option_checks.py, targets and ids target_checks.py, and SparseTargets
-targets/sparse_checks.py. call.py decides when the checks run.
+All checks read only shapes and dtypes, except `in_bounds`, which reads values. option_checks.py
+checks numbers, target_checks.py checks targets and ids, and targets/sparse_checks.py checks
+SparseTargets. call.py explains when the checks run.
 """
 
 import os
@@ -46,7 +46,7 @@ def some_logits(x: Any, name: str) -> None:
 
 
 def placed(name: str, x: Any, dim: int) -> None:
-    """Checks that a DTensor is replicated, or sharded on dimension `dim` by one mesh dimension."""
+    """Checks that a DTensor is replicated, or sharded on dim `dim` over one mesh dimension."""
     sharded = [p for p in x.placements if not p.is_replicate()]
     if sharded and (len(sharded) > 1 or not is_shard(sharded[0], dim)):
         raise TypeError(
@@ -151,7 +151,7 @@ def row_weight(t: Any, x: Tensor) -> None:
         raise TypeError(f"row_weight must be a Tensor, got {type(t).__name__}.")
     if t.is_complex():
         raise TypeError(f"row_weight must be real, got {t.dtype}.")
-    if t.dtype == torch.bool:  # a mean would also divide by rows of weight False
+    if t.dtype == torch.bool:  # a mean would also count rows whose weight is False
         raise TypeError(
             "row_weight must hold numbers that multiply the losses, got torch.bool. "
             "Pass a mask of the rows that count as `mask`."

@@ -35,7 +35,7 @@ def gather_gradient(
     x: Tensor,  # (..., V)
     reading: Reading,
     picked: Tensor,  # (..., K), the result of gather
-    g: Tensor,  # (..., K), the gradient of picked for an upstream gradient of 1
+    g: Tensor,  # (..., K), the gradient of `picked`, for an upstream gradient of 1
     upstream: Tensor,  # one number, or one number per row
     factor: Tensor | None = None,
     into: Tensor | None = None,

@@ -10,11 +10,13 @@ max of the logits, or 0 if the max is infinite. In this file, the exponents d ar
 (logit - shift) / temperature, and the normaliser is Σ e^d. The mean is an expectation under the
 student's probabilities q. For reverse KL, the mean is Σ q (d_q - d_p), where d_q are the student's
 exponents, and d_p are the teacher's exponents. For JSD, the mean is Σ q log(q / M), where M is the
-mixture of student and teacher. For total variation (TVD), the state holds a ratio of two masses of
-the student instead of the mean (`ratio`). For the other losses, the mean is 0. The Triton kernels
-save the mean in other units (kernels/pair_state.py). A partial state covers only some columns of a
-row. A partial state holds the max instead of the shift. Instead of the mean, a partial state holds
-a sum c, in nats, which kernels/pair_fwd.py defines for each loss.
+mixture of student and teacher. For total variation (TVD), the mean is replaced by a ratio of two
+masses of the student (see `ratio`). For the other losses, the mean is 0. The Triton kernels save
+the mean in other units (kernels/pair_state.py).
+
+A partial state covers only some columns of a row. A partial state holds the max instead of the
+shift. Instead of the mean, a partial state holds a sum c, in nats, which kernels/pair_fwd.py
+defines for each loss.
 """
 
 import torch
@@ -34,9 +36,9 @@ from .rows import (
     written_to,
 )
 
-# The chunk size is divided by a number, which _DIVISORS gives for each kind of loss. For a kind
-# that is not in _DIVISORS, the number is 1. JSD needs smaller chunks, because JSD keeps about
-# twenty tensors of a chunk's size in memory. TVD keeps about ten, and the other losses keep six.
+# The chunk size of each kind of loss is divided by the number in _DIVISORS, which is 1 by default.
+# JSD needs smaller chunks, because JSD keeps about twenty tensors of a chunk's size in memory. TVD
+# keeps about ten such tensors, and the other losses keep six.
 _DIVISORS = {"jsd": 8, "tvd": 2}
 
 
@@ -129,9 +131,9 @@ def pair_read(
     """Returns the loss of each row, and the state (N, PAIR_STATE) that the backward needs.
 
     If `norms` is given, the loss and the last column of the state are sums over the columns of x.
-    After these sums are added over all ranks, `pair_join` computes the loss and the last column of
-    the final state from them. For TVD, the last two columns of the returned state are sums: the
-    masses `above` and `below` (see `ratio`).
+    For TVD, the last two columns of the returned state are sums: the masses `above` and `below`
+    (see `ratio`). The caller adds the sums of all ranks. From the added sums, `pair_join` computes
+    the loss and the last column of the final state.
     """
     results = _by_chunks(x, reading, pair, 1 + PAIR_STATE, norms, _value_and_state)
     value, state = results.split((1, PAIR_STATE), 1)
@@ -205,7 +207,7 @@ def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
         s_q, s_p = state[:, 1:2], state[:, 3:4]
         q = _probabilities(d_q, s_q)
         gap = q - _probabilities(d_p, s_p)
-        # As for JSD, the loss is NaN if all logits of one of the two rows are -inf.
+        # As for JSD, the loss is NaN if all logits of the student or of the teacher are -inf.
         value = gap.abs().sum(1, keepdim=True) / 2 + 0.0 * (_log(s_q) + _log(s_p))
         part = _above(q, gap)
         above, below = (t.sum(1, keepdim=True) for t in (part, q.sub_(part)))
@@ -217,10 +219,10 @@ def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
 
 
 def pair_join(sums: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Returns the loss (N, 1) and the last number of the state (N, 1) from PAIR_SUMS (N, 2 or 3).
+    """Computes the loss (N, 1) and the last column (N, 1) of the state from `sums`.
 
-    `sums` is added up over all columns of a row. The total variation is at most 1. A larger sum is
-    a rounding error, and is set to 1. NaN stays NaN.
+    `sums` (N, PAIR_SUMS[kind]) holds sums over all columns of each row. The total variation is at
+    most 1. A larger value is a rounding error, and is set to 1. NaN stays NaN.
     """
     value, *masses = sums.split(1, 1)
     if kind == "jsd":
@@ -232,9 +234,9 @@ def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None = None) -> tupl
     """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
 
     For "jsd" and "tvd", the returned loss is 0, and the mean in the returned state is 0, because
-    both need another pass over the logits. The argument inv_t (N, 1), which is 1 / temperature, is
-    not used. The function pair_finish in kernels/ uses inv_t to convert the mean from nats to the
-    unit of the logits y.
+    both need another pass over the logits. The argument inv_t (N, 1) is 1 / temperature. This
+    function does not use inv_t. The function pair_finish in kernels/ uses inv_t to convert the mean
+    from nats to the unit of the logits y.
     """
     m_q, s_q, m_p, s_p, c = partial.split(1, 1)
     shift_q, shift_p = (torch.where(m.isinf(), 0.0, m) for m in (m_q, m_p))

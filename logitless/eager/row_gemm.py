@@ -1,9 +1,9 @@
-"""A GEMM whose rows have the same bits for every number of rows, in plain PyTorch."""
+"""A GEMM in plain PyTorch. The bits of a row of the result do not depend on the other rows."""
 
 import torch
 from torch import Tensor
 
-SLAB = 64 << 20  # the largest size in bytes of a temporary copy of b in a wider dtype
+SLAB = 64 << 20  # the largest temporary copy of b in a wider dtype, in bytes
 
 
 def row_gemm(
@@ -13,12 +13,12 @@ def row_gemm(
     bias: Tensor | None = None,  # (N,)
     transposed: bool = False,
 ) -> Tensor:
-    """Writes a @ b + bias to `out`. A row has the same bits for every number of rows M.
+    """Writes a @ b + bias to `out`. The bits of a row do not depend on the number of rows M.
 
-    If `transposed`, the product is a @ b.T. Each row of a is multiplied on its own, because the
-    GEMM of a CPU library can add terms in another order if the number of rows is different, or if
-    the row is at another position in a. The rows of a are copied, so that all rows have the same
-    alignment in memory.
+    If `transposed`, the product is a @ b.T. Each row of `a` is multiplied on its own, because in a
+    CPU library's GEMM, the order of the additions can depend on the number of rows, and on the
+    position of a row in `a`. The rows of `a` are copied, so that all rows have the same alignment
+    in memory.
     """
     b, dtype = b.t() if transposed else b, out.dtype
     step = b.shape[1]

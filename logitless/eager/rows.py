@@ -66,7 +66,7 @@ def lift_of(tail: Tensor) -> Tensor:
 
 
 def tail_coefficients(a: Tensor, d: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds the gradient d of the tail, and returns the coefficients `a` and `a_ids`.
+    """Adds the terms of d, the gradient of the tail, to `a`. Returns the new `a`, and `a_ids`.
 
     The tail is the log of the mass of p = softmax(z) outside the ids. The derivative of the tail
     with respect to the logit z_i is -p_i if column i is among the ids. For all other columns, the

@@ -1,6 +1,6 @@
 """Computes a divergence over the K slots of each row, and its gradient, in plain PyTorch.
 
-The formulas, and the meaning of each support, are in kernels/slot_divergence.py.
+kernels/slot_divergence.py gives the formulas, and explains the values of the option `support`.
 """
 
 import torch
@@ -31,7 +31,7 @@ def slots(
     logprob_t1: Tensor | None = None,  # (...), log q of the label at temperature 1
     temperature: float | Tensor | None = None,  # temperature of the student's logits, () or (...)
 ) -> tuple[Tensor, Coefficients]:
-    """Returns the loss of each row, and the coefficients of the gradient of the loss.
+    """Returns the loss of each row, and the coefficients of the backward formula.
 
     The loss is kd_weight · row_weight · divergence - ce_weight · logprob_t1.
     """
@@ -110,8 +110,8 @@ def _compare(
         return value, g, None
 
     log_p = rest(log_p) if sparse.tail is None else sparse.tail.reshape(-1).to(log_q.dtype)
-    # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is treated as empty too. A
-    # teacher's tail below LOG_ROUNDING can be an error from rounding the teacher's p to 16 bits.
+    # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is treated as empty too,
+    # because such a small tail can come from rounding the teacher's p to 16 bits.
     no_tail = (log_q_tail == -torch.inf) & (log_p < LOG_ROUNDING)
     log_p = torch.where(no_tail, -torch.inf, log_p)
     f, g_tail = _terms(log_p, log_p.exp(), log_q_tail, log_q_tail.exp(), divergence, beta)

@@ -1,4 +1,4 @@
-"""Cross-entropy with label smoothing, z-loss and class weights, from the statistics of each row."""
+"""Computes cross-entropy with label smoothing, z-loss and class weights from row statistics."""
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ def cross_entropy(
 
 
 def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
-    """Returns the coefficients of the gradient of `weighted_nll`.
+    """Returns the coefficients of the backward formula for the loss `weighted_nll`.
 
     The coefficients need no statistics of the logits. `dtype` is the dtype of the logits.
     """

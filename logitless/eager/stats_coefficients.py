@@ -1,8 +1,8 @@
-"""Coefficients of the backward formula, from the gradients of the row statistics.
+"""Computes the coefficients of the backward formula from the gradients of the row statistics.
 
-contract.py defines the formula and its coefficients. RULES lists, for each statistic, the terms
-that its gradient adds to coefficients. kernels/stats_coefficients.py applies the same RULES in one
-launch.
+contract.py defines the formula and its coefficients. For each statistic, RULES lists the terms that
+the gradient of the statistic adds to the coefficients. kernels/stats_coefficients.py applies the
+same RULES in one launch.
 """
 
 import functools
@@ -41,7 +41,7 @@ AT_IDS = ("picked", "logprob")  # statistics of shape (..., K) if there are K id
 
 @functools.cache
 def fields_of(wants: tuple[str, ...], has_ids: bool) -> tuple[str, ...]:
-    """The names of the coefficients that the gradients of the statistics in `wants` use."""
+    """The names of the coefficients to which the statistics in `wants` add terms."""
     used = {term.coefficient for name in wants for term in RULES.get(name, ())}
     if "tail" in wants:
         used |= {"a", "a_ids"}
@@ -52,11 +52,10 @@ def fields_of(wants: tuple[str, ...], has_ids: bool) -> tuple[str, ...]:
 
 @made_once
 def of_one(name: str, device: torch.device, dtype: torch.dtype) -> Coefficients | None:
-    """Returns the coefficients of all rows, if the statistic `name` has a gradient of 1.
+    """Returns the coefficients if the statistic `name` has the gradient 1 in every row.
 
-    The other statistics have no gradient.
-
-    The result is None if the coefficients depend on the row or on the class weights.
+    The other statistics have no gradient. All rows share the coefficients. The result is None if
+    the coefficients depend on the row or on the class weights.
     """
     rule = RULES.get(name)
     if rule is None or any(term.times for term in rule):

@@ -99,8 +99,9 @@ def _add_rows(
     if sums.total is not None:
         sums.total[rows] = _weighted_sum(y, reading.class_weight)
     only_s = sums.w is None and sums.total is None and sums.log_total is None and sums.tail is None
-    # The sum without centring is rounded differently, and is used only for some sets of statistics.
-    # An invariant log-probability must not depend on the other statistics that are requested.
+    # If only s is needed, the max is not subtracted where e^y is exact enough. This sum is rounded
+    # differently. With `invariant`, the max is always subtracted, because a log-probability must
+    # not depend on the other statistics that are requested.
     if only_s and not reading.invariant and needs_no_centring(m, inv_t):
         y_is_copy = y.dtype != flat.dtype or reading.softcap is not None
         sums.s[rows] = torch.exp(y, out=y if y_is_copy else None).sum(1, keepdim=True) * (-m).exp()
@@ -127,9 +128,9 @@ def _log_sum_outside(d: Tensor, at: Tensor, inside: Tensor) -> Tensor:
 
 
 def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
-    """Returns, for each row, the log of the softmax mass outside reading.ids.
+    """Returns the log of the softmax mass outside reading.ids, one number per row.
 
-    The shift and the log of the normaliser of each row are read from statistics.state.
+    Each row's shift and log normaliser are read from statistics.state.
     """
     flat, state = x.reshape(-1, x.shape[-1]), statistics.state
     tail = torch.zeros_like(state[:, :1])

@@ -1,1 +1,1 @@
-"""Losses over a linear head, whose large logits are never materialised as a whole."""
+"""Losses over a linear head. If the logits are large, they are never materialised as a whole."""

@@ -1,12 +1,11 @@
 """Computes a loss over a head in blocks of columns: first all statistics, then all gradients.
 
 `Blocks` replaces a tensor of logits, and `BlockBackend` replaces a backend. So every loss whose
-statistics can be merged works on blocks, without code of its own for blocks. The logits of a block
-are computed twice, once for the statistics and once for the gradient. Logits that are kept in
-memory are computed only once. Statistics are computed from the first block to the last. Gradients
-are computed from the last block to the first. So the last rows of the weight's gradient are written
-first. Until a row of the weight's gradient is written, its memory can hold logits of a block with a
-higher index (kept_blocks in choose_cut.py).
+statistics can be merged works on blocks, without any code for blocks. The logits of a block are
+computed twice, once for the statistics and once for the gradient, unless they are kept in memory.
+Statistics are computed from the first block to the last. Gradients are computed from the last block
+to the first. So the first rows of the weight's gradient are written last. Until then, the memory of
+these rows can hold the logits of later blocks (kept_blocks in choose_cut.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,11 +30,11 @@ class BlockChunks(Chunks):
     """Computes logits for one group of rows at a time, in blocks of columns.
 
     choose_cut.py chooses the number of rows per group. A group can contain all rows. Before the
-    first GEMM is queued, the host waits for the number of rows that count.
+    first GEMM is queued, the host waits for the number of rows that are not ignored.
     """
 
     def begin(self, dtype: torch.dtype) -> Any:
-        """Allocates memory for one block: for logits of this dtype, and for their gradient.
+        """Allocates memory for the logits of one block, in this dtype, and for their gradient.
 
         Returns the BlockBackend.
         """
@@ -81,7 +80,7 @@ class Blocks:
         self.chunks, self.rows, self.sums = chunks, rows, sums
         self.h = h  # (n, D)
         self.shape, self.device = (len(self.h), len(chunks.weight)), self.h.device
-        self.kept: dict[int, int] = {}  # maps each kept block to its slot (choose_cut.kept_blocks)
+        self.kept: dict[int, int] = {}  # maps a kept block to its slot (choose_cut.kept_blocks)
         self.kept_in: Tensor | None = None
         # Maps each slot of memory to the block whose logits are in this slot. The key None stands
         # for the workspace.
@@ -121,7 +120,7 @@ class Blocks:
 
 
 class ReadsNoLogits:
-    """A wrapper of a backend, with only the backend's functions that do not read logits."""
+    """Wraps a backend, and offers only those of its functions that do not read logits."""
 
     one_pass = None  # one pass is not possible, because a gradient needs statistics of whole rows
 
@@ -201,14 +200,14 @@ class BlockSums(GradientSums):
     def free_memory(self) -> Tensor | None:
         """Returns the memory of the weight's gradient, or None if this memory cannot hold logits.
 
-        This memory is used for logits until the weight's gradient is written.
+        Logits can use this memory until the weight's gradient is written.
         """
         d = self.d_weight
         free = d is not None and self.written_once and d.dtype == self.weight.dtype
         return d.view(-1) if free else None
 
     def start(self, rows: Rows, h: Tensor) -> None:
-        """Begins the gradient of hidden for a group of rows, which is a sum over blocks."""
+        """Allocates the sum over blocks for the gradient of hidden in a group of rows."""
         if self.d_hidden is None:
             return
         dtype, kind = way_to_sum(self.backend, self.blocks, h, self.weight, "auto")

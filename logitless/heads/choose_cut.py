@@ -4,12 +4,12 @@ If `stays_on_chip` is True, the logits of a head are never written to memory (on
 other heads, the logits are split into chunks of rows or blocks of columns that fit into a
 workspace.
 
-A split by rows computes loss and gradients of some whole rows at once, in three GEMMs. The weight's
-gradient (V, D) is summed over chunks, so every chunk reads and writes this sum. A split by columns
-first computes the statistics of all rows, block by block, and then computes the logits of every
-block again. A split by columns takes four GEMMs, but writes each row of the weight's gradient only
-once. Only the gradient of hidden (N, D), which is smaller than the gradient of the weight, is
-summed over blocks.
+A split by rows takes three GEMMs. It computes the loss and the gradients of some whole rows at
+once. The weight's gradient (V, D) is summed over chunks, so every chunk reads and writes this sum.
+A split by columns takes four GEMMs. It first computes the statistics of all rows, block by block,
+and then computes the logits of every block again. It writes each row of the weight's gradient only
+once. Only the gradient of hidden (N, D) is summed over blocks. This gradient is smaller than the
+gradient of the weight.
 
 The unit of all costs is the time of one GEMM over all logits. A GEMM over SUM_ROWS rows takes as
 long as reading and writing the sum of the weight's gradient. STATISTICS_COST is the cost of reading
@@ -31,9 +31,9 @@ from typing import NamedTuple
 
 # The default number of bytes of logits in memory at once. On a GPU, the default is larger if one
 # row of logits takes more than 1 MiB (`default_workspace`). For fp32 logits of 16-bit hidden
-# states, the default is 1.5 times as large. With this larger default, the fp32 logits of a chunk
-# are computed in only a few slots (see `layout`). So, on an H200, a loss over fp32 logits is as
-# fast as a loss over 16-bit logits.
+# states, the default is 1.5 times as large. With the larger default, a chunk of fp32 logits needs
+# only a few slots (see `layout`). So a loss over fp32 logits is as fast as a loss over 16-bit
+# logits on an H200.
 WORKSPACE = {"cuda": 1 << 30, "cpu": 64 << 20}
 TILE = 128  # rows per tile of a GEMM
 # Each row of logits is padded to a multiple of PACK columns, so that every row of 16-bit logits
@@ -51,23 +51,23 @@ MIN_GAIN = 0.1
 # A small head (small.py) has at most SMALL bytes of logits.
 SMALL = {"cuda": 512 << 20, "cpu": 1 << 20}
 # For a small head, rows · vocabulary · (width + READ_WIDTH) is at most SMALL_WORK, where `width` is
-# the size D of the hidden states. If this product is SMALL_WORK, a GPU takes about 2 ms for the
-# loss, and the host takes at least as long. Reading and writing the logits takes as long as three
-# GEMMs of a head whose D is READ_WIDTH.
+# the size D of the hidden states. For a head at this limit, a GPU takes about 2 ms for the loss,
+# and the host takes at least as long. READ_WIDTH stands for reading and writing the logits, which
+# takes as long as three GEMMs of a head whose D is READ_WIDTH.
 SMALL_WORK = {"cuda": 2e11, "cpu": math.inf}
 READ_WIDTH = 200
 
-# Limits for heads that are computed on the chip: each key is the largest size D of the hidden
-# states, and its value is the largest vocabulary. Only 16-bit heads within these limits are
+# Limits for heads that are computed on the chip. Each key is a limit for D, the size of the hidden
+# states, and its value is the limit for the vocabulary. Only 16-bit heads within these limits are
 # computed on the chip. On an H200, heads with a larger D are faster with logits in memory
 # (benchmarks/results/h200/narrow.md).
 ON_CHIP_VOCAB = {128: 1 << 31}
-# For each row, a loss has one pair (row, id) for the label, and one pair for each id of the row. A
-# head is computed on the chip only if its loss has at most ON_CHIP_PAIRS pairs. Sorting the pairs
-# takes time, and 64 bytes of memory per pair.
+# The kernels need sorted pairs (row, id): one pair per row for the label, and one pair for each
+# further id of the row. Sorting takes time, and 64 bytes of memory per pair. So a head is computed
+# on the chip only if its loss has at most ON_CHIP_PAIRS pairs.
 ON_CHIP_PAIRS = 1 << 19
 
-SPARE_EVERY = 64  # n rows of fp32 logits need memory for n + n // 64 + 2 rows in 16 bits
+SPARE_EVERY = 64  # n rows of fp32 logits need the memory of n + n // 64 + 2 rows of 16-bit logits
 
 
 class Cut(NamedTuple):
@@ -88,7 +88,7 @@ class Work(NamedTuple):
     itemsize: int  # bytes per element of the hidden states
     wide: bool  # whether logits are fp32 and hidden states are not
     merges: bool  # whether the loss can be computed from merged partial statistics
-    gemms: int  # number of extra GEMMs for a split by columns, 0 or 1
+    gemms: int  # number of extra GEMMs if the head is split by columns, 0 or 1
     sums: bool  # whether the weight needs a gradient, and accumulate is not "weight"
     keeps: bool  # whether logits can use the memory of d_weight until d_weight is written
     narrow: bool = False  # whether the backend has kernels that write no logits for this head
@@ -147,15 +147,15 @@ def default_workspace(row: int, device: str) -> int:
     """The default workspace in bytes. `row` is the number of bytes of a row of logits.
 
     On a GPU, the default workspace has room for at least 1,024 rows, unless 1,024 rows need more
-    than 2 · WORKSPACE. Chunks of fewer than 1,024 rows would spend much of their time on sums of
-    the weight's gradient.
+    than 2 · WORKSPACE. With fewer rows per chunk, summing the weight's gradient would take much of
+    the time.
     """
     usual = WORKSPACE.get(device, WORKSPACE["cuda"])
     return usual if device == "cpu" else min(max(usual, 1024 * row), 2 * usual)
 
 
 def extra_cost(work: Work, cut: Cut, device: str) -> float:
-    """The estimated cost of a split, beyond the GEMMs that every split takes."""
+    """The estimated cost of a split, in addition to the GEMMs that every split takes."""
     # A sum in the weight's own dtype costs half the time of a sum in fp32, because the GEMM adds
     # directly to the sum.
     cost = SUM_ROWS.get(device, 0.0) * (1 if work.sums else 0.5)
@@ -177,11 +177,11 @@ def blocks_kept(work: Work, cut: Cut) -> dict[int, int]:
 def is_small(
     rows: int, vocab: int, width: int, itemsize: int, workspace: int | None, device: str
 ) -> bool:
-    """Whether the logits of a head are so few that the host takes longer than the device.
+    """Whether a head has so few logits that the host takes longer than the device.
 
-    The logits get only a quarter of `workspace`, because a loss takes up to four times the memory
-    of the logits. For example, 16-bit logits, a saved fp32 gradient, and the 16-bit gradient of the
-    logits take four times the memory of the logits.
+    The logits may take only a quarter of `workspace`, because a loss can take four times the memory
+    of its logits. For example, 16-bit logits, a saved fp32 gradient and a 16-bit gradient together
+    take four times the memory of the 16-bit logits.
     """
     limit = SMALL.get(device, SMALL["cuda"])
     if workspace is not None:
@@ -218,11 +218,11 @@ def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, in
 def even_chunk(rows: int, room: int) -> int:
     """Returns the number of rows per chunk, in a workspace with room for `room` rows.
 
-    `room` is first rounded down: to a multiple of TILE if `room` is at least TILE, and to a power
-    of two if `room` is at least 8 · TILE. In most batches, the number of rows is a power of two. If
-    `room` was rounded to a power of two as well, all chunks of such a batch have the same size.
-    Other batches are split into chunks of nearly equal size, because even a short last chunk would
-    read the whole weight.
+    `room` is first rounded down. If `room` is at least 8 · TILE, it becomes a power of two. If it
+    is smaller, but at least TILE, it becomes a multiple of TILE. In most batches, the number of
+    rows is a power of two. If `room` is a power of two as well, all chunks of such a batch have the
+    same size. Other batches are split into chunks of nearly equal size, because even a short last
+    chunk would read the whole weight.
     """
     most = max(room, 1)
     if most >= 8 * TILE:
@@ -236,7 +236,8 @@ def even_chunk(rows: int, room: int) -> int:
 def even_columns(vocab: int, room: int) -> int:
     """Returns the number of columns per block, a multiple of TILE.
 
-    The result is 0 if TILE columns do not fit into the workspace.
+    The result is 0 if TILE columns do not fit into the workspace, which has room for `room`
+    columns.
 
     All blocks have the same size, except the last block.
     """
@@ -285,10 +286,10 @@ def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
         | gradient of earlier slots | gap |  logits of this slot, fp32  |
         | gradient so far                 ▸ overwrites logits already read
 
-    Each slot has as many rows of logits as fit into the memory to the right of the gradient of
-    earlier slots. The gradient of a slot is written in steps. Each step writes only as many rows as
-    fit before the first unread row, so that no unread row is overwritten. So fp32 logits need only
-    the memory of 16-bit logits plus `spare_rows`.
+    Each slot has as many rows of logits as fit to the right of the gradient of earlier slots. The
+    gradient of a slot is written in steps. Each step writes only as many rows as fit before the
+    first unread row, so that no unread row is overwritten. So fp32 logits need only the memory of
+    16-bit logits plus `spare_rows`.
     """
     if not wide:
         return rows, (Slot(slice(0, rows), 0, (slice(0, rows),)),)

@@ -24,8 +24,8 @@ class Tile:
     """Some rows of a head, and the loss of these rows.
 
     The caller loops over tiles, and computes the loss of each tile from `logits`. If a gradient is
-    needed, the caller computes the gradient of `logits`, and stores the tensor in the field
-    `gradient`. This tensor is `into`, or a new tensor if the gradient cannot be written to `into`.
+    needed, the caller computes the gradient of `logits`, and sets the field `gradient`. The
+    gradient is written to `into`, or to a new tensor if this is not possible.
     """
 
     loss: Any  # the RowLoss of these rows
@@ -36,16 +36,15 @@ class Tile:
     gradient: Any = None
 
     def release(self) -> None:
-        """Frees the tile's tensors before the next tile, because a loss can hold a teacher's
-        logits."""
+        """Frees the tile's tensors before the next tile. The loss can hold a teacher's logits."""
         self.loss = self.saved = self.logits = self.into = self.gradient = None
 
 
 class Chunks:
-    """Computes the logits of all rows, or of the rows that count, one chunk of rows at a time.
+    """Computes the logits one chunk of rows at a time, and can leave out ignored rows.
 
-    The number of rows that count is on the GPU. The host queues the first GEMM before waiting for
-    the number of rows that count, so that the GPU has work meanwhile.
+    The number of rows that are not ignored is on the GPU. The host queues the first GEMM before it
+    waits for this number, so that the GPU has work meanwhile.
     """
 
     blocks = (slice(None),)  # blocks of columns; Chunks has a single block with all columns
@@ -54,7 +53,7 @@ class Chunks:
         self,
         head: Head,
         cut: Cut,
-        live: Tensor | None,  # (N,), the rows that count; None if no row is dropped
+        live: Tensor | None,  # (N,), True for rows that are not ignored; None if no row is dropped
     ):
         self.head, self.cut, self.lead = head, cut, head.lead
         self.weight = head.weight.detach()
@@ -80,7 +79,7 @@ class Chunks:
         ]
 
     def begin(self, dtype: torch.dtype) -> Backend:
-        """Allocates memory for a chunk's logits, which have this dtype, and queues the first GEMM.
+        """Allocates memory for a chunk's logits in this dtype, and queues the first GEMM.
 
         Returns the backend that reads the tiles.
         """
@@ -109,9 +108,9 @@ class Chunks:
     def hidden_of(self, rows: Rows, loss: RowLoss, sums: GradientSums | None) -> Tensor:
         """Returns the hidden states of some rows.
 
-        If gradients are computed, the hidden states of ignored rows are replaced by 0. Otherwise a
-        NaN or infinity in an ignored row would make the weight's gradient NaN: the GEMM multiplies
-        the row by the gradient of its logits, which is 0, and 0 times NaN is NaN.
+        If gradients are computed, the hidden states of ignored rows are replaced by 0. The logits
+        of an ignored row have a gradient of 0. In the GEMM for the weight's gradient, 0 times a NaN
+        or infinity in `hidden` would be NaN.
         """
         h = self.hidden[rows]
         if self.drops or sums is None or loss.reading.ignore_index is None:
@@ -124,7 +123,7 @@ class Chunks:
         sums: GradientSums | None = None,  # None if no gradient is needed
         known: Iterable[Saved] = (),  # the tensors that forward saved for each tile
     ) -> Iterator[Tile]:
-        """Yields one Tile after the other, and adds the gradient of each chunk to `sums`."""
+        """Yields the tiles one after the other, and adds the gradient of each chunk to `sums`."""
         known = iter(known)
         queued = True  # `begin` has already queued the first GEMM
         for rows in self.slices:

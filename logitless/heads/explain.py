@@ -10,7 +10,7 @@ from .head import Head
 
 
 class Explanation(NamedTuple):
-    """How a loss over a head is computed. str(explanation) is a text for users."""
+    """Describes how a loss over a head is computed. str(explanation) is a text for users."""
 
     way: str  # "materialised", "rows", "columns", "rows and columns" or "on the chip"
     rows: int  # rows of logits in memory at once
@@ -21,7 +21,7 @@ class Explanation(NamedTuple):
     gemms: float  # number of GEMMs; a GEMM over some of the logits counts as a fraction
     floor: int  # the least number of GEMMs for this reduction
     share: float  # estimated speed, as a fraction of the speed of `floor` GEMMs
-    rest: int  # number of columns of an odd vocabulary that a small GEMM computes
+    rest: int  # number of last columns that a small GEMM computes (see gemms.gemm)
     title: str
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from ..contract import PRECISION
 from ..core.source import is_dtensor
 from .quantized import PLAIN, is_quantized, row_blocks
 
-SLAB = 64 << 20  # the largest size in bytes of a temporary fp32 copy on a CPU
+SLAB = 64 << 20  # the largest number of bytes of a temporary fp32 copy on a CPU
 UNCHANGED = contextlib.nullcontext()  # a context manager that does nothing
 UNIT = 64  # if `gemm` splits a matrix, the size of the first part is a multiple of UNIT
 PADDED = 8  # the number of columns of joined hidden states is a multiple of PADDED
@@ -105,7 +105,7 @@ def side_by_side(hidden: Tensor, *others: Tensor) -> Tensor:
 
 
 def two_parts(t: Tensor, weight: Tensor, low_rank: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits the columns of t into those that belong to `weight` and those of `low_rank`.
+    """Returns the columns of t that belong to `weight`, and the columns that belong to `low_rank`.
 
     t is hidden, or the gradient of hidden.
     """
@@ -155,9 +155,9 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
 
     `add` can be `out`, or a single row that is added to all rows.
 
-    A GEMM on a GPU reads 16 bytes at a time only if its sizes are multiples of 16 bytes. For other
-    sizes, the GEMM is split into a large aligned GEMM (`aligned_part`) and a GEMM of fewer than
-    UNIT rows or columns.
+    A GEMM on a GPU reads 16 bytes at a time only if the rows of its matrices take multiples of 16
+    bytes. Otherwise, the GEMM is split into a large aligned GEMM (`aligned_part`) and a GEMM of
+    fewer than UNIT rows or columns.
     """
     pack, (m, k), n = 16 // a.element_size(), a.shape, b.shape[1]
     if not (reads_vectors(a) and (m % pack or k % pack or n % pack)):
@@ -184,9 +184,9 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
 def aligned_part(t: Tensor, dim: int) -> int:
     """Returns how many rows (dim=0) or columns (dim=1) of t the large GEMM uses.
 
-    t is padded along `dim` if the rows (dim=1) or the columns (dim=0) of t start on 16-byte
-    boundaries, but do not end on 16-byte boundaries. If t is padded along `dim` and t.shape[dim] is
-    larger than UNIT, the result is a multiple of UNIT. Otherwise, the result is t.shape[dim].
+    Suppose that the rows (dim=1) or the columns (dim=0) of t start on 16-byte boundaries, but do
+    not end on 16-byte boundaries. If t.shape[dim] is also larger than UNIT, the result is a
+    multiple of UNIT. In all other cases, the result is t.shape[dim].
     """
     size, pack = t.shape[dim], 16 // t.element_size()
     padded = size % pack and t.stride(dim) == 1 and t.stride(1 - dim) % pack == 0
@@ -194,12 +194,12 @@ def aligned_part(t: Tensor, dim: int) -> int:
 
 
 def reads_vectors(t: Tensor) -> bool:
-    """Whether GEMMs of this tensor are several times slower if the rows are not aligned."""
+    """Whether unaligned rows make GEMMs of this tensor several times slower."""
     return t.is_cuda
 
 
 def plain_gemm(a: Tensor, b: Tensor, out: Tensor | None, add: Tensor | None) -> Tensor:
-    """Like `gemm`, in one GEMM. If a and b are 16-bit tensors, `out` can be fp32."""
+    """Like `gemm`, but never splits the GEMM. If a and b are 16-bit tensors, `out` can be fp32."""
     wide = {} if out is None or out.dtype == a.dtype else {"out_dtype": out.dtype}
     if add is None:
         return torch.mm(a, b, out=out, **wide)

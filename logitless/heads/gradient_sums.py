@@ -1,4 +1,4 @@
-"""Gradients of hidden, weight and bias of a head that is computed in chunks of rows.
+"""The gradients of hidden, weight and bias, for a head that is computed in chunks of rows.
 
 The gradient of a bf16 weight can be summed in three formats. A sum in bf16, which has 8 bits of
 precision, is rounded after every chunk. Over many chunks, a bf16 sum drifts away from the result of
@@ -84,7 +84,7 @@ class HeadGradients(NamedTuple):
 
 
 class GradientSums:
-    """The gradients of the head's tensors over all chunks of rows.
+    """The gradients of the head's tensors, collected over all chunks of rows.
 
     Each chunk writes the gradient of hidden for its own rows. The gradients of all other tensors
     are summed over chunks. A gradient that is not needed is None. If `into` is given, the weight's
@@ -163,7 +163,7 @@ class GradientSums:
 
 
 class RowInputGradients:
-    """The gradients of the row_inputs of a loss. Each chunk writes the gradients of its rows.
+    """The gradients of a loss's `row_inputs` (core/loss.py). Each chunk writes its own rows.
 
     A gradient that is not needed is None.
     """
@@ -191,7 +191,7 @@ def put(total: Tensor, rows: Rows, chunk: Tensor) -> None:
 
 
 def clear_padding(dz: Tensor) -> None:
-    """Sets the padding between the rows of a gradient to 0, which is needed only on a CPU.
+    """Sets the padding between the rows of a gradient to 0. This is needed only on a CPU.
 
     The bf16 GEMM of oneDNN with AVX-512 reads a few numbers beyond each row and multiplies them by
     0. A NaN beyond a row would therefore make the result NaN.
@@ -245,7 +245,7 @@ class SumInPlace:
 def way_to_sum(
     backend: Backend, count: int, hidden: Tensor, weight: Tensor, accumulate: str
 ) -> tuple[torch.dtype, type[Sum] | type[SumInPlace]]:
-    """Returns the dtype of a sum of `count` matrix products, and the class that adds them.
+    """Returns the dtype and the class to use for a sum of `count` matrix products.
 
     fp16 products are always summed in fp32, because the range of fp16 is small.
     """

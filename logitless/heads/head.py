@@ -2,11 +2,11 @@
 
 `Head` represents the logits hidden @ weight.T + bias. LinearLogits and lazy logits hold a Head. A
 VocabShard holds a Head if its logits are computed by a head. `ScaledHead` represents a teacher's
-logits without gradients, and can apply a scale and a softcap to the logits. `flatten` separates the
-tensors, which autograd saves, from the options.
+logits, without gradients. A ScaledHead can apply a scale and a softcap to the logits. The method
+`flatten` separates the options from the tensors, which autograd saves.
 
-A head can have a second weight, `low_rank`, such as the matrix B of a LoRA adapter. The two weights
-side by side are one weight of shape (V, D + R), which is never stored as one tensor. The hidden
+A head can have a second weight, `low_rank`, such as the matrix B of a LoRA adapter. Both weights
+together act as one weight of shape (V, D + R), but are never stored as one tensor. The hidden
 states are one tensor of shape (..., D + R). So operations on the rows of hidden, such as a view, a
 split or a sum over ranks, need no additional code for adapters.
 """
@@ -106,7 +106,7 @@ class Head:
         return self.hidden.device
 
     def describe(self) -> str:
-        """Describes the shapes and options in one line of text that is equal on all ranks."""
+        """Describes the shapes and options in one line of text, which is the same on all ranks."""
         needs = tuple(t is not None and t.requires_grad for t in self.inputs)
         options = (self.workspace, self.logits_dtype, self.accumulate, self.drop_ignored)
         hidden = (*self.hidden.shape, str(self.hidden.dtype))
@@ -157,7 +157,7 @@ class Head:
     def product(self, h: Tensor, out: Tensor, steady: bool = False) -> Tensor:
         """Writes the logits (n, V) of h (n, D) to `out`.
 
-        If the head is invariant, or `steady`, the rows of `out` have the same bits for every n.
+        If the head is invariant or `steady` is true, a row of `out` has the same bits for every n.
         """
         weight, bias, low_rank = (None if t is None else t.detach() for t in self.tensors[1:])
         assert weight is not None
@@ -223,10 +223,10 @@ class Head:
 
         Some heads always use chunks. A head with fp16 logits uses chunks, because chunks sum the
         gradients in fp32. A head with a main_grad uses chunks, because small.py does not add
-        gradients to main_grad. A head with fp32 logits of 16-bit hidden states uses chunks. So do
-        one rank's shard of a head, a head with `low_rank`, a head whose weight is quantised or
-        freed by FSDP, and a head whose loss has another head as its teacher. Inside
-        `ll.invariant()`, every head uses chunks.
+        gradients to main_grad. Chunks are also used for fp32 logits of 16-bit hidden states, for
+        one rank's shard of a head, for a head with `low_rank`, for a weight that is quantised or
+        freed by FSDP, and for a loss with another head as its teacher. Inside `ll.invariant()`,
+        every head uses chunks.
         """
         if loss.reading.invariant:
             return False
@@ -246,9 +246,9 @@ class Head:
         return not freed and all(is_dense(t) for t in loss.teachers)
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
-        """A bool mask (N,) of the rows that count, or None if ignored rows are not dropped.
+        """A bool mask (N,) of the rows that are not ignored, or None if no rows are dropped.
 
-        The GEMMs leave out rows that do not count.
+        The GEMMs leave out ignored rows.
         """
         kind, reading = self.hidden.device.type, loss.reading
         unknown = kind == "meta" or (kind == "cuda" and torch.cuda.is_current_stream_capturing())
@@ -261,8 +261,8 @@ class Head:
         """Disables autocast, and keeps the weights of this head and of teacher heads in memory."""
         heads = (self, *(t.head for t in loss.teachers if isinstance(t, ScaledHead)))
         with without_autocast(self.hidden.device), contextlib.ExitStack() as stack:
-            # FSDP gathers a weight once per call, not once per chunk. The number of chunks can
-            # differ between ranks, but all ranks must gather the weight equally often.
+            # FSDP gathers a weight once per call, not once per chunk. All ranks must gather the
+            # weight equally often, but the number of chunks can differ between ranks.
             for head in heads:
                 if is_freed(head.weight):
                     stack.enter_context(in_memory(head.weight, head.module))
@@ -333,7 +333,10 @@ class ScaledHead:
 
 
 def steady_teacher(teacher: Any) -> Any:
-    """Returns a dense teacher whose logits have the same bits in every batch."""
+    """Returns a ScaledHead whose logits have the same bits in every batch.
+
+    All other teachers are returned unchanged.
+    """
     if not isinstance(teacher, ScaledHead):
         return teacher
     return teacher.replace(head=teacher.head.replace(invariant=True))

@@ -1,12 +1,13 @@
-"""Losses over the logits hidden @ weight.T + bias of a linear head, computed in chunks.
+"""Computes losses over the logits hidden @ weight.T + bias of a linear head, in chunks.
 
-`HeadLogits` is the Source of these logits. A loss is computed from the logits of one chunk of rows
-at a time (chunks.py), or of one block of columns at a time (blocks.py). The logits of a narrow head
-can be computed without being written to memory (on_chip.py). choose_cut.py chooses between chunks,
-blocks and on_chip.py. All logits of a small head are computed at once (small.py). For a mean or
-sum, forward also computes the gradients (total.py). A mean or sum takes three GEMMs. A split by
-columns takes up to four GEMMs, and a head whose logits are not written to memory takes five GEMMs.
-Results per row take four GEMMs (per_row.py), or three for a small head.
+`HeadLogits` is the Source (core/source.py) of these logits. A loss is computed from the logits of
+one chunk of rows at a time (chunks.py), or of one block of columns at a time (blocks.py). For a
+narrow head, whose D is small, kernels can compute the logits without writing them to memory
+(on_chip.py). choose_cut.py chooses between chunks, blocks and these kernels. All logits of a small
+head are computed at once (small.py). For a mean or sum, forward also computes the gradients
+(total.py). A mean or sum takes three GEMMs. With a split by columns, it takes up to four GEMMs. If
+no logits are written to memory, it takes four or five GEMMs. Results per row (per_row.py) take four
+GEMMs, three for a small head, and five if no logits are written to memory.
 
 No code in heads/ depends on a particular loss. A RowLoss (core/loss.py) computes values and
 gradients from the logits of a chunk.
@@ -96,7 +97,7 @@ class HeadLogits(Source):
         return ScaledHead(self.head)
 
     def in_columns(self, shard: Any) -> Source:
-        """Returns a source of all ranks' logits. This head computes the columns of `shard`."""
+        """Returns a Source of all ranks' logits. This head computes the columns of `shard`."""
         return HeadColumns(self.head, shard)
 
     def over_all_tokens(self, gather: Callable[[Tensor], Tensor]) -> "HeadLogits":
@@ -113,7 +114,7 @@ class HeadLogits(Source):
 
 
 class HeadColumns(Source):
-    """A source of the logits of all ranks. The head of each rank computes only its own columns."""
+    """A Source of the logits of all ranks. The head of each rank computes only its own columns."""
 
     def __init__(self, head: Head, shard: Any):
         backend = shard.head_backend(head.hidden, head.own_hidden is not None)
@@ -138,9 +139,9 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
         quantized = any(is_quantized(h.weight) for h in (head, *teachers))
         if head.main_grad is None and not quantized:
             return evaluate_compiled(head, loss, reduction, row_weight)
-        # The backward adds to main_grad in place, which a compiled graph cannot express. A
-        # quantised weight cannot be an argument of our operators, because its class handles all
-        # operators.
+        # The backward adds to main_grad in place, which is not possible in a compiled graph. A
+        # quantised weight cannot be an argument of our operators, because its class intercepts
+        # every operator.
         return torch.compiler.disable(evaluate_head)(head, loss, reduction, row_weight)  # pyright: ignore
     if call.in_func():
         tensor_checks.no_head_in_func()

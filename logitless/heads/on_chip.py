@@ -1,9 +1,9 @@
 """Computes a loss over a narrow head, whose D is small, without writing logits to memory.
 
 `OnChip` replaces a tensor of logits, and `OnChipBackend` replaces a backend. So any loss whose
-statistics can be merged works without changes. Each kernel computes the logits again. choose_cut.py
-chooses these kernels if D, the size of the hidden states, is small. Computing the logits again then
-takes less time than writing the logits to memory. The gradient of the weight takes two GEMMs. For a
+statistics can be merged works without changes. Each kernel computes the logits again. If D, the
+size of the hidden states, is small, this takes less time than writing the logits to memory. So
+choose_cut.py chooses these kernels for a small D. The gradient of the weight takes two GEMMs. For a
 cross-entropy, the statistics and the gradient of the hidden states together take two GEMMs. For
 other losses, the statistics take one GEMM, and the gradient of the hidden states takes two.
 """
@@ -100,7 +100,7 @@ class OnChipSums(GradientSums):
         self.adds = into is not None  # whether the weight's gradient is added to `into`
 
     def hidden_memory(self, rows: Rows, h: Tensor) -> Tensor | None:
-        """Returns memory for the gradient of hidden in these rows; None if it is not needed."""
+        """Returns memory for the gradient of hidden in these rows, or None if not needed."""
         if self.d_hidden is None:
             return None
         if isinstance(rows, slice):
@@ -108,7 +108,7 @@ class OnChipSums(GradientSums):
         return torch.empty(h.shape, device=h.device, dtype=h.dtype)
 
     def weight_memory(self) -> Tensor | None:
-        """Returns memory for the gradient of the weight; None if the gradient is not needed."""
+        """Returns memory for the gradient of the weight, or None if the gradient is not needed."""
         if not self.weight_sums or self.d_weight is None or self.d_weight.stride(1) == 1:
             return self.d_weight if self.weight_sums else None
         return self.d_weight.contiguous()

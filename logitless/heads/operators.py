@@ -1,4 +1,4 @@
-"""Losses over a head as operators, so that torch.compile keeps a loss in one graph.
+"""Registers losses over a head as operators, so that torch.compile keeps a loss in one graph.
 
 Each RowLoss with an operator over logits (core/operators.py) has three operators over a head:
 
@@ -7,8 +7,8 @@ Each RowLoss with an operator over logits (core/operators.py) has three operator
     `logitless::head_<name>_rows_gradient` computes the gradients of the results per row.
 
 The operators call the functions of total.py and per_row.py. The operators do not drop ignored rows.
-To drop rows, the host would have to wait for the number of rows that count, which is on the GPU. A
-compiled graph cannot wait.
+To drop them, the host would have to wait until the GPU has counted the other rows. A compiled graph
+cannot wait.
 """
 
 from collections.abc import Callable, Sequence
@@ -136,7 +136,7 @@ class HeadOperator:
     def total(self, *arguments) -> list[Tensor]:
         """Returns the loss, the factor that turns a sum into a mean, the gradients, and the extras.
 
-        A tensor that is not needed is empty.
+        The extras are further results per row (core/loss.py). A tensor that is not needed is empty.
         """
         *arguments, row_weight, reduction, needs = arguments
         call = _call_of(

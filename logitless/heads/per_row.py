@@ -1,4 +1,4 @@
-"""Results per row of a loss over a head, in four GEMMs.
+"""Computes a loss over a head with one result per row, in four GEMMs.
 
 Forward saves the statistics of each row, and backward recomputes the logits. A mean or sum takes
 only three GEMMs (total.py).
@@ -25,7 +25,7 @@ def forward(call: Call) -> tuple[tuple[Tensor, ...], list[Saved]]:
         outputs, saved = tile.loss.forward(chunks.backend, tile.logits)
         known.append(() if loss.saves_gradient else saved)
         put_outputs(results, outputs, tile.rows, call.head.rows)
-    if not results:  # no row counts
+    if not results:  # all rows are ignored
         put_outputs(results, outputs_of_no_rows(call), slice(0, 0), call.head.rows)
     return in_shape(results, call.head.lead), known
 
@@ -34,8 +34,8 @@ def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGrad
     """Returns the gradients of hidden, weight, bias and row_inputs.
 
     `known` holds the tensors that forward saved for each tile. If `known` is None, backward
-    recomputes the statistics from chunks of whole rows. The memory of the logits is free when
-    `backward` returns.
+    recomputes the statistics from chunks of whole rows. When `backward` returns, the memory of the
+    logits has been freed.
     """
     head, loss, lead = call.head, call.loss, call.head.lead
     flat = [None if g is None else g.reshape(head.rows, *g.shape[len(lead) :]) for g in upstream]

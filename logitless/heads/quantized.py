@@ -1,8 +1,8 @@
 """Weights that are stored in few bits, such as torchao's int8 and fp8 tensors.
 
 The GEMMs of a head read a quantised weight in blocks of rows. Each block is dequantised just before
-its GEMM. So a whole plain weight is never in memory, except inside `ll.invariant()`. A quantised
-weight gets no gradient.
+its GEMM. So the whole dequantised weight is never in memory, except inside `ll.invariant()`. A
+quantised weight gets no gradient.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..core.source import is_dtensor
 
-BLOCK = 64 << 20  # the largest size in bytes of a dequantised block
+BLOCK = 64 << 20  # the largest number of bytes of a dequantised block
 # A block has a multiple of UNIT rows, because some formats have one scale per UNIT rows.
 UNIT = 128
 
@@ -26,7 +26,8 @@ def is_quantized(t: Tensor) -> bool:
     if type(t) in PLAIN:
         return False
     plain = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
-    # `trigger_wait` is a method of the tensors that functional collectives return.
+    # DTensors, fake tensors and results of functional collectives (`trigger_wait`) are not
+    # quantised.
     others = is_dtensor(t) or hasattr(t, "fake_mode") or hasattr(t, "trigger_wait")
     return not (plain or others)
 
@@ -34,9 +35,9 @@ def is_quantized(t: Tensor) -> bool:
 def why_not_readable(t: Any) -> str | None:
     """The reason why a quantised weight cannot be read in blocks, or None if it can be read.
 
-    The reason is the end of a sentence whose subject is the weight. A weight whose class also
-    quantises the input of the product is not read in blocks. The class multiplies the quantised
-    input by the weight, and the unquantised input would give other values.
+    The reason is the end of a sentence whose subject is the weight. Some classes of weights also
+    quantise the input of their product. Such weights are not read in blocks, because a product with
+    the unquantised input would have other values.
     """
     if t.requires_grad:
         return "is quantised and requires a gradient"

@@ -2,9 +2,9 @@
 
 On a GPU, a head is small if its logits take at most 512 MiB and the GPU computes the loss in about
 2 ms or less. On a CPU, a head is small if its logits take at most 1 MiB (choose_cut.is_small). For
-so little work, the time on the host matters. Therefore the functions of this module call as few
-operations as possible. The GEMMs include ignored rows, because dropping ignored rows would make the
-host wait for the number of rows that count.
+so little work, the host takes longer than the device. Therefore the functions of this module call
+as few operations as possible. The GEMMs include ignored rows. To drop them, the host would have to
+wait until the GPU has counted the other rows.
 
 For a mean or sum, forward computes the loss and all gradients, and backward multiplies the
 gradients by the upstream gradient. The gradient of the logits overwrites the logits. A second
@@ -96,7 +96,7 @@ class SmallRows(Node):
     def forward(ctx, hidden, weight, bias, loss, *row_inputs):
         x = _logits(hidden, weight, bias)
         outputs = GradientInBackward.forward(ctx, x, backend_of(hidden), loss, None, None)
-        # `counted` is computed here, because Python is slower in the thread of backward.
+        # `counted` is computed in forward, because Python is slower in the thread of backward.
         counted = _counted(ctx, hidden, loss)
         # ctx.to_save holds the tensors that GradientInBackward.forward saved.
         ctx.save_for_backward(hidden, counted, weight, bias, *ctx.to_save)
@@ -148,7 +148,7 @@ def _memory_like(x: Tensor) -> Tensor:
 
 
 def _counted(ctx: Any, hidden: Tensor, loss: RowLoss) -> Tensor | None:
-    """Returns hidden (N, D) with 0 in ignored rows, if the weight needs a gradient.
+    """Returns hidden (N, D) with 0 in ignored rows, or None if the weight needs no gradient.
 
     The logits of an ignored row have a gradient of 0. In the GEMM for the weight's gradient, 0
     times a NaN or infinity in `hidden` would be NaN.

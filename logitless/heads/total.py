@@ -3,8 +3,8 @@
 `forward` computes the loss and all gradients for an upstream gradient of 1. Logits, d_hidden and
 d_weight need one GEMM each. If the head is split by columns, most logits are computed twice.
 `backward` multiplies the gradients by the upstream gradient. `forward` and `backward` are plain
-functions of a `Call`. The autograd functions (ReducedLoss and lazy/nodes.py) and the operator
-(operators.py) only save and unpack tensors.
+functions of a `Call`. The autograd functions (ReducedLoss and lazy/loss_nodes.py) and the operator
+(operators.py) only save and unpack tensors around these functions.
 """
 
 from collections.abc import Sequence
@@ -57,10 +57,10 @@ class Call(NamedTuple):
 
     @property
     def divides_in_backward(self) -> bool:
-        """Whether backward, instead of forward, divides the gradients of a mean by the divisor.
+        """Whether the gradients of a mean are divided by its divisor in backward, not in forward.
 
-        The divisor is usually the number of rows that count. For fp16, backward divides, because
-        the small gradients of a mean could underflow in forward.
+        The divisor is usually the number of rows that are not ignored. For fp16, backward divides,
+        because the small gradients of a mean could underflow in forward.
         """
         return self.reduction == "mean" and self.head.hidden.dtype == torch.float16
 
@@ -126,8 +126,8 @@ def _values_and_gradients(
         scale = factor if factor is None or factor.dim() == 0 else factor[rows]
         if wanted:
             into = tile.into
-            # An invariant loss has the same bits with and without gradients. Without gradients, it
-            # is computed by `forward`. So it is computed by `forward` here too, instead of by a
+            # An invariant loss has the same bits with and without gradients. Without gradients,
+            # `forward` computes the loss. So `forward` computes the loss here too, instead of a
             # kernel that computes loss and gradient in one pass.
             both = RowLoss if head.invariant else type(loss)
             outputs, tile.gradient, saved = both.value_and_gradient(
@@ -152,8 +152,7 @@ def _values_and_gradients(
 def put_outputs(results: list[Tensor], outputs: Sequence[Tensor], rows: Rows, count: int) -> None:
     """Writes the outputs of some rows to the tensors in `results`, which have `count` rows.
 
-    The first call allocates `results`. Ignored rows that were dropped are never written, and hold
-    `ignored_value`.
+    The first call allocates `results`. Dropped rows are never written, and hold `ignored_value`.
     """
     if not results:
         for t in outputs:
@@ -164,7 +163,7 @@ def put_outputs(results: list[Tensor], outputs: Sequence[Tensor], rows: Rows, co
 
 
 def outputs_of_no_rows(call: Call) -> tuple[Tensor, ...]:
-    """Returns the outputs of a loss over zero rows, which have the right dtypes and sizes."""
+    """Returns the outputs of a loss over zero rows, with the dtypes and sizes of other outputs."""
     head, loss = call.head, call.loss
     nothing = head.hidden.detach().new_empty((0, len(head.weight)), dtype=head.dtype)
     return loss.rows(slice(0, 0), head.lead).forward(head.backend(), nothing)[0]

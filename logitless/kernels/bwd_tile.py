@@ -181,8 +181,8 @@ def write_tile(state, tile, start, offs, mask):
     at = start + offs
     y, slope = capped(load(tile.X, at, mask), tile.terms.softcap)
     dz = dz_of(y, tile.W, at, mask, tile.terms.c0, tile.terms.lift, tile.terms, tile.HAS)
-    # With the modifier ".cs", the gradient is the first data to leave the cache. The cache is
-    # needed for the logits of the next tiles, and no kernel reads the gradient soon.
+    # The modifier ".cs" marks the gradient as the first data that the cache evicts, because no
+    # kernel reads the gradient soon. So the cache has room for the logits of the next tiles.
     dx = (dz * slope).to(tile.DX.dtype.element_ty)
     tl.store(tile.DX + at, dx, mask=mask, cache_modifier=".cs")
     return state

@@ -16,7 +16,7 @@ MAX_SPLITS = 128
 # Rows with at most SHORT columns are not split over programs, because the launch that merges the
 # splits would cost more time than the splits save.
 SHORT = 4096
-# With MANY rows per multiprocessor or more, a kernel with one warp per row fills the GPU.
+# If there are at least MANY rows per multiprocessor, one warp per row is enough to fill the GPU.
 MANY = 16
 
 
@@ -72,11 +72,11 @@ def stats_fwd(
 
     If there are too few rows to fill the GPU, several programs share a row, unless rows have at
     most SHORT columns. A kernel is `heavy` if it computes more statistics than max and sum, or
-    applies a softcap. Heavy kernels have blocks of at most 4096 columns. For 16-bit logits of many
-    rows, heavy kernels use one warp, so that no reduction crosses warps. For fewer rows that are
-    not split, heavy kernels use four warps, because one warp per row would not fill the GPU.
-    `twice` means that the kernel computes two normalisers: one at the temperature, and one at
-    temperature 1. With two normalisers, blocks have at most 4096 columns.
+    applies a softcap. Heavy kernels have blocks of at most 4096 columns. If the logits are 16-bit
+    and there are at least MANY rows per multiprocessor, heavy kernels use one warp, so that no
+    reduction crosses warps. Otherwise, heavy kernels that read whole rows use four warps. `twice`
+    means that the kernel computes two normalisers: one at the temperature, and one at temperature
+    1. With two normalisers, blocks have at most 4096 columns.
 
     For 16-bit logits, a kernel with a block of 8192 columns is compiled for at most 80 registers
     per thread. Without the limit of 80 registers, fewer programs fit on each multiprocessor, and
@@ -119,8 +119,7 @@ def scale(vocab: int) -> Config:
     """The kernel (scale.py) multiplies each row by a factor, in place.
 
     The grid has few programs, and each program loops over large blocks of columns. In most calls,
-    one factor of 1 applies to all rows. Then each program reads the factor and ends without reading
-    a row.
+    the factor is 1 for all rows. Then each program reads only the factor, and ends.
     """
     return overridden(Config(min(4096, ceil_pow2(vocab)), 8))
 
@@ -169,8 +168,8 @@ def pair_fwd(vocab: int) -> Config:
     A program has one warp and needs no barrier.
     """
     cut = overridden(Config(min(512, ceil_pow2(vocab)), 1))
-    # A block must be at least as wide as the fringe tile (layout.py), which has two packs of 16
-    # bytes, or 16 columns of 16-bit logits.
+    # A block must be at least as wide as the fringe tile (layout.py). The fringe tile has 32 bytes,
+    # which are 16 columns of 16-bit logits.
     return cut._replace(block_v=max(cut.block_v, 16))
 
 
@@ -191,11 +190,11 @@ def pair_bwd(vocab: int, itemsize: int) -> Config:
 
 # The table NARROW holds the tile sizes of the kernels for narrow heads. The outer key is the
 # kernel's name and the number of bytes per element. The inner key is the width D of the hidden
-# states, padded to a power of two. Each entry is (rows, columns, warps, stages). A fifth number, if
-# given, limits the registers per thread. "fwd_expected" is the forward kernel if it also computes
-# the sums of narrow_expected.py. This kernel and the backward kernels also accumulate a sum of the
-# whole width D. At D = 256, these kernels therefore have smaller tiles of logits than "fwd". At
-# D = 512, only the backward kernels have smaller tiles.
+# states, padded to a power of two. Each entry is (rows, columns, warps, stages). An optional fifth
+# number limits the registers per thread. "fwd_expected" is the variant of the forward kernel that
+# also computes the sums of narrow_expected.py. "fwd_expected" and the backward kernels also
+# accumulate a sum of D columns. Therefore, at D = 256, they have smaller tiles of logits than
+# "fwd". At D = 512, only the backward kernels have smaller tiles.
 NARROW = {
     ("fwd", 2): {
         64: (128, 64, 4, 4), 128: (128, 64, 8, 4), 256: (128, 64, 8, 3), 512: (64, 64, 4, 2),
@@ -233,11 +232,11 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
 
     `heavy` is 0, 1 or 2. In the forward kernel, a softcap or any flag of `Sums` (contract.py) adds
     1 to `heavy`. In the backward kernels, a softcap or any of the coefficients "b", "total" and
-    "logprob_t1" adds 1 to `heavy`. If rows of the hidden states or of the weight do not start on
-    16-byte boundaries, `heavy` is 1 larger. If `heavy` is not 0, the kernel needs more registers
-    per thread and uses eight warps. In the backward kernels and in "fwd_expected", the tiles that
-    are loaded in a loop are halved `heavy` times, but not below 16. If `heavy` is not 0, a tile of
-    "d_hidden" or "fwd_expected" has at most 64 rows.
+    "logprob_t1" adds 1 to `heavy`. Rows of the hidden states or of the weight that do not start on
+    16-byte boundaries also add 1. If `heavy` is not 0, the kernel needs more registers per thread
+    and uses eight warps. In the backward kernels and in "fwd_expected", the size of the tiles that
+    are loaded in a loop is halved `heavy` times, but stays at least 16. If `heavy` is not 0, a tile
+    of "d_hidden" or "fwd_expected" has at most 64 rows.
     """
     rows, columns, warps, stages, *limit = NARROW[kernel, itemsize][max(width, 64)]
     if kernel in ("d_hidden", "fwd_expected"):

@@ -4,7 +4,7 @@ A slot is one of the K places for ids in a row. In a row with repeated ids, the 
 the gradients of equal ids. In a row without repeated ids, the backward skips this sum. A program
 loads a block of slots, and compares the ids of the whole block with one id at a time. The program
 first compares the block with the id of each slot in the block, and then with the id of each later
-slot of the row. Each comparison of two slots is one instruction.
+slot of the row. A comparison of two slots takes one instruction.
 """
 
 import functools

@@ -137,8 +137,8 @@ def gather_gradient(
 ) -> Tensor:
     """Returns the gradient of x, multiplied by `upstream` and `factor`.
 
-    The tensor g is the gradient of the result of `gather`, for an upstream gradient of 1. If
-    several slots of a row hold the same id, their gradients are added before rounding.
+    `g` is the gradient of the gathered logits, for an upstream gradient of 1. If several slots of a
+    row hold the same id, their gradients are added before rounding.
     """
     if into is None:
         into = torch.zeros_like(x, memory_format=torch.contiguous_format)

@@ -147,8 +147,8 @@ def gradient(
 
     The gradient has the dtype of `into`, or of x if `into` is None. The gradient is written to
     `into`. However, if `into` is x and rows have more than MAX_PRELOADED ids, the gradient is a new
-    tensor. To overwrite x, a program must first load the logits at all ids of its row, and one
-    program can hold at most MAX_PRELOADED logits.
+    tensor, because a program can overwrite x only after it has loaded the logits at all ids of its
+    row. One program can hold at most MAX_PRELOADED logits.
     """
     coefs, has, g_ids = coefficients
     key = _gradient_key(x, reading, coefficients, upstream, factor, into, start)
@@ -190,7 +190,7 @@ class _GradientKey(NamedTuple):
     """The properties of a call that determine the launch plan of its gradient."""
 
     logits: tuple  # shape, strides, address modulo 16, bytes per element
-    over_logits: bool  # whether the caller wants the gradient written over the logits
+    over_logits: bool  # whether `into` is the memory of the logits
     place: Place | None  # the caller's memory for the gradient; None if over_logits or if not given
     K: int  # ids per row; 0 if the loss has no gradient at ids
     has_g_ids: bool  # whether each id has its own coefficient
@@ -257,9 +257,9 @@ _gradient_plans: Plans[_GradientKey, _GradientPlan | None] = Plans(_gradient_pla
 
 
 def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
-    """Returns ids relative to column `start`, for the columns [start, start + width).
+    """Returns the ids in [start, start + width) as columns counted from `start`.
 
-    Ids of other columns become NO_ID. Ids outside the vocabulary become -1.
+    Other ids of the vocabulary become NO_ID. Ids outside the vocabulary become -1.
     """
     local = torch.where((ids >= start) & (ids < start + width), ids - start, NO_ID)
     bad = ((ids < 0) | (ids >= vocab)) & (ids != NO_ID)
@@ -286,10 +286,10 @@ def reduce(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the weighted sum over the rows, and the factor of each row's gradient.
 
-    For a mean, the sum and the factor are divided by Σ mass, or without `mass` by the number of
-    rows that are not ignored (see `share`). With a row_weight, there is one factor per row. Without
-    a row_weight, all rows have the same factor, and None means a factor of 1. An ignored row adds
-    0, even if its value or weight is NaN.
+    For a mean, the sum and the factor are divided by Σ mass. If `mass` is None, they are divided by
+    the number of rows that are not ignored (see `share`). With a row_weight, there is one factor
+    per row. Without a row_weight, all rows have the same factor, and None means a factor of 1. An
+    ignored row adds 0, even if its value or weight is NaN.
     """
     if row_weight is None and not mean:  # the values of ignored rows are already 0
         return value.sum(), None
@@ -311,18 +311,18 @@ def reduce(
 
 
 def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """Returns the number that a sum over rows is multiplied by to get a mean, in fp32.
+    """Returns the factor that turns a sum over rows into a mean, in fp32.
 
-    The number is 1 / Σ mass, where `mass` holds the class weight of each row's label. If `mass` is
-    None, the number is 1 divided by the number of rows that are not ignored. If the divisor is 0,
-    the number is 1.
+    The factor is 1 / Σ mass, where `mass` holds the class weight of each row's label. If `mass` is
+    None, the factor is 1 divided by the number of rows that are not ignored. If the divisor is 0,
+    the factor is 1.
     """
     if mass is None and reading.ignore_index is None:
         return torch.full((), 1.0 / max(rows, 1), device=like.device, dtype=torch.float32)
     factor = torch.empty((), device=like.device, dtype=torch.float32)
     label = None if reading.ignore_index is None else reading.label.contiguous()
-    # Without values to reduce, the kernel writes only its last argument, `factor`. The first
-    # argument is not written, and only selects the GPU.
+    # If VALUE is None, the kernel writes only its last argument, `factor`. The first argument is
+    # not written. It only selects the GPU.
     reduce_launch(rows, reading.ignore_index, True)(factor, None, label, None, mass, factor)
     return factor
 
@@ -338,9 +338,9 @@ def one_pass(
     """Returns -log p of each row's label, and writes the gradient times `factor` to `into`.
 
     If one pass over the logits is not possible, the function returns None and does nothing. One
-    pass is possible if x has a (B, T, V) view with contiguous rows (layout.py), and if `may_wait`
-    allows the programs of a row to wait for each other. For a mean, one pass also needs at least
-    one row and at most MAX_COUNTED rows.
+    pass is possible if x has a (B, T, V) view with contiguous rows (layout.py), and if the programs
+    of a row are allowed to wait for each other (program_exchange.py). For a mean, one pass also
+    needs at least one row and at most MAX_COUNTED rows.
     """
     label, temperature = reading.label, reading.row_temperature
     over_logits = into.data_ptr() == x.data_ptr()

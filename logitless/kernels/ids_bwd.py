@@ -1,8 +1,8 @@
 """The gradient of a loss that reads logits at K ids per row, or log p[label] at temperature 1.
 
-Each program writes the gradient of one span of a row. Then the program rewrites the gradient at the
-label and at the ids, while the span is in the cache. Each rewritten number is the sum of all its
-terms, rounded once.
+Each program writes the gradient of one span of a row, which is a range of columns. Then the program
+rewrites the gradient at the label and at the ids, while the span is in the cache. Each rewritten
+number is the sum of all its terms, rounded once.
 """
 
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ def is_bad(ids, V):
 
 @triton.jit
 def sums_of_same(IDS, G, ids, K):
-    """Returns, for each id in `ids`, the sum of g over all slots with the same id."""
+    """Returns one number per id in `ids`: the sum of g over all slots that hold this id."""
     g = tl.zeros(ids.shape, tl.float32)
     ids = ids.to(tl.int32)  # an id of more than 32 bits is invalid and makes its row NaN
     for j in range(K):
@@ -162,7 +162,7 @@ def _rewrite(
 
 
 class RowGradient(NamedTuple):
-    """The numbers of one row's gradient that `row_gradient` computes.
+    """The numbers that `row_gradient` computes for the gradient of one row.
 
     The fields from `shift` to `lift` have the same meaning as in `Terms`. The fields `c0` and
     `lift` apply to columns outside the ids.
@@ -190,9 +190,9 @@ def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
 
     - At temperature 1, p1 equals the softmax p of the loss, so the kernel replaces the coefficient
       a by a - d.
-    - At any other temperature ("second"), p1_i is e^(y_i - shift) / s1, where s1 is the normaliser
-      at temperature 1. The kernel adds e^(y_i - shift) times the number c_logprob_t1 = -d / s1 to
-      the gradient.
+    - At any other temperature (flag "second"), p1_i is e^(y_i - shift) / s1, where s1 is the
+      normaliser at temperature 1. The kernel adds e^(y_i - shift) times the number
+      c_logprob_t1 = -d / s1 to the gradient.
 
     If the loss uses the coefficient "a_ids", columns among the ids have the term a_ids p_i. Columns
     outside the ids have the term a p_i e^-lift. Here, a is the field A of the coefficients, which

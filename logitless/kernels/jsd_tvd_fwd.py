@@ -5,9 +5,9 @@
 
 Each term of the sums needs the normalisers of the student's row and of the teacher's row. Therefore
 the first pass computes the normalisers, and the second pass computes the sums. Several programs
-share a long row. Each program reads a split that is short enough to stay in the cache between the
-two passes. After the first pass, the program waits for the normalisers of the other splits
-(program_exchange.py). A second kernel adds the sums of all splits.
+share a long row. Each program reads one part of the row, a split, which is short enough to stay in
+the cache between the two passes. After the first pass, the program waits for the normalisers of the
+other splits (program_exchange.py). A second kernel adds the sums of all splits.
 """
 
 import functools
@@ -265,7 +265,7 @@ def _jsd_tvd_split_fwd_kernel(
 )
 def _jsd_tvd_merge_kernel(
     SUMS, LABEL,  # inputs
-    # Outputs. In rows that are not ignored, only the mean of STATE is written (see pair_state.py).
+    # Outputs. In rows that are not ignored, only the field `mean` of STATE is written.
     VALUE, STATE,
     splits, blend, ignore_index,
     KIND: tl.constexpr, SUMS_OF: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -298,9 +298,9 @@ def read_jsd_tvd(
 ) -> None:  # fmt: skip
     """Writes the divergence of each row to `value`, and the state of each row to `state`.
 
-    The kind of the pair is "jsd" or "tvd". If `known`, `state` already holds the shifts and the
-    normalisers, and the kernel computes only the sums over the columns of x (see eager/pair.py).
-    pair_state.py describes the state.
+    `pair.kind` is "jsd" or "tvd". If `known`, `state` already holds the shifts and the normalisers,
+    and the kernel computes only the sums over the columns of x (see eager/pair.py). pair_state.py
+    describes the state.
     """
     kind = pair.kind
     tensor, number = temperature_of(reading)

@@ -4,7 +4,7 @@ Triton inspects every argument of a launch to find the matching compiled kernel.
 inspecting the arguments takes as much time on the host as the kernel takes on the GPU. A `Launch`
 holds the arguments that are the same in every call: the kernel, its grid, its sizes and its
 constants. Each Launch is built once, by a cached function of shapes and options. A Launch also
-keeps the compiled kernel and calls the entry point of the compiled kernel with bare addresses.
+keeps the compiled kernel, and calls its entry point with bare addresses instead of tensors.
 
 Triton compiles a kernel once per combination of dtypes and alignments. An address is aligned if it
 is a multiple of 16 bytes. A Launch selects the compiled kernel by the dtypes only. Therefore a

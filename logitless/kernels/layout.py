@@ -5,8 +5,8 @@ copied if they have no (B, T, V) view with contiguous rows.
 
 A row can start between two 16-byte boundaries. A pack is 16 bytes that start on a 16-byte boundary.
 The body of a row is all whole packs of the row. A kernel loads the body 16 bytes at a time, for any
-row stride. The fringe of a row is the columns before and after the body, which are less than one
-pack on each side. A kernel loads the fringe as one tile of two packs.
+row stride. The fringe of a row is the columns before and after the body. Each side of the fringe is
+shorter than one pack. A kernel loads the fringe as one tile of two packs.
 """
 
 import functools
@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     rows_t: int
     stride_b: int
     stride_t: int
-    lead: int  # elements from the last 16-byte boundary to the start of row 0
+    lead: int  # elements between row 0 and the last 16-byte boundary before row 0
     pack: int  # elements in 16 bytes
 
     @property
@@ -77,8 +77,8 @@ class Rows(NamedTuple):
             return rows._replace(lead=offset // self.itemsize)
         rows = rows._replace(lead=offset // itemsize, pack=16 // itemsize)
         # This gradient has smaller elements than x, so 16 bytes hold more elements. But kernels
-        # compute `head` and `body` of each row of the gradient with the pack size of x. The results
-        # are correct only if every row of the gradient starts on a 16-byte boundary.
+        # compute `head` and `body` of each row of the gradient with the pack size of x. `head` and
+        # `body` are correct only if every row of the gradient starts on a 16-byte boundary.
         assert rows.starts_aligned
         return rows
 

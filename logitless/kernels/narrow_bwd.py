@@ -1,14 +1,14 @@
 """The gradients of a narrow head (see narrow_tile.py), computed without logits in memory.
 
-One kernel computes the gradient of the hidden states: each program keeps a tile of rows, and loops
-over tiles of columns. Another kernel computes the gradients of weight and bias: each program keeps
-a tile of columns, and loops over tiles of rows. For every tile, a program computes the logits again
-and turns the logits into their gradient by the formula of bwd_tile.py. The program then adds the
-terms of label and ids (narrow_terms.py) to the gradient, and rounds the gradient to the dtype of
-the hidden states. The kernel for the hidden states then multiplies the rounded gradient by the
-weight. The kernel for weight and bias multiplies the rounded gradient by the hidden states. Both
-kernels sum the products in fp32. For the gradient of the bias, the kernel sums the gradient of the
-logits before the rounding.
+One kernel computes the gradient of the hidden states. In this kernel, each program keeps a tile of
+rows, and loops over tiles of columns. Another kernel computes the gradients of weight and bias. In
+the second kernel, each program keeps a tile of columns, and loops over tiles of rows. For every
+tile, a program computes the logits again, and computes their gradient by the formula of
+bwd_tile.py. The program then adds the terms of label and ids (narrow_terms.py) to the gradient, and
+rounds the gradient to the dtype of the hidden states. The kernel for the hidden states then
+multiplies the rounded gradient by the weight. The kernel for weight and bias multiplies the rounded
+gradient by the hidden states. Both kernels sum the products in fp32. The gradient of the bias is
+the sum of the logits' gradient before the rounding.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Constants:
 
 
 class _Pairs(NamedTuple):
-    """Pointers to the tensors of `Pairs` (narrow_terms.py), and the numbers `count` and `slots`.
+    """Pointers to the tensors of `Pairs` and `Visits` (narrow_terms.py), and two numbers.
 
     `count` is the number of all pairs, and `slots` is the number of pairs per row. The pointers are
     None if the gradient of the loss has no term for a label or for ids.
@@ -103,9 +103,9 @@ def _gradient(
 ):  # fmt: skip
     """Returns the gradient of a tile of logits x, and the new values of `pair` and `place`.
 
-    `rows` and `cols` broadcast with x. `pair` is the index of the first pair that is not yet added,
-    and `place` is the place of the tile that contains this pair. `here` is the place of the tile x.
-    The class Order in narrow_terms.py defines the place of a tile.
+    `rows` and `cols` broadcast with x. The place of a tile is its position in the order of the
+    tiles (see Order in narrow_terms.py). `pair` is the index of the next pair to add, `place` is
+    the place of the tile that contains this pair, and `here` is the place of the tile x.
     """
     y, slope = capped(x, softcap)
     dz = dz_of(y, CLASS_WEIGHT, cols, mask, terms.c0, 0.0, terms, HAS)
@@ -176,9 +176,9 @@ def narrow_hidden_bwd_kernel(
     rate, softcap,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes the gradient of one tile of hidden states, summed over one split.
+    """Each program computes the gradient of one tile of hidden states, over one split.
 
-    A split is `tiles` tiles of columns.
+    A split of the vocabulary consists of `tiles` tiles of columns.
     """
     HAS: tl.constexpr = field(CONSTANTS, "has")
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")

@@ -40,8 +40,8 @@ def narrow_gradients(
 ) -> None:
     """Writes the gradients of a head to d_hidden, d_weight and d_bias.
 
-    A gradient is not computed if its output is None. The forward returns `state` as
-    Statistics.state.
+    A gradient is not computed if its output is None. `state` is the field `state` of the Statistics
+    that the forward returned.
     """
     (N, D), V, where = hidden.shape, len(weight), layout_of(hidden, weight)
     by_rows, by_columns = _cuts(hidden, V, where, reading, coefficients.has)

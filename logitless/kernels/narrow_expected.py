@@ -1,16 +1,16 @@
-"""The gradient of the hidden states of a narrow head, from sums that the forward kernel computes.
+"""Computes the gradient of a narrow head's hidden states from sums of the forward kernel.
 
-The gradient of the logsumexp with respect to the hidden states is the mean of the rows of the
-weight, weighted by the probabilities p. Attention computes the same sum: the hidden states are the
-queries, and the weight is both the keys and the values. So the forward kernel (narrow_fwd.py)
-computes Σ e^(d/T) · weight together with the logsumexp, where d = y - max y, y are the logits after
-the softcap, and T is the temperature (state.py). Each split of the vocabulary has its own max and
-its own sum. The kernel of this file merges the sums of all splits, and computes the gradient of the
-hidden states without computing the logits again.
+The gradient of the logsumexp with respect to a row's hidden states is Σ_i p_i w_i, divided by the
+temperature T, where p_i are the probabilities and w_i are the rows of the weight. Attention
+computes a sum of the same form: the hidden states are the queries, and the weight is both the keys
+and the values. So the forward kernel (narrow_fwd.py) computes Σ_i e^(d_i/T) w_i together with the
+logsumexp, where d = y - max y, and y are the logits before the division by T (state.py). Each split
+of the vocabulary has its own max and its own sum. The kernel of this file merges the sums of all
+splits, and computes the gradient of the hidden states without computing the logits again.
 
 The column of the label is left out of the sums. With this column, the gradient would be the
 difference of two nearly equal vectors if p of the label is near 1. Instead, this kernel computes
-the label's coefficient, p - 1 for cross-entropy, in fp32, and multiplies the label's row of the
+the label's coefficient in fp32 (p - 1 for cross-entropy), and multiplies the label's row of the
 weight by this coefficient. So nearly equal vectors are never subtracted.
 """
 
@@ -36,10 +36,10 @@ MOST_BYTES = config.NARROW_SUMS
 
 
 class Expected(NamedTuple):
-    """The sums Σ e^(d/T) · weight of each split, without the label's column (see above)."""
+    """The sums Σ_i e^(d_i/T) w_i of each split, without the label's column (see above)."""
 
     sums: Tensor  # (splits, N, D), fp32
-    # (N rounded up, fields, splits); holds the max m of the logits y, and y at the label
+    # (N rounded up, fields, splits); holds each split's max m of the logits y, and y at the label
     state: Tensor
 
 
@@ -47,9 +47,10 @@ def is_expected(reading: Reading) -> bool:
     """Whether the gradient of the hidden states can be computed from the sums in `Expected`.
 
     The result is False for a loss with ids. The gradient at an id contains p minus the probability
-    of a teacher, and the two can be nearly equal. Computed from the sums, their difference would
+    of a teacher, and the two can be nearly equal. If p came from the sums, the difference would
     lose digits, because the sums leave out only the label's column. The result is also False for a
-    loss without a statistic at the label. The labels of such a loss only mark ignored rows.
+    loss without a statistic at the label, whose labels only mark ignored rows. A softcap, or a
+    statistic that needs one of the sums in `Sums` (contract.py), also makes the result False.
     """
     at_label = reading.ids is None and not {"nll", "logprob", "picked"}.isdisjoint(reading.wants)
     return at_label and reading.softcap is None and not any(reading.sums)

@@ -1,10 +1,10 @@
 """Partial statistics of the logits of a narrow head (narrow_tile.py), without logits in memory.
 
-Each program has one tile of rows and one split of the vocabulary. The program computes one tile of
-logits at a time, and adds each tile to the running state of the rows (state.py). If the gradient of
-the hidden states is needed, the program also computes the sums of narrow_expected.py. Another
-kernel computes the logits at the label and at the ids (narrow_pick.py). stats_merge.py merges the
-splits.
+Each program has one tile of rows and one split of the vocabulary, which is a range of columns. The
+program computes one tile of logits at a time, and adds each tile to the running state of the rows
+(state.py). If the gradient of the hidden states is needed, the program also computes the sums of
+narrow_expected.py. Another kernel computes the logits at the label and at the ids (narrow_pick.py).
+stats_merge.py merges the splits.
 """
 
 import functools
@@ -99,9 +99,9 @@ class _Window(NamedTuple):
 
 @triton.jit
 def _logits(window, start, cols, mask, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Returns the logits y in the columns `cols` (1, BLOCK), which begin at `start`.
+    """Returns the logits y in the columns `cols` (1, BLOCK), and the weight of these columns.
 
-    A mask of None selects all columns.
+    The columns begin at `start`. A mask of None selects all columns.
     """
     w = load_weight(window.WEIGHT, start, window.V, BLOCK, mask is None, CONSTANTS)
     x = with_bias(dot(window.h, tl.trans(w), None), window.BIAS, cols, mask)
@@ -181,7 +181,7 @@ def _narrow_fwd_kernel(
 ):  # fmt: skip
     """Each program computes partial statistics of one tile of rows, over one split.
 
-    A split is `span` columns.
+    A split of the vocabulary has `span` columns.
     """
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
@@ -245,8 +245,7 @@ def narrow_partial(
     """Returns the partial statistics of each split of the logits hidden @ weight.T + bias.
 
     The second result holds the sums for the gradient of the hidden states. The second result is
-    None if `expects` is False, if the loss needs other sums, or if the sums would take too much
-    memory.
+    None if `expects` or `is_expected(reading)` is False, or if the sums would take too much memory.
     """
     (N, D), V, device = hidden.shape, len(weight), hidden.device
     sums, label, ids = reading.sums, reading.label, reading.ids

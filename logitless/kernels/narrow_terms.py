@@ -36,8 +36,8 @@ TERM_C1 = tl.constexpr(3)
 TERM_LOGPROB_T1 = tl.constexpr(4)
 TERM_G_C = tl.constexpr(5)
 TERMS = 6
-# A pair with an invalid id, or in an ignored row, belongs to no tile, and its place (see Order) is
-# NO_TILE. NO_TILE is larger than the place of every tile.
+# If a pair has an invalid id, or is in an ignored row, the pair belongs to no tile. The place (see
+# Order) of such a pair is NO_TILE, which is larger than the place of every tile.
 NO_TILE = tl.constexpr(2**62)
 
 
@@ -59,14 +59,14 @@ class Order(NamedTuple):
 
 
 def order_by_rows(N: int, V: int, cut: config.Config) -> Order:
-    """The order of a kernel whose programs have one tile of rows and one split of the columns."""
+    """The order for a kernel in which each program has one tile of rows and one split."""
     tiles = tiles_per_split(V, cut)
     programs = config.ceil_div(N, cut.block_n) * cut.splits
     return Order(cut.block_n, cut.block_v, True, cut.splits * tiles, tiles, programs)
 
 
 def order_by_columns(N: int, V: int, cut: config.Config) -> Order:
-    """The order of a kernel whose programs have one tile of columns and all rows."""
+    """The order for a kernel in which each program has one tile of columns and all rows."""
     tiles, programs = config.ceil_div(N, cut.block_n), config.ceil_div(V, cut.block_v)
     return Order(cut.block_n, cut.block_v, False, tiles, tiles, programs)
 

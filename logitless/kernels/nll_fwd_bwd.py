@@ -1,9 +1,9 @@
 """Computes -log p of each row's label, and the gradient of the logits, in one pass.
 
-Each logit is read from memory once. Several programs share a long row. Each program computes the
-max m and the normaliser s of its split, publishes (m, s), and waits for (m, s) of the other splits
-(program_exchange.py). Then the program reads its split again, from the L1 cache, and writes the
-gradient of the split.
+Each logit is read from memory once. Several programs share a long row, and each program reads one
+part of the row, a split. A program computes the max m and the normaliser s of its split, publishes
+(m, s), and waits for (m, s) of the other splits (program_exchange.py). Then the program reads its
+split again, from the L1 cache, and writes the gradient of the split.
 """
 
 import functools

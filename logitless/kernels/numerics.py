@@ -15,7 +15,7 @@ from ..contract import NO_ID as NO_ID_
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
-NO_ID = tl.constexpr(NO_ID_)  # the id of an empty slot
+NO_ID = tl.constexpr(NO_ID_)  # the id of an empty (masked) slot
 
 
 @triton.jit

@@ -7,7 +7,7 @@ each loss, the gradient of the student's logits z is:
     cross-entropy    q Σ v - v
     reverse KL       q (log(q/p) - Σ q log(q/p))
     JSD              (1-β) q (log(q/M) - Σ q log(q/M))
-    TVD              ½ q (sign(q-p) - Σ q sign(q-p)), without the cancellation (tvd_math.py)
+    TVD              ½ q (sign(q-p) - Σ q sign(q-p)), computed without cancellation (tvd_math.py)
 
 In these formulas, q is the student's probability, p is the teacher's probability, v is the target
 of soft cross-entropy, and M = βp + (1-β)q. The kernel also divides the gradient by the temperature,
@@ -55,7 +55,7 @@ class Terms(NamedTuple):
     shift_q: tl.tensor
     shift_p: tl.tensor
     norm_q: tl.tensor  # log2 of the student's normaliser, for JSD
-    norm_p: tl.tensor  # log2 of the teacher's normaliser, for JSD; s_q / s_p, for TVD
+    norm_p: tl.tensor  # log2 of the teacher's normaliser for JSD; s_q / s_p for TVD
     mean: tl.tensor  # s_p / s_q for "forward" and "soft"; else the saved mean (see pair_state.py)
     gain: tl.tensor  # multiplies the gradient of the whole row
 
@@ -106,8 +106,8 @@ def _write_tile(DX, both, terms, cols, mask, KIND: tl.constexpr):
                 both.X.dtype.element_ty,
             )  # fmt: skip
             dz = q * (log_q_m - terms.mean)
-    # With the modifier ".cs", the gradient is the first data to leave the cache. The cache is
-    # needed for the logits of the next tiles, and no kernel reads the gradient soon.
+    # The modifier ".cs" marks the gradient as the first data that the cache evicts, because no
+    # kernel reads the gradient soon. So the cache has room for the logits of the next tiles.
     dx = (dz * terms.gain * slope).to(DX.dtype.element_ty)
     tl.store(DX + cols, dx, mask=mask, cache_modifier=".cs")
 

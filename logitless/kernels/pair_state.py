@@ -3,7 +3,7 @@
 For each row of logits y, let d = y - max y, e = 2^(d·rate) and s = Σ e, where
 rate = 1 / (temperature ln 2). The student's probabilities q are e_q divided by the normaliser s_q,
 and the teacher's probabilities p are e_p divided by the normaliser s_p. Kernels use only
-differences to a max, so that a common offset of the logits costs no precision.
+differences from the max, so that a common offset of the logits costs no precision.
 
 The saved state has shape (N, PAIR_STATE) and holds five numbers per row: the student's shift and
 normaliser, the teacher's shift and normaliser, and a mean. A shift is the max, or 0 if the max is
@@ -11,8 +11,8 @@ infinite. The mean is an expectation under the student's probabilities. For reve
 Σ q (d_q - d_p), which is not divided by the temperature. For JSD, the mean is Σ q log2(q / M), in
 bits, where M is the mixture of student and teacher. For the total variation (TVD), the state holds
 the ratio of tvd_math.py instead of the mean. For other losses, the mean is 0. eager/pair.py saves
-the mean in nats. The backends can use different units, because each backend reads only its
-own state.
+the mean in nats. The backends can use different units, because each backend reads only its own
+state.
 
 The function `pair_partial` returns a partial state, which covers only some columns of a row. A
 partial state holds the max instead of the shift. Instead of the mean, a partial state holds the sum
@@ -122,10 +122,10 @@ def walk_both(
     f: tl.constexpr, state, row, head, body, lo, hi,
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Returns the state after f has added all blocks of columns of student and teacher.
+    """Calls f for every block of a student's row and a teacher's row. Returns the final state.
 
-    The loop over the blocks is the function `walk` of layout.py. The fringe tile is as wide as a
-    block, because the sums have one element per column of a block.
+    The function `walk` of layout.py loops over the blocks. The fringe tile is as wide as a block,
+    because the sums have one element per column of a block.
     """
     PACK: tl.constexpr = pack_of(row.X)
     X = tl.multiple_of(row.X + head, 16)
@@ -219,9 +219,9 @@ def contiguous(t: Tensor | None) -> Tensor | None:
 def temperature_of(reading: Reading) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
     """Returns the temperature as arguments of a launch: a tuple of tensors, and a tuple of numbers.
 
-    If each row has its own temperature, the first tuple holds the tensor of temperatures, which is
-    the last tensor of a launch. Otherwise, the second tuple holds the temperature, which is the
-    first number of a launch.
+    If each row has its own temperature, the first tuple holds the tensor of temperatures, which a
+    launch takes as its last tensor. Otherwise, the second tuple holds the temperature, which a
+    launch takes as its first number.
     """
     t = contiguous(reading.row_temperature)
     return ((), (reading.temperature,)) if t is None else ((t,), ())

@@ -1,4 +1,4 @@
-"""The name and the bytes that profilers show for each kernel.
+"""The name and the number of bytes that profilers show for each kernel.
 
 `@triton.jit(**profiled("ids_bwd", ...))` gives a kernel two functions:
 
@@ -19,8 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 Arguments = dict[str, Any]  # the arguments of one launch, by parameter name
 
-# The name of a kernel contains the dtype of one tensor. This tensor is the kernel's first parameter
-# from the list LOGITS that is not None.
+# The name of a kernel contains the dtype of one tensor. This tensor is the first one in LOGITS that
+# is a parameter of the kernel and is not None.
 LOGITS = ("X", "STUDENT", "DX", "HIDDEN")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

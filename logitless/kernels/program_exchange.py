@@ -1,12 +1,12 @@
 """Exchange of max m and normaliser s between the programs that share a row.
 
-Each split of a row has one 64-bit integer in memory, which is initially 0. A program packs the max
-m and the normaliser s of its split, two fp32 numbers, into this integer. The program then waits
-until the integers of all splits are written, and computes max and normaliser of the whole row.
-While the program waits, its split stays in the L1 cache.
+A split is the part of a row that one program reads. Each split has one 64-bit integer in memory,
+which is initially 0. A program packs two fp32 numbers, the max m and the normaliser s of its split,
+into this integer. The program then waits until the integers of all splits are written, and computes
+max and normaliser of the whole row. While the program waits, its split stays in the L1 cache.
 
-The exchange is free of deadlocks if programs start in the order of their ids, and if all programs
-of one row fit on the GPU together. Under these two conditions, all programs of the oldest
+The exchange is free of deadlocks if programs start in the order of tl.program_id, and if all
+programs of one row fit on the GPU together. Under these two conditions, all programs of the oldest
 unfinished row are always running, and no program waits forever. A row has at most MAX_PROGRAMS
 programs. In Triton's interpreter, programs must not share a row, because the interpreter runs one
 program after another. On a GPU that is partitioned or shared with other processes, the two

@@ -1,10 +1,10 @@
-"""A GEMM whose rows have the same bits for every number of rows.
+"""A GEMM in which the bits of a row of the result do not depend on the number of rows.
 
 A GEMM library chooses its kernel by the shapes of the matrices. So the order in which the terms of
 a sum are added depends on the number of rows. In this file, the order is fixed. One program
-computes a whole tile of the result, and adds the products of BLOCK_K columns of the first matrix at
-a time, from left to right. The tile sizes depend only on the dtype and the device
-(config.row_gemm).
+computes a whole tile of the result. In each step, the program adds the products of the next BLOCK_K
+columns of the first matrix, from left to right. The tile sizes depend only on the dtype and the
+device (config.row_gemm).
 """
 
 import functools
@@ -76,7 +76,7 @@ def row_gemm(
     bias: Tensor | None = None,  # (N,)
     transposed: bool = False,
 ) -> Tensor:
-    """Writes a @ b + bias to `out`. A row has the same bits for every number of rows M.
+    """Writes a @ b + bias to `out`. The bits of a row do not depend on the number of rows M.
 
     If `transposed`, the product is a @ b.T. The sums are fp32, and are rounded once to the dtype of
     `out`. fp32 matrices are multiplied in TF32 if PyTorch's setting allows TF32.
@@ -88,7 +88,7 @@ def row_gemm(
         return out.zero_() if bias is None else out.copy_(bias)
     cut = config.row_gemm(a.element_size(), config.memory(a.device))
     a, b, target = aligned_matrix(a), aligned_matrix(b), out
-    # A TensorDescriptor needs rows of `out` that start on 16-byte boundaries.
+    # A TensorDescriptor requires that the rows of its tensor start on 16-byte boundaries.
     if not is_aligned(out):
         width = config.ceil_div(N, PACK) * PACK
         target = torch.empty((M, width), device=out.device, dtype=out.dtype)[:, :N]

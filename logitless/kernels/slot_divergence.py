@@ -1,7 +1,7 @@
 """Computes a divergence over the K slots of each row, and its gradient, in one pass.
 
-A sparse teacher has K numbers log p per row, and the student has K numbers log q. Each slot adds a
-term f to the divergence. The gradient of the divergence with respect to log q of the slot is
+Each slot holds an id, the teacher's log p of the id, and the student's log q of the id. Each slot
+adds a term f to the divergence. The gradient of the divergence with respect to log q of the slot is
 g = ∂f / ∂log q. The probabilities p and q of a row need not sum to 1. Each divergence has its own f
 and g:
 
@@ -11,23 +11,24 @@ and g:
     "tvd" has f = ½ |p - q| and g = ½ q sign(q - p).
 
 For "jsd", M = βp + (1-β)q is the mixture of teacher and student. The option `support` of a loss
-determines how p and q are normalised. P is the sum of the teacher's p, and Q is the sum of the
-student's q, over the slots that are not masked.
+determines how p and q are normalised before they are compared. Let P be the sum of the teacher's p,
+and Q the sum of the student's q, over the slots that are not masked. For each value of `support`,
+the loss compares:
 
-    "truncate" compares p and q.
-    "tail" compares p and q, with one more slot for the rest of the vocabulary.
-    "renorm_teacher" compares p/P and q.
-    "renorm" compares p/P and q/Q.
-    "gathered_renorm" compares p and q/Q.
-    "gathered" compares p and q/Q, where Q is the sum over all slots.
+    "truncate"           p and q
+    "tail"               p and q, with one more slot for the rest of the vocabulary
+    "renorm_teacher"     p/P and q
+    "renorm"             p/P and q/Q
+    "gathered_renorm"    p and q/Q
+    "gathered"           p and q/Q, where Q is the sum over all slots
 
-The supports "renorm", "gathered_renorm" and "gathered" divide the student's q by the sum Q. For
-these supports, the kernel reads the student's logits at the slots. The gradient of the logit at
-slot k is (g_k - G q_k/Q) / temperature, where G is the sum of g over all slots. For "truncate",
-"tail" and "renorm_teacher", the kernel reads log q, where q is the softmax over the whole row. For
-"truncate" and "renorm_teacher", the coefficient a of the row (see bwd_tile.py) is -G. For "tail", G
-also includes the additional slot, and the coefficient a_ids is -G. The kernel computes a from
-a_ids, and from g and log q of the additional slot.
+With "renorm", "gathered_renorm" and "gathered", the kernel reads the student's logits at the slots,
+and divides q by Q. The gradient of the logit at slot k is (g_k - G q_k/Q) / temperature, where G is
+the sum of g over all slots. With "truncate", "tail" and "renorm_teacher", the kernel reads log q,
+where q is the softmax over the whole row. With "truncate" and "renorm_teacher", the coefficient a
+of the row (see bwd_tile.py) is -G. With "tail", G also includes the additional slot, and the
+coefficient a_ids is -G. The kernel computes a from a_ids, and from g and log q of the additional
+slot.
 
 All divergences except "tvd" multiply a probability by a logarithm. If the probability is 0, the
 product counts as 0, even if the logarithm is infinite. For example, p log(p/q) is 0 if p = 0, for
@@ -142,8 +143,8 @@ def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE
         log_p_tail = load(TEACHER_TAIL, row, counts).to(tl.float32)
     else:
         log_p_tail = _rest(log_p, p, k)
-    # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is treated as empty too. A
-    # teacher's tail below LOG_ROUNDING can be an error from rounding the teacher's p to 16 bits.
+    # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is treated as empty too,
+    # because such a small tail can come from rounding the teacher's p to 16 bits.
     no_tail = (log_q_tail == -INF) & (log_p_tail < LOG_ROUNDING)
     log_p_tail = tl.where(no_tail, -INF, log_p_tail)
     f, g = _terms(log_p_tail, tl.exp(log_p_tail), log_q_tail, tl.exp(log_q_tail), beta, DIVERGENCE)
@@ -258,7 +259,7 @@ def slots(
     logprob_t1: Tensor | None = None,  # (...), log q of the label at temperature 1
     temperature: float | Tensor | None = None,  # temperature of the student's logits, () or (...)
 ) -> tuple[Tensor, Coefficients]:
-    """Returns the loss of each row, and the coefficients of the gradient of the loss.
+    """Returns the loss of each row, and the coefficients of the backward formula.
 
     The loss is kd_weight · row_weight · divergence - ce_weight · logprob_t1. All results are fp32.
     Rows with more than MAX_K slots are computed by eager/slot_divergence.py.

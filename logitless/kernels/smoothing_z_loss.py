@@ -1,6 +1,6 @@
-"""Cross-entropy with label smoothing, z-loss and class weights, from the statistics of each row.
+"""Computes cross-entropy with label smoothing, z-loss and class weights from row statistics.
 
-The kernel also computes the coefficients of the gradient (see bwd_tile.py).
+The kernel also computes the coefficients of the backward formula (see bwd_tile.py).
 
     loss = (1-ε) v_t nll - ε/V log_total + z_loss lse²
 
@@ -77,7 +77,7 @@ def _cross_entropy_kernel(
 def cross_entropy(
     statistics: Statistics, reading: Reading, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Coefficients]:
-    """Returns the loss of each row, and the coefficients of the gradient of the loss."""
+    """Returns the loss of each row, and the coefficients of the backward formula."""
     value, coefs = torch.empty_like(statistics.nll), _zero_coefficients(reading)
     _launch(
         reading, label_smoothing, z_loss, nll=statistics.nll, value=value, coefs=coefs,
@@ -89,7 +89,7 @@ def cross_entropy(
 
 
 def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
-    """Returns the coefficients of the gradient of the loss that `weighted_nll` computes.
+    """Returns the coefficients of the backward formula for the loss `weighted_nll`.
 
     The coefficients need no statistics of the logits.
     """

@@ -174,9 +174,9 @@ def fold_span(
 def reference(Xrow, V, softcap, TOTAL: tl.constexpr, STARTS_ALIGNED: tl.constexpr):
     """Returns the mean of y over the row's first 512 columns, or 0 if the mean is not finite.
 
-    Kernels subtract this mean to avoid cancellation in Σ y. The order of the sum depends on the
-    width of the loads. STARTS_ALIGNED means that the row starts on a 16-byte boundary. Without
-    STARTS_ALIGNED, the width of the loads would depend on the row stride.
+    Kernels subtract this mean to avoid cancellation in Σ y. The order of the additions in the mean
+    depends on the width of the loads. STARTS_ALIGNED means that the row starts on a 16-byte
+    boundary. With STARTS_ALIGNED, the width of the loads does not depend on the row stride.
     """
     ref = 0.0
     if TOTAL:

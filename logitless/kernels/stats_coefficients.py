@@ -1,9 +1,9 @@
-"""Coefficients of the backward formula, from the gradients of the row statistics, in one launch.
+"""Computes the coefficients of the backward formula from gradients of statistics, in one launch.
 
-contract.py defines the backward formula and its coefficients a, b, g_label and g_c, which is called
-g_total here. The kernel applies the RULES of eager/stats_coefficients.py. With PyTorch's own
-operations, the coefficients of `score` would take eight launches. These launches would take most of
-the host time of a small backward.
+contract.py defines the backward formula and its coefficients a, b, g_label and g_c. In this file,
+g_c is called g_total. The kernel applies the RULES of eager/stats_coefficients.py. With PyTorch's
+own operations, the coefficients of `score` would take eight launches. These launches would take
+most of the host time of a small backward.
 """
 
 import functools
@@ -54,7 +54,7 @@ class _Sums(NamedTuple):
 
 @triton.constexpr_function
 def sign_of(constants, index, coefficient, times):
-    """The sign of a statistic's term for a coefficient, or 0 if RULES has no such term."""
+    """The sign of the term that a statistic adds to a coefficient, or 0 without such a term."""
     if index >= len(constants.names):
         return 0
     terms = RULES[constants.names[index]]

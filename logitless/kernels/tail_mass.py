@@ -41,7 +41,7 @@ def lift_of(tail):
 
 @triton.jit
 def _copies(IDS, ids, K):
-    """Returns, for each id in `ids`, the number of slots with the same id."""
+    """Returns one number per id in `ids`: the number of slots that hold this id."""
     count = tl.zeros(ids.shape, tl.int32)
     for j in range(K):
         count += (ids == tl.load(IDS + j).to(tl.int32)).to(tl.int32)
@@ -172,7 +172,7 @@ def write_tail(
     logprob: Tensor,  # (..., K), log p at the ids
     shape: tuple[int, ...],
 ) -> Tensor:
-    """Returns, for each row, the log of the softmax mass outside the ids.
+    """Returns the log of the softmax mass outside the ids, one number per row.
 
     The result is NaN for a row with an invalid id. An id is invalid if it is outside [0, V) and is
     not NO_ID. The fields TAIL and REPEATS of the state are written too.
@@ -197,7 +197,7 @@ def write_tail(
 
 
 def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
-    """Returns, for each row, the log of the softmax mass outside reading.ids.
+    """Returns the log of the softmax mass outside reading.ids, one number per row.
 
     The function reads the fields `state` and `logprob` of `statistics`.
     """

@@ -127,7 +127,7 @@ def topk(
     x, rows = rows_of(x)
     processors = config.processors(x.device)
     narrow = softcap is not None or (rows.itemsize == 4 and k <= 64)
-    count = RESIDENT * processors if invariant else rows.count  # one split per row
+    count = RESIDENT * processors if invariant else rows.count  # if invariant, one split per row
     cut = _cut(count, rows.vocab, processors, narrow)
     splits_in_all = rows.count * cut.splits
     programs = min(splits_in_all, RESIDENT * processors)
@@ -146,7 +146,7 @@ def _log_k(k: int) -> int:
 
 
 def _cut(rows: int, vocab: int, processors: int, narrow: bool) -> config.Config:
-    """Returns a Config. Programs have one warp, so that reductions need no barrier.
+    """Returns the Config of both kernels. A program has one warp, so reductions need no barrier.
 
     The number of splits per row is at most a quarter of the number of blocks, rounded up. Block
     sizes are chosen by register use on sm_90. `narrow` selects smaller blocks for programs that

@@ -42,15 +42,16 @@ def column_of(key):
 
 @triton.jit
 def _places(LOG_K: tl.constexpr):
-    """Returns the indices 0, 1, 2, ... of a list in shape (2, ..., 2), with one axis per bit."""
+    """Returns the indices of a list in shape (2, ..., 2), with one axis per bit of an index."""
     return tl.reshape(tl.arange(0, 1 << LOG_K), [2] * LOG_K)
 
 
 @triton.jit
 def _sort_runs(h, places, runs: tl.constexpr, LOG_K: tl.constexpr):
-    """Sorts each run in descending order. A run is 2^`runs` adjacent keys, and must be bitonic.
+    """Sorts each run of 2^r adjacent keys in descending order, where r is the argument `runs`.
 
-    A run is bitonic if the run, or a rotation of the run, first rises and then falls.
+    Each run must be bitonic. A run is bitonic if the run, or a rotation of the run, first rises and
+    then falls.
     """
     for i in tl.static_range(runs):
         # Compares two keys whose indices differ in one bit, and moves the larger key to the lower

@@ -14,8 +14,8 @@ relative precision.
 
 With the exponentials e_q and e_p, and the normalisers s_q and s_p, the difference q - p is
 (e_q - e_p · s_q / s_p) / s_q. If student and teacher are equal, s_q / s_p is 1, and the difference
-is exactly 0. The difference e_q / s_q - e_p / s_p would not be exactly 0, because the compiler may
-round only one of the two products (a fused multiply-add).
+is exactly 0. The formula e_q / s_q - e_p / s_p would not always give exactly 0, because the
+compiler can compute it as a fused multiply-add, which rounds only one of the two terms.
 """
 
 import triton
@@ -28,14 +28,15 @@ from .numerics import INF
 def to_student(s_q, s_p):
     """Returns s_q / s_p, or 0 if all logits of the teacher's row are -inf.
 
-    On a GPU, the quotient of two equal numbers is not always exactly 1.
+    If s_q = s_p, the result is set to 1, because a GPU's quotient of two equal numbers is not
+    always exactly 1.
     """
     return tl.where((s_q == s_p) & (s_p > 0), 1.0, s_q / tl.where(s_p == 0, INF, s_p))
 
 
 @triton.jit
 def apart(e_q, e_p, scale):
-    """Returns |q - p| and the terms of `above` and `below` for each column, all times s_q.
+    """Returns |q - p| and the terms of `above` and `below` for each column, all multiplied by s_q.
 
     `scale` is s_q / s_p.
     """

@@ -1,1 +1,1 @@
-"""Fused models, and lazy logits, which are computed only when their values are read."""
+"""`fuse`, and the lazy logits of fused models, which are computed only when they are read."""

@@ -4,7 +4,7 @@ Dynamo, the part of torch.compile that traces Python code into graphs, cannot pu
 graph. So a fused head ends the graph (`outside_of_graph`), runs uncompiled, and returns lazy
 logits. Dynamo compiles the code before the head, and the code after the head that does not read the
 logits. Each operation on lazy logits runs uncompiled too. With `fullgraph=True`, the graph must not
-end before the end of the function. Then the head computes plain logits inside the graph.
+end before the end of the function. So the head computes plain logits inside the graph.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from typing import Any
 def leave_to_python(*functions: Any) -> bool:
     """Makes Dynamo run these functions, and all functions that they call, without compiling them.
 
-    Dynamo ends its graph before a call of these functions. If a user's compiled function gets lazy
-    logits, Dynamo would otherwise compile our own functions too, which takes many seconds.
-    torch.compiler.disable has the same effect, but imports the compiler. Returns False if this
-    version of PyTorch has no setting to skip functions.
+    Dynamo ends its graph before a call of these functions. Without `leave_to_python`, Dynamo would
+    also compile our own functions when a user's compiled function gets lazy logits. This
+    compilation takes many seconds. torch.compiler.disable has the same effect, but imports the
+    compiler. Returns False if this version of PyTorch has no setting to skip functions.
     """
     try:
         from torch._C._dynamo import eval_frame as frames
@@ -30,12 +30,15 @@ def leave_to_python(*functions: Any) -> bool:
             function._torchdynamo_disable_msg = "lazy logits cannot be inside of a graph"
         return True
     except (ImportError, AttributeError):
-        # This version of PyTorch has no such setting, so Dynamo compiles our functions too.
+        # This version of PyTorch cannot skip functions, so Dynamo compiles our functions too.
         return False
 
 
 def outside_of_graph(function: Callable, *args, **kwargs) -> Any:
-    """Calls a function uncompiled. Dynamo ends its graph here if `can_leave_graph` returns True."""
+    """Calls a function uncompiled.
+
+    Dynamo ends its graph here. The caller has checked that this is possible (`can_leave_graph`).
+    """
     return function(*args, **kwargs)
 
 
@@ -46,7 +49,7 @@ def can_leave_graph() -> bool:
     """Whether Dynamo is tracing, and is allowed to end its graph here.
 
     The result is False with `fullgraph=True`, in torch.export, and inside a function that Dynamo
-    traces into a separate graph, such as the function of torch.utils.checkpoint.
+    traces into a separate graph, such as a function that torch.utils.checkpoint calls.
     """
     tracer = _tracer()
     whole = tracer is None or tracer.one_graph or tracer.error_on_graph_break
@@ -72,8 +75,8 @@ def _tracer() -> Any:
         return None
 
 
-# Dynamo calls these functions while it traces, and treats the results as constants.
-# torch.compiler.assume_constant_result sets the same attribute, but importing it would import the
-# compiler.
+# Dynamo calls can_leave_graph and can_write while it traces, and treats their results as constants.
+# The attribute is set directly, because importing torch.compiler.assume_constant_result would
+# import the compiler.
 for _function in (can_leave_graph, can_write):
     _function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -7,11 +7,10 @@ are Deferred tensors. All Deferred tensors share one mechanism:
 - A result that shares memory with the values is wrapped in a `View`, which must not be written to.
   If `lend` returns True, the result is a plain tensor instead, and writing to the result changes
   the values.
-- Instead of an operation that writes to a Deferred tensor, the method `write` runs. By default,
-  `write` raises. The operation's schema in PyTorch lists the arguments that the operation writes
-  to.
+- If an operation writes to a Deferred tensor, the method `write` runs instead. By default, `write`
+  raises. The operation's schema in PyTorch lists the arguments that the operation writes to.
 - A function that takes the address of a tensor's memory gets the address of the values. An export
-  by DLPack without a copy raises, unless `lend` returns True.
+  by DLPack raises, unless the export makes a copy or `lend` returns True.
 """
 
 import contextlib
@@ -78,9 +77,9 @@ class Deferred(Tensor):
         """Returns the values, for a caller that takes their address and can overwrite them."""
         return self.plain_values()
 
-    # Weak references to read-only views and arrays that share the memory of the values. While one
-    # of them exists, the values must not be written to. `lent` is None if the values are never
-    # writable.
+    # Weak references to read-only views and arrays that share memory with the values. While a view
+    # or an array in `lent` exists, the values must not be written to. `lent` is None if the values
+    # are never writable.
     lent: list[weakref.ref] | None = None
 
     def keep_lent(self, view: Any) -> None:
@@ -93,14 +92,14 @@ class Deferred(Tensor):
         return False
 
     def writable_values(self) -> Tensor | None:
-        """Returns the values as a tensor to write to, in the memory that all views read.
+        """Returns the values as a writable tensor, in the memory that all views share.
 
         A write to this tensor changes all views. Returns None if the values must not be written to.
         """
         return None
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Runs instead of an operation that writes to this tensor. The default raises an error."""
+        """Replaces each operation that writes to this tensor. The default raises an error."""
         raise RuntimeError(
             f"{self.what} must not be written to by {running(func)}, because {self.unwritable}."
             f" Write to a copy instead: {self.copy}."
@@ -181,7 +180,7 @@ def on_values(func, args: tuple, kwargs: dict, memory: dict[int, Tensor] | None 
 
 
 def memory_of(t: Tensor) -> int:
-    """Identifies a tensor's memory by a number, which is equal for a tensor and its views."""
+    """Returns a number that identifies a tensor's memory, the same for a tensor and its views."""
     return t.untyped_storage()._cdata
 
 

@@ -1,13 +1,15 @@
-"""A forward of PEFT's DoRA adapter on a linear layer that keeps the logits lazy.
+"""A second forward for linear layers with PEFT's DoRA adapter, which keeps the logits lazy.
 
 A DoRA adapter computes the logits scale · (x @ W.T + s · x @ A.T @ B.T) + bias. The scale has one
-number per column of the logits. The number of column i is the adapter's magnitude i, divided by the
-norm of row i of W + s · B @ A. As in PEFT, the norm is a constant in backward.
+number per column of the logits. For column i, this number is magnitude[i] / norm[i]. `magnitude` is
+a parameter of the adapter, and norm[i] is the norm of row i of W + s · B @ A. As in PEFT, the norm
+is a constant in backward.
 
-PEFT multiplies the logits by the scale, which materialises the logits. Here, the rows of W and B
-are multiplied by the scale. The logits are then the sum of two products, as with a LoRA adapter
-(sums.py). The scaled copy of W is as large as W. The gradient of the scale is computed from the
-gradient of this copy. So a loss takes three GEMMs even if W is frozen.
+PEFT multiplies the logits by the scale, which materialises the logits. In this file, the rows of W
+and B are multiplied by the scale instead. The logits are then the sum of two products, as with a
+LoRA adapter (sums.py). The scaled copy of W is as large as W. The gradient of the scale is computed
+from the gradient of this copy. So a loss computes the gradient of the copy, and takes three GEMMs,
+even if W is frozen.
 
 With dropout, PEFT multiplies W by x and by `dropped`, which is x after dropout. Instead of
 scale · x @ W.T, PEFT computes x @ W.T + (scale - 1) · dropped @ W.T. The logits are then the sum of
@@ -43,10 +45,10 @@ def forward_of(module: Any, x: Tensor) -> Callable[[Tensor], Tensor] | None:
     """Returns a forward of a module with a DoRA adapter, or None.
 
     The result is None if the adapter is not active, is merged, or is not the only active adapter.
-    The result is also None if other code runs before or after a layer of the adapter. The base
-    layer's weight must be a plain or 4-bit weight, and must be on the device of x. With dropout, x
-    must require a gradient, because sums.py would not add the two products of `with_dropout`
-    otherwise.
+    The result is also None if the base layer, the layer B or the magnitude layer has hooks or a
+    replaced forward. The base layer's weight must be a plain or 4-bit weight, and must be on the
+    device of x. With dropout, x must require a gradient. Otherwise, sums.py would not add the two
+    products of `with_dropout`.
     """
     if module.disable_adapters or module.merged or type(module).__name__ not in SUPPORTED:
         return None
@@ -84,7 +86,7 @@ SUPPORTED = ("Linear", "Linear4bit")  # classes of peft.tuners.lora with a DoRA 
 
 
 def has_plain_weight(base: nn.Module) -> bool:
-    """Whether a layer computes x @ weight.T + bias with a plain tensor that is in memory."""
+    """Whether a layer computes x @ weight.T + bias, and its weight is a plain tensor in memory."""
     if getattr(type(base), "forward", None) is not nn.Linear.forward:
         return False
     weight: Any = base.weight
@@ -132,7 +134,7 @@ def with_dropout(
 
 
 def row_norms(weight: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
-    """Returns the norms (V,) of the rows of weight + s · B @ A, as a constant, in fp32 or fp64."""
+    """Returns the norm of each row of weight + s · B @ A, as a constant (V,) in fp32 or fp64."""
     full = PRECISION[weight.dtype]
     norms = torch.empty(len(weight), device=weight.device, dtype=full)
     with torch.no_grad(), without_autocast(weight.device):
@@ -143,7 +145,7 @@ def row_norms(weight: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
 
 
 def row_slices(weight: Tensor) -> Iterator[slice]:
-    """Slices of rows of a weight. In fp32, the rows of a slice take at most BLOCK bytes."""
+    """Yields slices of a weight's rows. In fp32, the rows of a slice take at most BLOCK bytes."""
     step = max(BLOCK // (4 * max(weight.shape[1], 1)), 1)
     for start in range(0, len(weight), step):
         yield slice(start, min(start + step, len(weight)))

@@ -21,10 +21,10 @@ from .recipe import Recipe, RowInput, own
 from .row_function import by_rows
 from .views import is_alias
 
-# Formulas of nested functions are computed recursively. A formula has at most this depth, because
-# Python limits recursion.
+# Formulas of nested functions are computed recursively. Python limits the recursion, so a formula
+# nests at most DEEPEST functions.
 DEEPEST = 64
-# These functions return a mask that stays lazy, because callers reduce the mask by any() or all().
+# The functions in QUESTIONS return a lazy mask, because callers reduce the mask by any() or all().
 QUESTIONS = {getattr(T, name) for T in (torch, Tensor) for name in ("isnan", "isinf", "isfinite")}
 CONSTANTS = (int, float, str, torch.dtype, type(None))
 
@@ -82,8 +82,8 @@ def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = Fa
 def in_memory(z: LazyLogits) -> Tensor:
     """Computes a lazy mask or lazy integers as a plain tensor, without materialising the logits.
 
-    Most masks do not stay lazy (see QUESTIONS), because a mask is smaller than the logits and
-    callers often write to masks.
+    Only the masks of QUESTIONS stay lazy. Other masks are computed immediately, because a mask is
+    smaller than the logits and callers often write to masks.
     """
     if z.recipe.axis is not None:
         return NotImplemented
@@ -172,13 +172,13 @@ def is_differentiable(t: Any, first: LazyLogits, lazy: list[LazyLogits]) -> bool
     if not isinstance(t, LazyLogits) or not have_same_rows(t.recipe, first.recipe):
         return False
     # If several lazy arguments need a gradient, each of them gets an incomplete LazyGradient (see
-    # gradient.Joint). So none of them may have a hook or retain its gradient.
+    # gradient.Joint). So none of these arguments may have a hook or retain its gradient.
     alone = all(z is t or is_constant(z) for z in lazy)
     return alone or not (t._backward_hooks or t.retains_grad)
 
 
 class Call(NamedTuple):
-    """A function, the structure of its arguments, and the autocast state of the function's call."""
+    """A function, the structure of its arguments, and the autocast state in which it is called."""
 
     function: Callable[..., Tensor]
     tree: Any  # the pytree structure of the arguments

@@ -1,4 +1,4 @@
-"""Recognises formulas such as p log p, whose sums over the vocabulary a loss can compute.
+"""Recognises formulas such as p log p that a loss can sum over the vocabulary.
 
 Trainers compute the entropy of p = softmax(y) by PyTorch's functions, for example as
 -(logp.exp() * logp).sum(-1) or as y.logsumexp(-1) - (p * y).sum(-1). These sums can be computed
@@ -24,7 +24,7 @@ EXPONENTIALS: set[Callable] = {torch.exp, T.exp}
 class Expectation(NamedTuple):
     """The formula factor · p · log p if `of.log` is true, and factor · p · y otherwise.
 
-    Here, y are the logits after the scale and the softcap of `of`, and p = softmax(y).
+    Here, y are the logits after scale and softcap, which `of` describes, and p = softmax(y).
     """
 
     of: Direct
@@ -59,7 +59,7 @@ def _positive(formula: Any) -> tuple[Any, float]:
 
 
 def _is_softmax(p: Any, of: Direct) -> bool:
-    """Whether p is the softmax of the logits y of `of`, or exp(log_softmax(y))."""
+    """Whether p is softmax(y) or exp(log_softmax(y)), with the logits y that `of` describes."""
     softmax = isinstance(p, Applied) and p.function is torch.softmax
     if not softmax and not _calls(p, EXPONENTIALS, arguments=1):
         return False

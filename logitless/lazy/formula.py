@@ -28,14 +28,14 @@ class Rows:
         self.results: dict[Formula, Tensor] = {}
 
     def values(self, formula: "Formula") -> Tensor:
-        """The differentiable values of a formula, which are computed once and then kept."""
+        """The differentiable values of a formula. They are computed once and then kept."""
         if formula not in self.results:
             self.results[formula] = formula.compute(self)
         return self.results[formula]
 
 
 class Formula:
-    """A function from the head's logits of some rows to values of the same shape."""
+    """Maps the head's logits of some rows to values of the same shape."""
 
     dtype: torch.dtype
 
@@ -94,9 +94,9 @@ class Direct(Formula):
 class Input(Formula):
     """A tensor that a function takes besides the logits, such as a mask or probabilities.
 
-    An input tensor has one row per row of the logits. The tensors are stored in `Recipe.inputs` and
-    not in the formula, because a view of lazy logits has the same formula, but input tensors with
-    rearranged rows.
+    An input tensor has one row per row of the logits. The tensors are stored in `Recipe.inputs`,
+    not in the formula. A view of lazy logits keeps the formula, but rearranges the rows of the
+    input tensors.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -172,7 +172,7 @@ def depth_of(formula: Any) -> int:
 
 @dataclass(frozen=True)
 class Autocast:
-    """The autocast state of a function's call, which is restored when the formula is computed."""
+    """The autocast state in which a function was called. Computing the formula restores it."""
 
     kind: str  # type of the device, such as "cuda"
     dtype: torch.dtype | None  # None if autocast was off

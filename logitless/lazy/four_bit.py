@@ -68,7 +68,7 @@ class FourBitWeight(Tensor):
         return dequantize_4bit(self.packed.view(-1, 1), state)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """The names of the tensors that hold the numbers, for `storage_of`."""
+        """The names of the tensors that hold the weight's numbers. `storage_of` reads the names."""
         return ["packed", "scales"], None
 
     def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -104,7 +104,7 @@ def is_four_bit(module: nn.Module) -> bool:
     if type(module).forward is not bnb.nn.Linear4bit.forward:
         return False
     state = getattr(module.weight, "quant_state", None)
-    # For inference on some CPUs, bitsandbytes stores the numbers in another order.
+    # For inference on some CPUs, bitsandbytes stores the numbers in an order that we cannot read.
     if state is None or getattr(state, "packing_format_for_cpu", False):
         return False
     size = (module.out_features, module.in_features)
@@ -120,7 +120,7 @@ def weight_of(module: Any, x: Tensor) -> FourBitWeight:
 
 
 def forward(module: Any, x: Tensor) -> Tensor:
-    """The forward of a 4-bit layer, with torch.nn.functional.linear."""
+    """Computes the forward of a 4-bit layer by torch.nn.functional.linear."""
     weight, bias = weight_of(module, x), module.bias
     bias = None if bias is None else bias.to(weight.dtype)
     with without_autocast(x.device):  # bitsandbytes ignores autocast

@@ -1,4 +1,4 @@
-"""`fuse(model)`: a model with a linear head runs without materialising its logits.
+"""`fuse(model)` lets a model with a linear head run without materialising its logits.
 
 Only the head's forward is replaced (fused_head.py). model_hooks.py keeps the state of each fused
 head, such as whether a forward of the model called the head. The head returns LazyLogits
@@ -37,10 +37,11 @@ def fuse(
     output embeddings, which every causal language model of Transformers has. For a model with
     several heads, `head` is a list of modules and names. An nn.ModuleList or nn.ModuleDict stands
     for all modules in it. `options` are options of LinearLogits. Without gradients, as in
-    evaluation and sampling, logits of at most 32 MiB are plain and larger logits are lazy. If
-    `lazy_inference` is false, all logits without gradients are plain. Calling `fuse` again replaces
-    the heads and the options of the earlier call. `unfuse` undoes `fuse`, and `is_fused` returns
-    whether `fuse` has an effect. `report` returns where lazy logits were materialised.
+    evaluation and sampling, logits of at most 32 MiB are plain tensors, and larger logits are lazy.
+    If `lazy_inference` is false, all logits without gradients are plain tensors. Calling `fuse`
+    again replaces the heads and the options of the earlier call. `unfuse` undoes `fuse`, and
+    `is_fused` returns whether `fuse` has an effect. `report` returns the operations that
+    materialised lazy logits.
 
     >>> model = fuse(AutoModelForCausalLM.from_pretrained(...))
     >>> model(input_ids=ids, labels=ids).loss.backward()
@@ -99,10 +100,10 @@ class Fused(NamedTuple):
 def is_fused(model: nn.Module) -> Fused:
     """Returns whether `fuse` has an effect on the model now, and the reason.
 
-    `fuse` has an effect if the head returns lazy logits in training. If the last
-    training forward did not call the head, the result is false, because some trainers multiply by
-    the head's weight themselves. `model` can also be a wrapper of the fused model, or a part of the
-    fused model that contains its head.
+    `fuse` has an effect if the head returns lazy logits in training. Some trainers multiply by the
+    head's weight themselves, and never call the head. So the result is false if the last training
+    forward did not call the head. `model` can also be a wrapper of the fused model, or a part of
+    the fused model that contains its head.
 
     >>> found = is_fused(model)
     >>> assert found, found.reason
@@ -132,7 +133,7 @@ def guards_of(model: nn.Module) -> Iterator[Guard]:
 
 
 def names_of(model: nn.Module, head: nn.Module | str | None) -> Iterator[str | None]:
-    """The names of the modules that `head` stands for, or None for the output embeddings."""
+    """Yields the names of all modules in `head`. The name None stands for the output embeddings."""
     module = head if isinstance(head, nn.Module) else named_head(model, head)
     listed = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_forward(module)
     if isinstance(head, nn.Module) or (listed and head is None):

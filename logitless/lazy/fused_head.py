@@ -4,9 +4,9 @@ A head is often not a plain linear layer, because accelerate sets hooks on the h
 the head, quantisers replace the head, or users set their own forward. So a fused head still runs
 its own forward. Inside the head's own forward, `torch.nn.functional.linear` returns lazy logits if
 its weight has one row per token of the vocabulary. Operations before and after `linear` get the
-same numbers as in the plain model. A head that does not call `linear` returns the same result as in
-the plain model. Some layers of other libraries have a second forward, which calls `linear` and has
-the same result (layers.py). Inside a fused head, the second forward of such a layer runs.
+same numbers as in the unfused model. A head that does not call `linear` returns the same result as
+in the unfused model. Some layers of other libraries have a second forward, which calls `linear` and
+has the same result (layers.py). Inside a fused head, the second forward of such a layer runs.
 """
 
 import contextlib
@@ -33,8 +33,9 @@ from .recipe import is_small
 from .report import warn_once
 
 _lazy = ContextVar("lazy", default=False)
-# One item per block of `lazy_logits` that has been entered, in any thread. Dynamo cannot read a
-# ContextVar, but compiles code again if this list becomes empty or not empty.
+# One item per `with lazy_logits():` block that is running, in any thread. Dynamo cannot read a
+# ContextVar. Dynamo can read this list, and compiles code again if the list becomes empty or
+# non-empty.
 _contexts: list[None] = []
 
 COMPILED = "torch.compile computed the logits as a plain product inside of its graph."
@@ -46,10 +47,10 @@ def lazy_logits():
 
     Outside of this context manager, logits without gradients are lazy only if they are large and
     the option `lazy_inference` of `fuse` is true. Inside this context manager, logits of any size
-    are lazy. Logits that are created inside this context manager must not be written to. If the
-    weight is written to before these logits are used, an error is raised. On a GPU, a write that
-    does not change the weight's version counter is not detected, because comparing the weight with
-    a copy would make the host wait for the GPU (class Watch).
+    are lazy. Logits that are created inside this context manager must not be written to. Using
+    these logits raises an error if the weight was written to in the meantime. On a GPU, a write
+    that does not change the weight's version counter is not detected, because comparing the weight
+    with a copy would make the host wait for the GPU (class Watch).
 
     >>> with torch.no_grad(), lazy_logits():
     ...     teacher_logits = teacher(ids).logits
@@ -65,7 +66,7 @@ def lazy_logits():
 
 
 class FusedForward:
-    """The forward of a fused head: runs the head's earlier forward inside a `Products` block.
+    """The forward of a fused head. It runs the head's earlier forward inside a `Products` block.
 
     `below` is the forward that other code had set on the head earlier. If `below` is None, the
     forward of the head's class is called. If other code replaces the FusedForward later, the Guard
@@ -104,7 +105,7 @@ class FusedForward:
         return logits
 
     def stays_plain(self, args: tuple) -> bool:
-        """Whether the logits of a call without gradients are certainly plain."""
+        """Whether the head certainly returns plain logits for a call without gradients."""
         if not self.guard.lazy_inference:
             return True
         width = self.head.__dict__.get("out_features") or width_of(self.head)
@@ -117,7 +118,7 @@ class FusedForward:
 
 
 def forward_set_on(head: nn.Module) -> FusedForward | None:
-    """Returns the head's forward if this forward is a FusedForward, else None."""
+    """Returns the FusedForward that is set as the head's forward, or None."""
     forward = head.__dict__.get("forward")
     ours = getattr(forward, "__func__", None) is FusedForward.forward
     return forward.__self__ if ours else None  # pyright: ignore
@@ -143,8 +144,8 @@ def _set_forward(head: nn.Module, guard: Any) -> None:
     if is_set(head, guard):
         return
     ours = forward_set_on(head)
-    # A replica that DataParallel creates has the FusedForward of the original head. The replica's
-    # own FusedForward calls the same `below`.
+    # A replica that DataParallel creates has the FusedForward of the original head. The new
+    # FusedForward of the replica calls the same `below`.
     below = head.__dict__.get("forward") if ours is None else ours.below
     head.__dict__["forward"] = FusedForward(head, below, guard).forward
 
@@ -190,7 +191,7 @@ class Products(TorchFunctionMode):
         return lazy_product(tensors, self.options, owner, self.lazy_inference, wanted)
 
     def why_plain(self) -> str:
-        """The reason why the logits are plain, as a phrase that follows the head's name."""
+        """The reason why the logits are plain, as a phrase to put after the head's name."""
         if self.obstacle is not None:
             return f"computes plain logits, because {self.obstacle}"
         if self.found:
@@ -275,7 +276,7 @@ def serves_inference(hidden: Any, weight: Any, module: nn.Module, options: dict)
 
 
 def has_small_logits(hidden: Any, width: int) -> bool:
-    """Whether logits of these hidden states are certainly so small that inference keeps them plain.
+    """Whether the logits of `hidden` are certainly small enough to stay plain in inference.
 
     This check must be fast, because decoding calls the head once per token.
     """
@@ -287,8 +288,8 @@ def has_small_logits(hidden: Any, width: int) -> bool:
 def leaves_graph(wanted: bool, plain: bool) -> bool:
     """Whether a head that Dynamo traces runs outside of the graph, so that its logits can be lazy.
 
-    If `wanted` is true, gradients are needed. If `plain` is true, the logits are plain outside of
-    `lazy_logits`.
+    `wanted` is true if gradients are needed. `plain` is true if the logits would be plain outside
+    of a `lazy_logits` block.
     """
     if plain and not _contexts:
         return False
@@ -365,6 +366,6 @@ def _say_how_to_compile() -> None:
     )
 
 
-# torch.compiler.assume_constant_result sets the same attribute, but importing it would import the
-# compiler.
+# Dynamo calls _say_how_to_compile while it traces. The attribute is set directly, because importing
+# torch.compiler.assume_constant_result would import the compiler.
 _say_how_to_compile._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

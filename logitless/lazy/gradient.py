@@ -1,4 +1,4 @@
-"""The gradient of lazy logits, which backward passes from a loss to the head (see logits.py)."""
+"""The gradient of lazy logits. Backward passes it from a loss to the head (see logits.py)."""
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -46,12 +46,13 @@ class Joint:
     """An operation with several lazy logits as arguments, such as torch.cat or a product.
 
     In backward, each argument gets its own LazyGradient. Only the first LazyGradient holds
-    gradients of weight and bias, which are sums over all arguments. The gradient of hidden is also
-    only in the first LazyGradient, except for torch.cat, where each LazyGradient holds the gradient
-    of its own rows. So the LazyGradient of one argument is incomplete, and must not be changed. If
-    n arguments need a gradient, `shares` of each LazyGradient maps the Joint to 1/n. A LazyGradient
-    with a share below 1 is incomplete. If autograd adds LazyGradients, their shares are added too.
-    If the shares add up to 1, the sum of the LazyGradients is complete.
+    gradients of weight and bias, which are sums over all arguments. For torch.cat, each
+    LazyGradient holds the gradient of hidden for its own rows. For all other operations, only the
+    first LazyGradient holds the gradient of hidden. So the LazyGradient of one argument is
+    incomplete, and must not be changed. If n arguments need a gradient, the field `shares` of each
+    LazyGradient maps the Joint to 1/n. A LazyGradient with a share below 1 is incomplete. If
+    autograd adds LazyGradients, their shares are added too. If the shares add up to 1, the sum of
+    the LazyGradients is complete.
     """
 
     def __init__(self, name: str, root: Any = None):
@@ -80,9 +81,9 @@ class LazyGradient(Deferred):
     of_values: Tensor | None
     computes: tuple[Compute, ...]
     known: Tensor | None  # The gradient as a plain tensor, or None before it is computed.
-    # True for a gradient of log-probabilities, if the loss was computed from the logits instead of
-    # the log-probabilities. A projected gradient must not be read, because it differs from the
-    # exact gradient by a term that the backward of log_softmax removes.
+    # True for a gradient of log-probabilities if their loss was computed from the logits. A
+    # projected gradient must not be read. It differs from the exact gradient by a term that the
+    # backward of log_softmax removes.
     projected: bool
     shares: Shares  # empty if this gradient is complete (see Joint)
 
@@ -141,7 +142,7 @@ class LazyGradient(Deferred):
         return None if targets is first else first
 
     def materialize(self) -> Tensor:
-        """The gradient of the values as a plain tensor, which may be written to."""
+        """Returns a copy of the gradient as a plain tensor, which may be written to."""
         return self.plain_values().clone()
 
     def _become(self, other: "LazyGradient") -> None:
@@ -233,14 +234,14 @@ def added(a: Tensor, b: Tensor) -> LazyGradient:
 def added_shares(a: Shares, b: Shares) -> Shares:
     """Adds the `shares` of two gradients for each Joint.
 
-    A Joint whose sum is 1 is left out, because the sum of its gradients is complete.
+    A Joint whose shares add up to 1 is left out, because the sum of its gradients is complete.
     """
     sums = {joint: a.get(joint, 0) + b.get(joint, 0) for joint in {**a, **b}}
     return {joint: share for joint, share in sums.items() if share != 1}
 
 
 def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
-    """The `shares` of each gradient, if backward of `joint` splits g into `count` gradients."""
+    """The `shares` of each of the `count` gradients into which the backward of `joint` splits g."""
     if count == 1:
         return shares_of(g)
     return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}
@@ -253,7 +254,7 @@ def added_parts(parts: Parts, others: Parts) -> Parts:
 
 
 def split(g: Tensor) -> tuple[Parts, Tensor | None]:
-    """Splits g into `parts` and `of_values`, which the class LazyGradient explains."""
+    """Returns the fields `parts` and `of_values` of g. The class LazyGradient explains both."""
     if not isinstance(g, LazyGradient):
         return NO_PARTS, g
     if torch.is_grad_enabled() and g.requires_grad:  # g has autograd history, g.parts has none

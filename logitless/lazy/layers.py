@@ -2,8 +2,9 @@
 
 A second forward has the same result, apart from rounding, and its logits can be lazy.
 
-A `Linear4bit` of bitsandbytes multiplies by its weight in a function of its own (four_bit.py). A
-DoRA adapter of PEFT multiplies the logits by one number per column (dora.py).
+Two kinds of layers have a second forward. A `Linear4bit` of bitsandbytes multiplies by its weight
+in a function of its own (four_bit.py). A DoRA adapter of PEFT multiplies the logits by one number
+per column (dora.py).
 """
 
 from collections.abc import Callable
@@ -16,12 +17,12 @@ from . import dora, four_bit
 
 
 def has_second_forward(module: nn.Module) -> bool:
-    """Whether a module is a layer of a class that can have a second forward."""
+    """Whether a module is one of the layers that can have a second forward."""
     return four_bit.is_four_bit(module) or dora.is_dora(module)
 
 
 def second_forward(module: nn.Module, args: tuple, kwargs: dict) -> Callable[..., Any] | None:
-    """Returns a forward that calls torch.nn.functional.linear, or None if this is not possible.
+    """Returns a second forward, which calls torch.nn.functional.linear, or None if there is none.
 
     For these arguments, the second forward has the same result as the layer's own forward.
     """

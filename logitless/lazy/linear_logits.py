@@ -25,7 +25,7 @@ _FIELDS = frozenset(field.name for field in fields(Head))
 
 
 class AsTensor:
-    """Base class that gives a head the functions, methods, operators and indexing of a tensor."""
+    """Base class: a head that supports functions, methods, operators and indexing like a tensor."""
 
     head: Head
 
@@ -85,9 +85,9 @@ class LinearLogits(AsTensor, Logits):
     most 128 and the head is not small (docs/heads.md).
 
     `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
-    to 16 bits. Log-probabilities of fp32 logits are hundreds of times more exact than those of
-    16-bit logits. The gradient of fp32 logits is rounded to 16 bits, and the GEMMs of the backward
-    run in 16 bits.
+    to 16 bits. Log-probabilities from fp32 logits are hundreds of times more exact than from 16-bit
+    logits. The gradient of fp32 logits is rounded to 16 bits, and the GEMMs of the backward run in
+    16 bits.
 
     `accumulate` selects the precision in which the gradient of a bf16 weight is summed over chunks.
     With at most two chunks, accumulate="auto" sums in bf16. With more chunks, accumulate="auto"
@@ -100,15 +100,15 @@ class LinearLogits(AsTensor, Logits):
 
     `main_grad` is an fp32 tensor of the weight's shape. Every backward adds the weight's gradient
     to main_grad instead of weight.grad. For a mean or sum, the gradient is added to main_grad once,
-    after the sum over chunks. A sum in bf16 or in block floating point is rounded to bf16 before it
-    is added to main_grad. For a loss with one value per row, the gradient of each chunk is added to
-    main_grad separately.
+    after the sum over chunks. If this sum is in bf16 or in block floating point, it is rounded to
+    bf16 first. For a loss with one value per row, the gradient of each chunk is added to main_grad
+    separately.
 
     Rows that a loss ignores are dropped before the GEMMs, unless the logits are materialised. The
-    number of rows that are not ignored is computed on the GPU. The host waits once for this number
-    of rows. If whole rows are computed at a time, the first GEMM is queued before the host waits.
-    With `drop_ignored=False`, the host never waits, and ignored rows cost as much time as other
-    rows. In a CUDA graph, ignored rows are not dropped, because the host must not wait.
+    number of rows that are not ignored is computed on the GPU. The host waits once for this number.
+    If whole rows are computed at a time, the first GEMM is queued before the host waits. With
+    `drop_ignored=False`, the host never waits, and ignored rows cost as much time as other rows. In
+    a CUDA graph, ignored rows are not dropped, because the host must not wait.
 
     If weight is a DTensor sharded by rows, hidden must be a DTensor on the same mesh. In a loss,
     each rank then computes only the logits of its own rows of the weight, as with a VocabShard.

@@ -9,13 +9,13 @@ Any other operation materialises the logits, and returns the same result as for 
 Writing to lazy logits raises, unless a fused head returned them without gradients and outside of
 `lazy_logits()` (writes.py).
 
-As for plain logits, the autograd graph has one node for the head, one for each view and one for the
-loss. Only the gradient has an unusual type. A loss computes the gradients of hidden and weight, and
-returns both as a `LazyGradient` of its logits. In backward, views and slices re-index the
-`LazyGradient`, and the head takes the gradients of hidden and weight from the `LazyGradient`.
+The autograd graph is the same as for plain logits: one node for the head, one for each view and one
+for the loss. Only the gradient has an unusual type. A loss computes the gradients of hidden and
+weight, and returns both as a `LazyGradient` of its logits. In backward, views and slices re-index
+the `LazyGradient`, and the head takes the gradients of hidden and weight from the `LazyGradient`.
 Because the autograd graph is the usual graph, hooks run, and DDP and FSDP get the output that they
-expect. For large logits, a tensor as large as the logits is allocated only if an operation
-materialises them.
+expect. A tensor as large as the logits is allocated only if an operation materialises the logits,
+or if the logits are small.
 """
 
 import functools
@@ -68,9 +68,9 @@ class LazyLogits(Deferred, Source):
         arguments: "tuple[LazyLogits, ...]" = (),
         is_view: bool = False,
     ) -> "LazyLogits":
-        """Lazy logits with another recipe, without autograd history.
+        """Returns lazy logits with another recipe. The result has no autograd history.
 
-        `function`, if given, maps the values of `arguments` to the values of the result. The
+        If `function` is given, it maps the values of `arguments` to the values of the result. The
         default of `arguments` is (self,). If `is_view` is true, the values of the result can share
         the memory of the argument's values.
         """
@@ -94,8 +94,8 @@ class LazyLogits(Deferred, Source):
     def from_head(self) -> bool:
         """Whether losses and functions are computed from the head instead of from the values.
 
-        If these are logits for inference (`Recipe.inference`), the result is False once they are
-        computed, and always if they are small.
+        For logits for inference (`Recipe.inference`), the result is False if the logits are small
+        or already computed.
         """
         origin, recipe = self.origin, self.recipe
         if origin.exposed:
@@ -121,7 +121,7 @@ class LazyLogits(Deferred, Source):
         return self.from_head or (unread and not self.origin.exposed)
 
     def read(self, operation: str | None = None) -> Tensor:
-        """The values, materialised if needed.
+        """Returns the values. They are materialised if they are not in memory yet.
 
         `operation` is the name of the operation that needs the values. The default of `operation`
         is the name of the PyTorch function that is running.
@@ -209,7 +209,7 @@ class LazyLogits(Deferred, Source):
         """Rewrites a loss over scaled or capped logits as a loss over the head's own logits.
 
         Returns None if the loss must be computed from the values. In this case, the method also
-        records that the values are materialised.
+        records for `report` that the values are materialised.
         """
         if not self.from_head:
             self.note_if_unread("a loss of logitless")
@@ -225,7 +225,7 @@ class LazyLogits(Deferred, Source):
         return of_head
 
     def differentiable(self) -> Tensor:
-        """The logits as a plain tensor, for a loss that does not write to its logits."""
+        """Returns the logits as a plain tensor that must not be written to, for use in a loss."""
         known = not self.requires_grad and self.recipe.inference
         return self.origin.values() if known else Materialize.apply(self)  # pyright: ignore
 
@@ -249,7 +249,7 @@ class LazyLogits(Deferred, Source):
         return None if self.recipe.shard is None else self.recipe.shard.ranks
 
     def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Shows the values of logits for inference if the logits are small or already computed."""
+        """Shows the values of logits for inference that are small or already computed."""
         recipe = self.recipe
         small = recipe.inference and recipe.small
         if self.in_memory or (small and not recipe.stale()):
@@ -349,7 +349,7 @@ class UnscaledLogits(Source):
 
 
 class LazyColumns(Source):
-    """The logits of all ranks, where each rank holds lazy logits of its own columns.
+    """The logits of all ranks. Each rank holds lazy logits with its own columns.
 
     A loss that cannot be computed from the head materialises only the columns of this rank. The
     caller must sum the gradient of hidden over the ranks.

@@ -79,7 +79,7 @@ def of_values(loss: RowLoss, recipe: Recipe) -> tuple[RowLoss, float]:
 
 
 class OfValues:
-    """A loss over the head's logits that first applies the formula of a recipe to the logits."""
+    """A loss over the head's logits, which first applies a recipe's formula to the logits."""
 
     inputs: tuple[RowInput, ...]  # the recipe's inputs
 
@@ -111,7 +111,7 @@ class LazyReducedLoss(Node):
 
 
 class LazyPerRowLoss(Node):
-    """The autograd node of a loss over lazy logits that returns one value per row."""
+    """The autograd node of a loss over lazy logits. The loss returns one value per row."""
 
     @staticmethod
     def forward(ctx, z, loss, anchor, *row_inputs):

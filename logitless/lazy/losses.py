@@ -44,7 +44,7 @@ def cross_entropy_loss(
 
 
 def _mass(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """The divisor of PyTorch's mean: the number of targets that count, or their total weight."""
+    """The divisor of PyTorch's mean: the number or total weight of targets that are not ignored."""
     mass = target != ignore_index
     if weight is not None:
         mass = torch.where(mass, weight[target.clamp(0, len(weight) - 1)], 0.0)
@@ -52,7 +52,7 @@ def _mass(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
 
 
 def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction, **options):
-    """F.cross_entropy or F.nll_loss of lazy values that are not logits, such as probabilities.
+    """Returns F.cross_entropy or F.nll_loss for lazy values other than logits, like probabilities.
 
     PyTorch's own function runs on some rows at a time.
     """
@@ -92,7 +92,8 @@ def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
 def unlogged(z: LazyLogits) -> LazyLogits:
     """Turns lazy log-probabilities z = log_softmax(logits) back into lazy logits.
 
-    On plain tensors, the operation returns z itself, because log_softmax(z) = z.
+    On plain values, the operation returns z unchanged, because z can serve as logits:
+    log_softmax(z) equals z.
     """
     return values.changed(z, Op(lambda t: t, pull=lambda d: d, projects=True), log=False)
 
@@ -115,7 +116,7 @@ def nll_loss(
 
 
 def loss_of_values(function: Callable):
-    """Returns an elementwise loss, such as F.kl_div, for lazy logits and any reduction."""
+    """Returns a version of an elementwise loss, such as F.kl_div, for lazy logits."""
 
     def loss(*args, **kwargs):
         bound = signature(function).bind(*args, **kwargs)
@@ -144,7 +145,7 @@ def loss_of_values(function: Callable):
 def _lazy_kl_div(input: Tensor, target: Tensor, log_target: bool):
     """Returns F.kl_div with reduction="sum", if input and target are lazy results of log_softmax.
 
-    Otherwise, or if both input and target need a gradient, returns NotImplemented.
+    Returns NotImplemented in all other cases, and if both input and target need a gradient.
     """
     if not (isinstance(input, LazyLogits) and isinstance(target, LazyLogits)):
         return NotImplemented

@@ -1,10 +1,11 @@
-"""Scores that a loss over lazy logits computes, so that metrics of the same rows cost no GEMM.
+"""Keeps the scores that a loss over lazy logits computes, so that later metrics take no GEMM.
 
 A trainer computes its loss from the logits, and then metrics, such as the accuracy and the entropy.
-A metric of lazy logits takes one GEMM, about a third of the time of a loss with its gradients. A
-loss that also computes the scores of each row takes 1.016 times the time of the loss alone
-(benchmarks/results/h200/loss-and-scores.md). So losses compute scores only for heads whose metrics
-are read:
+A metric of lazy logits takes one GEMM, which is about a third of the time of a loss with its
+gradients. The scores of a row are its entropy, its logsumexp, its argmax and the log-probability of
+its label. A loss that also computes the scores of each row takes 1.016 times the time of the loss
+alone (benchmarks/results/h200/loss-and-scores.md). So losses compute scores only for heads whose
+metrics are read:
 
 1. The losses over the first logits of a head compute no scores. `Answers` counts the rows of these
    losses, and the rows of the metrics that are read later. If the metrics read at least half as
@@ -32,14 +33,15 @@ from ..losses.cross_entropy import CrossEntropy, ScoredCrossEntropy
 from ..losses.statistics import NO_CLASS, Read, Scores, score
 from .recipe import Recipe
 
-# The heads whose metrics are read after a loss. The keys are True for training, False for
-# evaluation. The values are the number of calls of each head since a metric was read from scores.
+# The heads whose metrics are read after a loss. The key is True for training and False for
+# evaluation. Each head is mapped to the number of its calls since a metric was last read from its
+# scores.
 _READ: dict[bool, "weakref.WeakKeyDictionary[nn.Module, int]"] = {
     True: weakref.WeakKeyDictionary(),
     False: weakref.WeakKeyDictionary(),
 }
-# After PATIENCE calls whose scores are not read, losses compute no scores any more. The scores of
-# about 16 losses take as much time as one metric without scores.
+# After PATIENCE calls of a head whose scores are not read, losses over this head compute no scores
+# any more. Computing the scores of about 16 losses takes as long as one metric without scores.
 PATIENCE = 16
 UNKNOWN = -1  # the label of rows without scores
 
@@ -60,19 +62,20 @@ class Options(NamedTuple):
 
 
 class Table:
-    """The scores of the rows of one call of a head, for one label per row."""
+    """The scores of all rows of one call of a head. Each row has the scores of one label."""
 
     def __init__(self, rows: int, like: Scores):
         self.label = torch.full((rows,), UNKNOWN, device=like.lse.device)
         self.scores = Scores(*(t.new_zeros(rows) for t in like))
         self.complete = False  # whether the scores of all rows are known
-        self.seen: Any = lambda: None  # a weak reference to `places` whose scores are all known
+        self.seen: Any = lambda: None  # a weak reference to `places` whose rows all have scores
 
     def put(self, places: Tensor, label: Tensor, vocab: int, scores: Scores) -> None:
-        """Writes scores of the rows `places`. Rows whose label is not in [0, vocab) stay the same.
+        """Writes the scores of the rows with the indices `places`.
 
-        `places` can contain a row several times, with different labels. So one scatter chooses one
-        source per row, and the row's label and scores are copied from this source.
+        A row whose new label is not in [0, vocab) keeps its old scores. `places` can contain a row
+        several times, with different labels. So a scatter first chooses one entry of `places` per
+        row. The label and the scores of this entry are then copied to the row.
         """
         if not len(places):
             return
@@ -91,21 +94,22 @@ class Answers:
     def __init__(self, head: Head, trains: bool):
         self.module, self.trains, self.rows = weakref.ref(head.module), trains, head.rows
         self.tables: dict[Options, Table] = {}
-        self.losses: dict[Options, int] = {}  # the rows of losses without scores
-        self.read: dict[Options, int] = {}  # the rows of metrics after these losses
+        self.losses: dict[Options, int] = {}  # number of rows of losses without scores
+        self.read: dict[Options, int] = {}  # number of rows of metrics after these losses
         self.cell: Any = lambda: None  # a weak reference to the cell of the head's own logits
 
     @staticmethod
     def of(head: Head, trains: bool) -> "tuple[Answers | None, Tensor | None]":
-        """Returns (answers, places) for the logits of a call of a head, or (None, None).
+        """Returns (answers, places) for the logits of one call of a head, or (None, None).
 
-        `places` is None if losses over these logits compute no scores (class Recipe).
+        `places` holds the index of each row (class Recipe), or is None if losses over these logits
+        compute no scores.
 
         With drop_ignored=False, the host must never wait. Such a head has no Answers, because the
         host would have to wait until the device has counted the rows without scores. An FSDP module
-        has no Answers, because all ranks must gather its weight together, and some ranks could have
-        no rows without scores. With deterministic algorithms, there are no Answers either, because
-        the bits of a loss with scores can differ from the bits of the same loss without scores.
+        has no Answers. To compute missing scores, all ranks would have to gather its weight
+        together, but some ranks may have no missing scores. With deterministic algorithms, no head
+        has Answers, because the bits of a loss can change if the loss also computes scores.
         """
         module, device = head.module, head.device
         if module is None or hasattr(type(module), "unshard") or not head.drop_ignored:
@@ -120,7 +124,7 @@ class Answers:
         return Answers(head, trains), places.view(*head.lead, 1)
 
     def evaluate(self, source: Any, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        """Evaluates a loss or a statistic over `source`, an UnscaledLogits of this call."""
+        """Evaluates a loss or a statistic over `source`, the UnscaledLogits of this head call."""
         recipe: Recipe = source.recipe
         if isinstance(loss, CrossEntropy):
             scored = self.scored(recipe, loss)
@@ -164,7 +168,7 @@ class Answers:
     # --- metrics
 
     def statistics(self, recipe: Recipe, loss: Read) -> tuple[Tensor, ...] | None:
-        """Returns the results of a `Read` without gradients from the Table, or None."""
+        """Reads the statistics of a `Read` from the Table. Returns None if this is not possible."""
         reading, options = loss.reading, Options.of(loss.reading)
         scored = set(reading.wants) <= set(Scores._fields) and reading.ids_per_row <= 1
         if not scored or options is None or not may_wait(recipe.device):
@@ -210,17 +214,17 @@ class Answers:
     def complete(
         self, table: Table, recipe: Recipe, options: Options, ids: Tensor | None, ignored: Any
     ) -> tuple[Scores, Tensor | None, Scores | None]:
-        """Computes the scores of rows of `recipe` that are not in the Table, except ignored rows.
+        """Computes the scores that `recipe` needs and the Table lacks, except for ignored rows.
 
-        With `ids`, the Table has scores of a row only if the row's label in the Table equals the
-        row's id. Returns (known, at, scores). `scores` are the scores of the rows `at`, and `known`
-        has the scores of all other rows. If no row was computed, `at` and `scores` are None.
-        Computed scores are added to the Table, but not to `known`, because `recipe` can contain a
-        row several times, with different ids.
+        With `ids`, the Table lacks the scores of a row if the row's label in the Table differs from
+        its id. Returns (known, at, scores). `scores` holds the computed scores, `at` holds the
+        indices of their rows, and `known` holds the scores of all other rows. If no scores were
+        computed, `at` and `scores` are None. Computed scores are added to the Table, but not to
+        `known`, because `recipe` can contain a row several times, with different ids.
 
-        If a view of less than half of the call's rows has rows without scores, and `ids` is None,
-        the scores of all rows of the call are computed. So the host waits only once if a metric is
-        computed from many small views.
+        Suppose that `ids` is None, and that scores are missing in a view of less than half of the
+        head call's rows. Then the missing scores of all rows of the head call are computed. So the
+        host waits only once if a metric is computed from many small views.
         """
         known = table.scores
         if ids is None and (table.complete or table.seen() is recipe.places):
@@ -253,9 +257,9 @@ def missing(table: Table, recipe: Recipe, ids: Tensor | None, ignored: Tensor | 
 
 
 def fill(table: Table, recipe: Recipe, options: Options, at: Tensor, ids: Tensor | None) -> Scores:
-    """Computes the scores of some rows of `recipe`. `at` holds the indices of these rows.
+    """Computes the scores of the rows of `recipe` with the indices `at`.
 
-    The scores of rows that have no scores in the Table are added to the Table.
+    The Table gets the scores of rows that had no scores in the Table.
     """
     head = recipe.constant_head()
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])[at]

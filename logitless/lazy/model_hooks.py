@@ -1,8 +1,9 @@
 """The state of a fused head, and the hooks of a fused model.
 
-`resize_token_embeddings` and adapters replace the head of a model, and other code replaces the
-forward of the head. So the head is found and fused again before each forward of the model. A Guard
-also counts the calls of its head, and warns if a training forward never called the head.
+`resize_token_embeddings` and adapters can replace the head of a model, and other code can replace
+the forward of the head. So the hooks find the head before each forward of the model, and fuse it
+again if needed. A Guard also counts the calls of its head, and warns if a training forward never
+called the head.
 """
 
 from typing import Any
@@ -35,7 +36,7 @@ def head_of(model: nn.Module, name: str | None) -> nn.Module:
 
 
 def named_head(model: nn.Module, name: str | None) -> Any:
-    """The model's head with its wrappers, or None if `name` is None and the model has no head."""
+    """The model's head with its wrappers, or None if `name` is None and no head is found."""
     if name is not None:
         return model.get_submodule(name)
     return getattr(model, "get_output_embeddings", lambda: None)()
@@ -60,7 +61,7 @@ class Guard:
 
     def __init__(self, name: str | None, options: dict, lazy_inference: bool):
         self.name, self.options, self.lazy_inference = name, options, lazy_inference
-        self.group = [self]  # the guards of all heads of one call of fuse
+        self.group = [self]  # the guards of all heads that one call of `fuse` fused
         self.active = True  # False after unfuse
         self.calls = 0  # number of times that `called` has run
         self.unfusable: str | None = None  # the reason why the head cannot be fused
@@ -120,7 +121,7 @@ class Guard:
         return self.unfusable or self.obstacle or self.uncalled()
 
     def uncalled(self) -> str | None:
-        """Returns a reason if the last training forward called no head of the model, or None."""
+        """Returns a reason if the last training forward called no fused head, else None."""
         guards = [guard for guard in self.group if guard.active]
         if any(guard.idle is None for guard in guards):
             return None
@@ -133,7 +134,7 @@ class Guard:
 
 
 class Hooks:
-    """The hooks of a fused model. They fuse a head again if the head was replaced."""
+    """The hooks of a fused model, which fuse a head again if the head was replaced."""
 
     def __init__(self, guards: list[Guard]):
         self.guards = guards
@@ -170,7 +171,7 @@ class Hooks:
     def check(self, model: nn.Module) -> None:
         """Warns once if the logits of the last training forward were plain.
 
-        A model with several heads may call only some of them in a forward.
+        A head that was not called gives no warning if the model called another of its fused heads.
         """
         before = model.__dict__.get(CALLS) or [-1] * len(self.guards)
         for guard, calls in zip(self.guards, before, strict=True):

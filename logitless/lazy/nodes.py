@@ -42,8 +42,8 @@ class Anchor(Node):
     """Returns an empty tensor that depends on lazy logits in the autograd graph.
 
     A node keeps the empty tensor instead of the logits, because the empty tensor holds no memory.
-    If backward computes a gradient that cannot be differentiated again, `refuse_second` makes the
-    gradient depend on the empty tensor. Differentiating the gradient with respect to the logits
+    Some gradients that backward computes cannot be differentiated again. `refuse_second` makes such
+    a gradient depend on the empty tensor. Differentiating the gradient with respect to the logits
     then raises an error.
     """
 
@@ -167,18 +167,18 @@ def gradients_of_values(of_values: Tensor, tensors: tuple, needs: tuple) -> Part
 class Op(NamedTuple):
     """An operation on plain logits."""
 
-    function: Callable[..., Tensor]  # Maps the values of the arguments to those of the result.
+    function: Callable[..., Tensor]  # Maps the arguments' values to the result's values.
     linear: bool = True  # True if the gradient does not depend on the values.
     # Maps the gradient of the result to the gradient of the argument, for a linear function. If
     # `pull` is None, autograd computes the gradient of the argument.
     pull: Callable[[Tensor], Tensor] | None = None
     is_view: bool = False  # Whether the result can share the memory of the argument.
-    # Backward returns a LazyGradient whose field `projected` has this value. If `projects` is None,
-    # `projected` is copied from the upstream gradient.
+    # The field `projected` of the LazyGradient that backward returns. If `projects` is None, the
+    # field is copied from the upstream gradient.
     projects: bool | None = None
     name: str = "a function"  # The operation's name in error messages.
-    # For each argument, the Formula that computes the argument from the head's logits. The head is
-    # in the recipe of the result. If `formulas` is empty, the formulas in the arguments' recipes
+    # For each argument, the Formula that computes the argument from the head's logits. The recipe
+    # of the result holds this head. If `formulas` is empty, the formulas in the arguments' recipes
     # are used.
     formulas: tuple[Formula, ...] = ()
 
@@ -186,7 +186,7 @@ class Op(NamedTuple):
 class LazyOp(Node):
     """The autograd node of an operation on lazy logits whose result is lazy too.
 
-    `back` maps the `Parts` of the result's gradient to the `Parts` of the argument's gradient. `op`
+    `back` maps the `parts` of the result's gradient to the `parts` of the argument's gradient. `op`
     performs the operation on plain logits. If the upstream gradient contains a gradient of the
     values (`of_values`), backward differentiates `op`. All arguments that need a gradient must have
     the same hidden, weight, bias and low_rank.
@@ -235,7 +235,7 @@ class LazyOp(Node):
             )
             # The arguments that need a gradient have the same hidden, weight and bias, and `parts`
             # holds the gradients through all of these arguments. So only the first argument gets
-            # `parts`, because otherwise the gradients would be counted several times.
+            # `parts`. Otherwise, the gradients would be counted several times.
             own_parts = parts if i == needed[0] else NO_PARTS
             results[i] = gradient_of(
                 ctx.likes[i], own_parts, gradients[i], computes, g, projected, shares
@@ -324,7 +324,7 @@ class LazyCat(Node):
 
 
 class LazyBias(Node):
-    """The autograd node that adds one number per column to lazy logits by changing the bias."""
+    """The autograd node that adds one number per column to lazy logits. It changes the bias."""
 
     @staticmethod
     def forward(ctx, z, bias, recipe, sign):

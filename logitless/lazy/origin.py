@@ -21,15 +21,16 @@ from .recipe import Computation, Recipe
 class Cell:
     """Holds the recipe of lazy logits, and the values after they are computed.
 
-    Aliases of lazy logits, such as z.detach(), share a cell. Only tensors and autograd nodes hold
-    references to cells. So a recipe and its hidden states are freed together with the last tensor
-    or node that refers to the cell.
+    Lazy logits and their aliases, such as z.detach(), share one cell. Only tensors and autograd
+    nodes hold references to cells. So a recipe and its hidden states are freed together with the
+    last tensor or node that refers to the cell.
     """
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.values: Tensor | None = None
-        # Whether a write, or other code that shares the memory, may have changed the values.
+        # Whether the values may have been changed, by a write or by other code that shares the
+        # memory.
         self.exposed = False
 
     def keep(self, values: Tensor) -> None:
@@ -44,7 +45,7 @@ class Cell:
 
 
 class Record:
-    """Holds the autograd graph of an operation, after the result of the operation is computed.
+    """Holds the autograd graph of an operation once its result has been computed.
 
     The operation's autograd node and the `Origin` of its result refer to the same Record. A Record
     holds no values.
@@ -118,7 +119,7 @@ class Origin:
         self.bases: tuple[Origin, ...] = ()
         self.function: Callable[..., Tensor] | None = None  # takes the values of `bases`
         self.is_view = False
-        self.record: Record | None = None  # None if no node needs the function's graph
+        self.record: Record | None = None  # None if no autograd node needs the function's graph
         self.views: weakref.WeakSet[Origin] | None = None  # views of these logits (`register`)
         # Read-only views and arrays that share memory with these logits or their views
         # (Deferred.lent).
@@ -134,7 +135,7 @@ class Origin:
 
     @property
     def reads_exposed(self) -> bool:
-        """Whether these logits are a view of `exposed` logits, and must be read from memory."""
+        """Whether these logits are a view of `exposed` logits, and so must be read from memory."""
         return self.is_view and self.bases[0].exposed
 
     @property
@@ -145,8 +146,8 @@ class Origin:
     def reachable(self, size: int | None) -> bool:
         """Whether the values can be computed from values in memory, or from recipes.
 
-        Only recipes that compute `size` values are used, because a larger recipe would compute
-        values that are not needed. If `size` is None, no recipe is used.
+        Only recipes that compute exactly `size` values are used, because a larger recipe would
+        compute values that are not needed. If `size` is None, no recipe is used.
         """
         cell = self.cell()
         if cell is not None and (cell.values is not None or cell.size == size):
@@ -229,7 +230,7 @@ class Origin:
 
     @property
     def root(self) -> "Origin":
-        """The Origin that begins the chain of views, or `self` if these logits are not a view."""
+        """The Origin at the start of the chain of views. It is `self` if `self` is not a view."""
         return self.bases[0].root if self.is_view else self
 
     def register(self) -> None:
@@ -239,7 +240,7 @@ class Origin:
         root.views.add(self)
 
     def top(self) -> "Origin":
-        """The outermost base of this view that still exists, or the view itself."""
+        """The base nearest to `root` whose cell still exists, or `self` if no base exists."""
         base = self.viewed()
         return self if base is None else base.top()
 
@@ -265,11 +266,11 @@ class Origin:
         return owns
 
     def writable(self) -> Tensor | None:
-        """Returns the values as a tensor to write to, in the memory that all views read.
+        """Returns the values as a writable tensor, in the memory that all views share.
 
-        A write to this tensor changes all views. Returns None if this view, or another view or base
-        of the logits, has memory of its own. Also returns None if a read-only view or array shares
-        the memory. If these logits are a view, the returned tensor can be non-contiguous.
+        A write to this tensor changes all views. Returns None if the logits, their bases and their
+        views do not all share one memory. Also returns None if a read-only view or array shares the
+        memory. If these logits are a view, the returned tensor can be non-contiguous.
         """
         top = self.top()
         if not top.owns_memory():

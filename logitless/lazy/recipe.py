@@ -17,9 +17,9 @@ from .weight_changes import Watch, Watches, versions
 
 Tensors = tuple[Tensor | None, ...]
 
-# Logits without gradients are plain if they take at most SMALL bytes, because lazy logits cost time
-# on the host and small logits take little memory. For example, the logits of decoding are small,
-# because decoding computes one row per sequence.
+# Logits without gradients are plain tensors if they take at most SMALL bytes, because lazy logits
+# cost time on the host and small logits take little memory. For example, the logits of decoding are
+# small, because decoding computes one row per sequence.
 SMALL = 32 << 20
 
 
@@ -29,14 +29,14 @@ def is_small(count: int, dtype: torch.dtype) -> bool:
 
 
 class RowInput(NamedTuple):
-    """An input of a formula: a tensor, or a head that computes the tensor.
+    """An input of a formula. `source` is a tensor, or a head that computes the tensor.
 
-    The tensor has the shape (..., 1) or (..., V).
+    In both cases, the tensor has the shape (..., 1) or (..., V).
     """
 
     input: Input
     source: Tensor | Head
-    versions: tuple[int, ...]  # `_version` of the tensors when the recipe was created
+    versions: tuple[int, ...]  # `_version` of the source's tensors when the recipe was created
 
     @staticmethod
     def of(input: Input, source: Tensor | Head) -> "RowInput":
@@ -98,12 +98,12 @@ class Recipe:
     inputs: tuple[RowInput, ...] = ()  # the formula's inputs
     axis: int | None = None  # the dimension of the vocabulary; None for the last dimension
     shard: Any = None  # a VocabShard if weight and bias hold only the rows of this rank
-    # The scores that losses over logits of the same call of the head computed (class Answers in
-    # metrics_after_loss.py). None if the call has no Answers, or if a tensor of this recipe's head
-    # is not the tensor of the call. Selecting or reordering rows of hidden is allowed.
+    # Holds scores that losses computed over the logits of one head call (class Answers in
+    # metrics_after_loss.py). None if the head call has no Answers, or if a tensor of the head was
+    # replaced after the call. Selecting or reordering rows of hidden keeps the Answers.
     answers: Any = None
-    # (..., 1), for each row of these logits its row in the call of the head. None if losses compute
-    # no scores.
+    # (..., 1), the index of each row among the rows of the head call. None if losses compute no
+    # scores.
     places: Tensor | None = None
 
     def replace(self, **changed) -> "Recipe":
@@ -144,9 +144,9 @@ class Recipe:
         return is_small(torch.Size(self.shape).numel(), self.formula.dtype)
 
     def obstacle(self, softcap: float | None) -> str | None:
-        """Returns None if a loss with this softcap can be computed from the head.
+        """The reason why a loss with this softcap cannot be computed from the head, or None.
 
-        Otherwise, returns a phrase that names the values, such as "log-probabilities".
+        The reason is a phrase that names the values, such as "log-probabilities".
         """
         if self.direct is None:
             return "probabilities or other functions of logits"
@@ -178,7 +178,7 @@ class Recipe:
         return recipe.replace(inputs=inputs, answers=self.answers, places=places)
 
     def released(self) -> "Recipe":
-        """A copy whose tensors hold no memory, for logits whose values are already computed."""
+        """Returns a copy whose tensors hold no memory, for logits that are already computed."""
         hidden, weight, bias, low_rank = (
             None if t is None else described(t).blank() for t in self.head.tensors
         )
@@ -189,7 +189,7 @@ class Recipe:
         return recipe.replace(inputs=(), watch=watch)
 
     def flatten(self) -> tuple[Tensors, "Recipe"]:
-        """Returns all tensors for autograd to save, and a copy of the recipe without tensors."""
+        """Returns all tensors, which autograd saves, and a copy of the recipe without tensors."""
         blank: Any = None
         tensors = [*self.head.tensors]
         for row_input in self.inputs:
@@ -300,7 +300,7 @@ class Recipe:
 
 
 class Computation:
-    """Computes the values of several formulas, but hidden @ weight.T + bias only once."""
+    """Computes the values of several formulas from one product hidden @ weight.T + bias."""
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
@@ -313,7 +313,8 @@ class Computation:
             if self.rows is None:
                 self.rows = self.start()
             values = self.rows.values(formula)
-            # The values are contiguous, because LazyLogits has the strides of contiguous memory.
+            # The values must be contiguous, because a LazyLogits has the strides of contiguous
+            # memory.
             return values if recipe.axis is None else values.movedim(-1, recipe.axis).contiguous()
 
     def start(self) -> Rows:

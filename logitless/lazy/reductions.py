@@ -24,7 +24,7 @@ from .row_function import by_rows, mean_by_rows
 def dtype_of(z: LazyLogits, kinds: tuple[str, ...] = ("cuda",)) -> torch.dtype:
     """The dtype that PyTorch's own function would return for z.
 
-    On the device types in `kinds`, autocast runs PyTorch's own function in fp32 for 16-bit logits.
+    `kinds` lists the device types on which autocast runs PyTorch's own function in fp32.
     """
     kind, half = z.device.type, z.dtype in (torch.float16, torch.bfloat16)
     cast = half and kind in kinds and torch.is_autocast_enabled(kind)
@@ -85,11 +85,13 @@ def _total(z: LazyLogits, direct: Direct) -> Tensor:
 
 
 def _expected(z: LazyLogits) -> Tensor | None:
-    """The sum of each row of z = p log p, or a similar formula, if a loss computed its statistics.
+    """Returns the row sums of z from statistics that a loss computed, or None.
 
-    Returns None if the statistics are not known. For a head with a bias, the result is None too,
-    because a bias can be -inf. Then p log p is NaN in PyTorch, but our entropy is finite. Without a
-    bias, only logits that overflow have this difference.
+    The values of z must be p log p or a similar formula (entropy_formulas.py).
+
+    The result is None if the statistics are not known, or if the head has a bias. If a bias is
+    -inf, p log p is NaN in PyTorch, but our entropy is finite. Without a bias, the results differ
+    in this way only if logits overflow.
     """
     recipe, found = z.recipe, expectation_of(z.recipe.formula)
     differentiable = z.requires_grad and torch.is_grad_enabled()
@@ -102,7 +104,7 @@ def _expected(z: LazyLogits) -> Tensor | None:
 
 
 def _over(z: LazyLogits, dim: Any) -> tuple[int, ...] | None:
-    """The dimensions in `dim`, without the dimension of the vocabulary.
+    """The dimensions in `dim` other than the dimension of the vocabulary.
 
     Returns None if `dim` is invalid or does not include the vocabulary.
     """
@@ -202,7 +204,7 @@ def of_all(function: Callable, by_dim: Callable):
 
 
 class Attached(torch.autograd.Function):
-    """Returns `value`.
+    """Returns `value`, and passes the gradient of `value` to `rows`.
 
     `rows` has the max or min of each row, and `value` is the max or min of `rows`. In backward, the
     gradient of `rows` is the gradient of `value` times `shares`, which has one number per row.
@@ -239,9 +241,10 @@ def extreme(function: Callable, amax: Callable, by_dim: Callable):
         if not rows.requires_grad:
             return value
         # torch.max and torch.min divide the gradient equally among all values that equal the
-        # result. So each row gets a part of the gradient in proportion to `equal`, the number of
-        # values of the row that equal the result. The backward of torch.amax or torch.amin divides
-        # the part of a row equally among the largest or smallest values of the row.
+        # result. So the part of the gradient that a row gets is proportional to `equal`, which
+        # counts the values of the row that equal the result. The backward of torch.amax or
+        # torch.amin divides the part of a row equally among the largest or smallest values of the
+        # row.
         equal = torch.where(rows == value, ties, 0).to(rows.dtype)
         return Attached.apply(rows, value, equal / equal.sum())
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 VARIABLE = "LOGITLESS_WARN_BYTES"
-HEAD = "_logitless_head"  # key in the __dict__ of a head of a model with several heads: its name
-PLACES = 1000  # the largest number of records; a further record replaces the oldest record
+HEAD = "_logitless_head"  # key of a head's name in its __dict__, if its model has several heads
+PLACES = 1000  # the largest number of records; one more record replaces the oldest record
 LIMIT = 1 << 30  # the default of LOGITLESS_WARN_BYTES for logits outside of a training forward
 
 # The file names of logitless, of PyTorch, and of code that PyTorch generates begin with one of
@@ -39,7 +39,7 @@ INSTEAD = (
 
 @dataclass(frozen=True)
 class Materialised:
-    """One operation at one line of code that materialised lazy logits of a head, once or more."""
+    """A record of one operation, at one line of code, that materialised lazy logits of a head."""
 
     operation: str
     shape: tuple[int, ...]  # the shape of the largest logits that were materialised
@@ -87,10 +87,10 @@ _lock = threading.Lock()
 def report(model: nn.Module | None = None) -> Report:
     """Returns the operations that materialised lazy logits since the last report.
 
-    Each record has the fields `operation`, `shape`, `bytes`, `count` and `line`. If several heads
-    of a model are fused, the field `head` is the name of the head, otherwise "". If an operation
-    materialised logits of several sizes, `shape` and `bytes` describe the largest logits. If
-    `model` is given, the report contains only the logits of the model's heads. All other records
+    Each record has the fields `operation`, `shape`, `bytes`, `count`, `line` and `head`. The field
+    `head` is the name of the head if several heads of a model are fused, and "" otherwise. If an
+    operation materialised logits of several sizes, `shape` and `bytes` describe the largest logits.
+    If `model` is given, the report contains only the logits of the model's heads. All other records
     are kept for the next report. Losses and functions such as `argmax` usually compute some rows at
     a time. Such calls do not materialise the logits and are not reported.
 
@@ -115,7 +115,7 @@ def report(model: nn.Module | None = None) -> Report:
 
 
 def note(z: Any, operation: str, warns: bool = True) -> None:
-    """Records that an operation materialises lazy logits z, and warns once per operation and line.
+    """Records that `operation` materialises lazy logits z. Warns once per operation and line.
 
     A warning is given if the logits are larger than a limit. The default limit is 0 bytes for
     logits of a training forward, and LIMIT for all other logits. LOGITLESS_WARN_BYTES sets the same
@@ -143,7 +143,7 @@ def note(z: Any, operation: str, warns: bool = True) -> None:
 
 
 def _limit(default: int) -> int | None:
-    """The number of bytes above which materialised logits give a warning; None for no warnings."""
+    """The number of bytes above which materialised logits give a warning, or None."""
     text = os.environ.get(VARIABLE, "").strip()
     if text.lower() == "off":
         return None

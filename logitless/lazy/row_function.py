@@ -1,8 +1,8 @@
 """Runs a PyTorch function on lazy logits, one chunk of rows at a time.
 
-Functions that reduce over the vocabulary and have no kernel in this library, such as `topk`, `amax`
-and `F.kl_div`, are computed one chunk of rows at a time. Values and gradients are the same as
-PyTorch's, because the function runs on plain logits and autograd differentiates the function.
+This module runs functions that reduce over the vocabulary and have no kernel in this library, such
+as `topk`, `amax` and `F.kl_div`. Values and gradients are the same as PyTorch's, because the
+function runs on plain logits and autograd differentiates the function.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +21,8 @@ from .loss_nodes import OfValues
 from .recipe import Recipe, RowInput
 
 # A function runs on one piece of a chunk at a time, because nested functions allocate several
-# temporary tensors as large as the piece. A piece has at most this number of bytes of logits, but
-# at least one row.
+# temporary tensors as large as the piece. A piece has at most PIECE or PIECE_ON_GPU bytes of
+# logits, but at least one row.
 PIECE = {"cpu": 4 << 20}
 PIECE_ON_GPU = 128 << 20
 
@@ -75,7 +75,7 @@ class RowFunction(RowLoss, OfValues):
     multiple_outputs: ClassVar[bool] = True
 
     function: Callable[..., Any]  # maps the values of n rows and row_inputs to tensors
-    recipe: Recipe | None  # None if the loss takes values instead of the head's logits
+    recipe: Recipe | None  # None if x holds values instead of the head's logits
     row_inputs: tuple[Tensor, ...]
 
     @property
@@ -84,7 +84,7 @@ class RowFunction(RowLoss, OfValues):
 
     @property
     def teachers(self):
-        """The heads among the inputs, whose weights must be in memory."""
+        """The heads among the formula's inputs. Their weights must be in memory."""
         heads = (r.source for r in self.inputs if not isinstance(r.source, Tensor))
         return tuple(map(ScaledHead, heads))
 
@@ -96,7 +96,7 @@ class RowFunction(RowLoss, OfValues):
         return results if isinstance(results, tuple) else (results,)
 
     def pieces(self, x: Tensor) -> "Iterator[tuple[slice, RowFunction]]":
-        """Yields slices of the rows of x, and for each slice the loss restricted to its rows."""
+        """Yields pairs: a slice of the rows of x, and the loss of these rows."""
         size = x.element_size() * max(x.shape[-1], 1)
         step = max(PIECE.get(x.device.type, PIECE_ON_GPU) // size, 1)
         whole: Any = self

@@ -1,10 +1,10 @@
 """The sum of the lazy logits of two heads, such as a linear layer and its LoRA adapter.
 
-The logits hidden1 @ weight1.T + hidden2 @ weight2.T are the logits of a single head. The hidden
-states of this head are hidden1 and hidden2 side by side. Its weights are weight1, and weight2 as
-`low_rank` (heads/head.py). So a loss over the sum is computed chunk by chunk, and never
-materialises either product. The hidden states are copied. If a head has several adapters, the
-matrices B of the adapters are copied too.
+The sum hidden1 @ weight1.T + hidden2 @ weight2.T is computed as the logits of a single head. The
+hidden states of this head are hidden1 and hidden2 side by side. Its weight is weight1, and its
+second weight `low_rank` is weight2 (heads/head.py). So a loss over the sum is computed chunk by
+chunk, and never materialises either product. Joining the hidden states copies them. If a head has
+several adapters, the matrices B of the adapters are copied too.
 """
 
 from typing import Any
@@ -32,9 +32,9 @@ def summed(a: LazyLogits, b: LazyLogits) -> Any:
     """Returns a + b as lazy logits of a single head, or NotImplemented.
 
     Let the width of a head be the number of columns of its weight. The wider head is the first head
-    of the sum. If only a or only b needs a gradient, the head that needs the gradient must be the
-    narrower head, like the LoRA adapter of a frozen layer. If neither needs a gradient, the widths
-    must differ. elementwise.py computes all other sums.
+    of the sum. If only one of a and b needs a gradient, its head must be the narrower head, like
+    the LoRA adapter of a frozen layer. If neither needs a gradient, the widths must differ.
+    elementwise.py computes all other sums.
     """
     if not (is_summable(a) and is_summable(b)) or a.shape != b.shape or a.device != b.device:
         return NotImplemented
@@ -78,7 +78,7 @@ def width_of(z: LazyLogits) -> int:
 
 
 def used_columns(head: Head) -> int:
-    """The number of columns of hidden without the padding of `side_by_side`."""
+    """The number of columns of hidden, without the padding that `side_by_side` adds."""
     rank = 0 if head.low_rank is None else head.low_rank.shape[1]
     return head.weight.shape[1] + rank
 
@@ -159,7 +159,7 @@ class LazySum(Node):
     def divided(ctx, parts: Parts) -> list[Parts]:
         """Splits the gradients of the joined head's tensors.
 
-        The result holds the gradients for the head of x, and for the head of y.
+        The result has two items: the gradients for the head of x, and those for the head of y.
         """
         (hidden, *_, low_rank), (of_y, *_) = ctx.tensors
         d_hidden, d_weight, d_bias, d_low_rank = parts

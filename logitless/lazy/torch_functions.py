@@ -1,8 +1,9 @@
 """The functions of PyTorch that keep logits lazy. Models call these functions before the loss.
 
 OPERATIONS maps each function of PyTorch to an operation in lazy/. The operation takes the lazy
-logits and the function's other arguments, and returns lazy logits, a loss or NotImplemented. If the
-operation returns NotImplemented, the logits are materialised and PyTorch's function is called.
+logits and the function's other arguments. It returns lazy logits, a loss, a statistic or
+NotImplemented. If the operation returns NotImplemented, the logits are materialised and PyTorch's
+function is called.
 """
 
 import functools
@@ -71,7 +72,7 @@ _signature = functools.cache(inspect.signature)
 def _fits(operation: Callable, args: tuple, kwargs: dict) -> bool:
     """Whether `operation` accepts these arguments.
 
-    PyTorch's own function can accept further arguments, such as `out`.
+    PyTorch's own function can have arguments that `operation` lacks, such as `out`.
     """
     try:
         _signature(operation).bind(*args, **kwargs)
@@ -108,8 +109,8 @@ def _second(operation: Callable) -> Callable:
     return lambda other, z, **kwargs: operation(z, other, **kwargs)
 
 
-# Names of elementwise functions in torch, Tensor, torch.special and torch.nn.functional. All
-# functions in NAMES are deterministic and do not write to their arguments.
+# Names of elementwise functions in torch, Tensor, torch.special and torch.nn.functional. These
+# functions are deterministic and do not write to their arguments.
 NAMES = [
     "abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "asin", "asinh", "atan",
     "atan2", "atanh", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "copysign", "cos",

@@ -1,4 +1,4 @@
-"""Operations on lazy logits that compute new values, such as scaling, and return lazy logits."""
+"""Operations, such as scaling, that compute new values from lazy logits and return lazy logits."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,8 @@ def to(z: LazyLogits, *args, **kwargs):
     if dtype == z.dtype:
         return z
     if is_summable(z) and dtype == own_dtype(z.recipe.head) and z.recipe.logits.pre == 1:
-        # Logits in the dtype of hidden equal fp32 logits that are rounded to this dtype.
+        # Rounding fp32 logits to the dtype of hidden gives the logits that the head computes in
+        # this dtype.
         recipe = z.recipe.with_head(logits_dtype=None).replace(formula=Direct(dtype))
         return kept(z, recipe, None, Op(lambda t: t.to(dtype), pull=lambda d: d))
     if dtype != torch.float32 or z.recipe.logits is None or not z.is_floating_point():
@@ -109,8 +110,8 @@ def negated(z: LazyLogits) -> LazyLogits:
             d_low_rank,
         )
 
-    # The gradient of a weight, Σ d_logits · hidden, keeps its sign, because d_logits and hidden
-    # both change their sign.
+    # The gradient of a weight is Σ d_logits · hidden. It keeps its sign, because d_logits and
+    # hidden both change their sign.
     return kept(z, recipe.with_head(hidden=hidden, bias=bias), back, scaling(-1.0))
 
 
@@ -150,7 +151,7 @@ def _takes_columns(z: LazyLogits) -> bool:
 
 
 def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
-    """The head with logits in `dtype`, so that a bias in `dtype` is not rounded.
+    """Returns the head with logits in `dtype`, so that a bias in `dtype` is not rounded.
 
     Returns None if the head cannot compute logits in `dtype`.
     """
@@ -164,9 +165,10 @@ def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
     """Returns logits + other by changing the head, or NotImplemented.
 
     `other` must be a number, a tensor with one number per column, or the lazy logits of another
-    head (sums.py). A number or a tensor is added to the head's bias. If the logits are scaled, a
-    number or a tensor is not accepted, because the head's new bias would be other / scale. In 16
-    bits, other / scale can overflow, and so can the rounded product (other / scale) · scale.
+    head (sums.py). A number or a tensor is added to the head's bias. For scaled logits, the bias
+    would have to be other / scale. In 16 bits, other / scale can overflow, and so can the rounded
+    product (other / scale) · scale. So a number or a tensor cannot be added to scaled logits in
+    this way.
     """
     if isinstance(other, LazyLogits):
         summable = alpha == 1 and is_summable(z) and is_summable(other)

@@ -1,4 +1,4 @@
-"""Views, slices, torch.cat and torch.stack of lazy logits, which rearrange or select values."""
+"""Operations that rearrange or select lazy logits: views, slices, torch.cat and torch.stack."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,12 +25,12 @@ def axis_of(z: LazyLogits) -> int:
 def _rows(
     z: LazyLogits, op: Callable[[Tensor], Tensor], on_logits: Callable | None = None, **changed
 ) -> LazyLogits:
-    """Returns lazy logits after `op` has rearranged their leading dimensions.
+    """Returns lazy logits whose leading dimensions are rearranged by `op`.
 
-    `op` rearranges the hidden states and does not change their last dimension. `on_logits` is the
-    same operation on plain logits, and is `op` by default. `op` is applied to the hidden states
-    immediately, and autograd records a graph for backward. The graph holds no hidden states,
-    because the graph begins at `leaf`, a tensor without memory of its own.
+    `op` is applied to the hidden states immediately, and must keep their last dimension.
+    `on_logits` is the same operation on plain logits, and is `op` by default. Autograd records a
+    graph of `op` for backward. The graph holds no hidden states, because it begins at `leaf`, a
+    tensor without memory of its own.
     """
     recipe = z.recipe
     with torch.inference_mode(False), torch.enable_grad():
@@ -39,7 +39,7 @@ def _rows(
         try:
             moved = op(Filled.apply(leaf, constant(before)))  # pyright: ignore
         except (IndexError, RuntimeError):
-            # The same operation on a tensor of z's shape raises an error that names z.shape.
+            # Repeats the operation on a tensor of z's shape, so that the error names z.shape.
             (on_logits or op)(before.new_empty(()).expand(z.shape))
             raise
         edge, hidden = get_gradient_edge(moved), moved.detach()
@@ -311,7 +311,7 @@ def _same_head(a: Recipe, b: Recipe) -> bool:
 
 
 def options_of(head: Head) -> Head:
-    """The head without its tensors, so that the options of two heads can be compared."""
+    """The head without its tensors. Two such heads are equal if their options are equal."""
     return head.blank()
 
 

@@ -5,10 +5,10 @@ from torch import Tensor
 
 
 class Watch:
-    """Detects writes to a weight, even writes that do not change the weight's version counter.
+    """Detects writes to a weight, even if they do not change the weight's version counter.
 
-    Some optimisers write to the weight through `.data` or through an address, which does not change
-    the weight's version counter. So about 32 x 32 numbers of the weight are copied when the logits
+    Some optimisers write to the weight through `.data` or through an address. Such writes do not
+    change the version counter. So about 32 x 32 numbers of the weight are copied when the logits
     are created. On a CPU, the copied numbers are compared with the weight before each use of the
     logits. On other devices, the copied numbers are compared only after a backward, because the
     host must wait for the comparison. If the logits were created for inference, the copied numbers

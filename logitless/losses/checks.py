@@ -1,8 +1,9 @@
-"""Checks of the arguments of each public function. The error messages are in core/tensor_checks.py.
+"""Checks the arguments of the public functions. The error messages are in core/*_checks.py.
 
 `check_once` (core/call.py) calls the checks in this file with the arguments of a public function.
-The first argument of each check is the logits. `check_once` uses the logits to find the other ranks
-that must raise the same error.
+The first argument of each check is the logits. If the vocabulary is sharded over ranks,
+`check_once` finds the other ranks through the logits. With LOGITLESS_CHECK=1, an error on one rank
+then raises on all ranks.
 """
 
 from torch import Tensor
@@ -74,8 +75,8 @@ def dense_teacher(
 ) -> None:  # fmt: skip
     """Checks the arguments of a loss against a dense teacher.
 
-    `names` holds the names of student, teacher and blend in error messages. `blend` is the option
-    `beta` or `label_smoothing`.
+    `blend` is the value of the option `beta` or `label_smoothing`. `names` holds the names of
+    student, teacher and this option in error messages.
     """
     tensor_checks.logits(student, names[0])
     tensor_checks.dense_teacher(names[1], teacher, names[0], student)

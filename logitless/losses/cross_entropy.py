@@ -48,8 +48,9 @@ class CrossEntropy(RowLoss):
         if self.label_smoothing or self.z_loss or backend.one_pass is None:
             return super().value_and_gradient(backend, x, factor, into)
         # Here, the loss of a row is -v[target] · log p[target], with class weights v. So the
-        # coefficients of its gradient are known before the logits are read. `one_pass` returns None
-        # if one pass is not possible, for example because the rows are too long.
+        # coefficients of the gradient are known before the logits are read, and one pass can
+        # compute loss and gradient. `one_pass` returns None if one pass is not possible, for
+        # example because the rows are too long.
         if self.is_nll:
             coefficients = of_one["nll", x.device, torch.float32]
         else:
@@ -81,7 +82,7 @@ class CrossEntropy(RowLoss):
 @operator("cross_entropy_and_scores", saved=2)
 @dataclass(eq=False)
 class ScoredCrossEntropy(CrossEntropy):
-    """Cross-entropy that also returns the scores of each row, as extras.
+    """Cross-entropy that also returns the scores of each row, without a gradient (`extras`).
 
     This loss does not use the kernel that computes loss and gradient in one pass, because that
     kernel computes no scores.
@@ -120,17 +121,17 @@ def cross_entropy(
     """Computes the cross-entropy of p = softmax(z) against class ids.
 
     The logits of the softmax are z = softcap · tanh(logits / softcap) / temperature. The result is
-    a scalar, or one number per row for reduction="none". The loss of a row, with ε =
-    label_smoothing, lse = log Σ e^z and class weights v (1 without `weight`), is
+    a scalar, or one number per row for reduction="none". Let ε be label_smoothing, and let v be the
+    class weights (1 without `weight`). With lse = log Σ e^z, the loss of a row is
 
         row_weight · [ (1-ε) v[target] (-log p[target]) + ε/V Σ_i v_i (-log p_i) + z_loss · lse² ]
 
-    "mean" divides the sum by the number of rows that count. With class weights v, "mean" divides by
-    the sum of v[target] over the rows that count, as PyTorch does. A row is ignored if its target
-    is ignore_index or its entry in `mask` is False. An ignored row is not read, and its loss and
-    gradient are 0. If all rows are ignored, the mean is 0. A target outside [0, V) raises on a CPU.
-    On a GPU, a target outside [0, V) makes the loss of its row NaN, or raises an error if
-    LOGITLESS_CHECK=1 is set.
+    "mean" divides the sum by the number of rows that are not ignored. With class weights v, "mean"
+    divides by the sum of v[target] over the rows that are not ignored, as PyTorch does. A row is
+    ignored if its target is ignore_index or its entry in `mask` is False. An ignored row is not
+    read, and its loss and gradient are 0. If all rows are ignored, the mean is 0. A target outside
+    [0, V) raises on a CPU. On a GPU, a target outside [0, V) makes the loss of its row NaN, or
+    raises an error if LOGITLESS_CHECK=1 is set.
 
     `logits` has shape (..., V), and `weight` has shape (V,). `target`, `mask` and `row_weight` have
     shape (...). Targets are integers. The loss is fp32 (fp64 for fp64 logits). The vocabulary is
@@ -146,7 +147,7 @@ def cross_entropy(
     raises. If an operation uses the logits after this call, the backward of that operation raises
     too, unless the logits are a leaf or a slice of a larger tensor. With inplace=True, a second
     backward raises. If no gradient is needed, inplace=True does not overwrite the logits. Under
-    torch.compile, which plans memory itself, inplace has no effect.
+    torch.compile, inplace=True has no effect, because the compiler plans memory itself.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)
@@ -195,8 +196,8 @@ def cross_entropy_and_scores(
     scores of an ignored row are 0, and its argmax is -1.
 
     The scores are detached, so no gradient flows through the scores. For a loss that differentiates
-    log p or the entropy, use `score` or `row_loss`. A mean or sum over a LinearLogits takes three
-    GEMMs, as many as in `cross_entropy`.
+    log p or the entropy, use `score` or `row_loss`. Over a LinearLogits, a mean or sum takes three
+    GEMMs, as in `cross_entropy`.
 
     inplace=True has the same meaning as in `cross_entropy`. The scores are computed before the
     gradient overwrites the logits.

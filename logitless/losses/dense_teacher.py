@@ -1,7 +1,7 @@
 """Losses against a dense teacher, which has logits or probabilities for the whole vocabulary.
 
-Each loss is one number per row, computed in one pass over the logits of student and teacher (two
-passes for JSD and TVD). The gradient is the only new tensor with V columns.
+Each loss is one number per row. One pass over the logits of student and teacher computes the loss;
+JSD and TVD need two passes. The gradient is the only new tensor with V columns.
 """
 
 from dataclasses import dataclass

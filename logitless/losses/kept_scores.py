@@ -2,9 +2,9 @@
 
 A sampler with top-k, top-p or min-p keeps some ids of each row, and draws the token from the
 softmax over the kept ids. `kept_scores` computes the log-probability of the token and the entropy
-under this restricted softmax. A source of logits computes the logits at the kept ids, and, if
-requested, their log-probabilities under the whole softmax. Plain PyTorch computes the scores from
-these (..., K) numbers, so that autograd differentiates the scores.
+under this restricted softmax. `evaluate` computes the logits at the kept ids. If requested,
+`evaluate` also computes the log-probabilities of the kept ids under the softmax over all ids. Plain
+PyTorch computes the scores from these (..., K) numbers, so that autograd differentiates the scores.
 """
 
 from dataclasses import dataclass
@@ -25,17 +25,17 @@ EMPTY = -1  # the id of an empty slot in the argument `kept`
 
 
 class KeptScores(NamedTuple):
-    """The scores per token that `kept_scores` computes, under the softmax q over the kept ids."""
+    """The scores per token that `kept_scores` returns. Here, q is the softmax over the kept ids."""
 
     logprob: Tensor  # (...)  log q[target]; -inf if the target is not a kept id
     entropy: Tensor  # (...)  -Σ q log q, in nats
-    log_mass: Tensor | None  # (...)  the log of the kept ids' mass under the whole softmax
+    log_mass: Tensor | None  # (...)  log Σ p over the kept ids; p is the softmax over all ids
 
 
 @operator("kept_statistics", saved=1)
 @dataclass(eq=False)
 class KeptStatistics(Read):
-    """A `Read` whose labels are class ids, although no statistic at the labels is requested."""
+    """A `Read` whose labels are checked as class ids, although no statistic uses the labels."""
 
     labels_are_ids: ClassVar[bool] = True
 
@@ -94,10 +94,10 @@ def kept_scores(
     """Computes log q[target] and the entropy of q, the softmax over the kept ids of each row.
 
     The logits of the softmax are z = softcap · tanh(logits / softcap) / temperature, for logits of
-    shape (..., V). `kept` holds K ids per row, in any integer dtype and shape (..., K). The id -1
-    marks an empty slot. A repeated id counts once. For tokens that were sampled with top-k or
-    top-p, q is the sampler's distribution if `kept` holds the ids that the sampler kept, and
-    `temperature` is the sampler's temperature.
+    shape (..., V). `kept` holds K ids per row. Its shape is (..., K), and its dtype is any integer
+    dtype. The id -1 marks an empty slot. A repeated id counts once. If `kept` holds the ids that a
+    top-k or top-p sampler kept, and `temperature` is the sampler's temperature, then q is the
+    sampler's distribution.
 
     If the target is not a kept id, or its logit is -inf, logprob is -inf, and the gradient of
     logprob is 0. If no kept id has a logit above -inf, for example because all slots are empty,
@@ -109,8 +109,8 @@ def kept_scores(
 
     A row is ignored if its target is ignore_index or its entry in `mask` is False. An ignored row
     is not read, and its scores and gradient are 0. The scores are fp32, or fp64 for fp64 logits. An
-    id outside [0, V) raises on a CPU. On a GPU, an id outside [0, V) makes its row NaN, or raises
-    an error if LOGITLESS_CHECK=1 is set.
+    id outside [0, V) raises on a CPU. On a GPU, an id outside [0, V) makes the scores of its row
+    NaN, or raises an error if LOGITLESS_CHECK=1 is set.
 
     >>> kept_scores(torch.zeros(1, 4), torch.tensor([2]), torch.tensor([[0, 2, -1]])).logprob
     tensor([-0.6931])
@@ -134,7 +134,7 @@ def _distinct(ids: Tensor, label: Tensor, vocab: int) -> Tensor:
     """Returns the ids with NO_ID in empty slots, and in slots that repeat an earlier id of the row.
 
     If the label of a row is out of range, all ids of the row are replaced by an id out of range. So
-    the row is NaN on a GPU, where no error is raised.
+    the scores of the row are NaN on a GPU, where no error is raised.
     """
     if ids.shape[-1] == 0:
         ids = ids.new_full((*ids.shape[:-1], 1), EMPTY)

@@ -52,13 +52,13 @@ def row_loss(
     integer.
 
     A call of the formula can get any number of rows. So the formula must not mix rows, for example
-    by means, sums or sorting over rows. LOGITLESS_CHECK=1 compares a call for two rows with two
-    calls for one row each, and raises if the results differ.
+    by means, sums or sorting over rows. With LOGITLESS_CHECK=1, row_loss calls the formula for two
+    rows together and for each row alone, and raises if the results differ.
 
     `ids`, `entropy`, `total`, `argmax`, `ignore_index` and `mask` have the same meaning as in
     `row_stats`. `row_weight` holds one number per row, which multiplies the result of the formula.
-    "mean" divides the sum by the number of rows that are not ignored, even with a row_weight. A
-    mean or sum over a LinearLogits takes three GEMMs.
+    "mean" divides the sum by the number of rows that are not ignored, even with a row_weight. Over
+    a LinearLogits, a mean or sum takes three GEMMs.
 
     >>> def grpo(stats, old, advantage):
     ...     ratio = (stats.logprob - old).exp()
@@ -76,10 +76,10 @@ def row_loss(
 
 @dataclass(eq=False)
 class Formula(RowLoss):
-    """A loss that a user's function computes from row statistics and row_inputs.
+    """A loss that a user's function computes from row statistics and from `row_inputs`.
 
-    The function gets tensors of shape (n,) or (n, k), which hold n rows. The number n can differ
-    between calls.
+    The `row_inputs` are further tensors with one or several numbers per row. The function gets
+    tensors of shape (n,) or (n, k), which hold n rows. The number n can differ between calls.
     """
 
     names: ClassVar[tuple[str, str]] = ("ids", "ids")
@@ -92,11 +92,11 @@ class Formula(RowLoss):
     differentiable: bool = True  # whether the loss that `function` returns must require grad
 
     def first_argument(self, statistics: dict[str, Tensor], row_inputs) -> tuple[Any, Sequence]:
-        """Returns the first argument of the function, and the row_inputs that are passed too."""
+        """Returns the first argument of the function, and the row_inputs that follow."""
         return RowStats(**statistics), row_inputs
 
     def hints(self, argument: Any) -> list[str]:
-        """Names the fields of the first argument that are None, and how to request them."""
+        """Lists the fields of the first argument that are None, each with the option to pass."""
         by = {"picked": "ids", "logprob": "ids"}
         names = [name for name, t in argument._asdict().items() if t is None]
         return [f"stats.{name} (pass {by.get(name, f'{name}=True')} to row_loss)" for name in names]
@@ -231,7 +231,7 @@ def _checked(results: Any, rows: int, hint: str) -> tuple[Tensor, ...]:
 def _check_row_by_row(
     call: Callable[..., tuple[Tensor, ...]], statistics: dict[str, Tensor], rows: list
 ) -> None:
-    """Raises if one call of the formula for two rows differs from two calls for one row each."""
+    """Raises if the formula returns other numbers for two rows together than for each row alone."""
 
     def call_for(at: slice) -> Tensor:
         results = call({name: t[at] for name, t in statistics.items()}, [t[at] for t in rows])

@@ -1,9 +1,10 @@
-"""`slot_loss`: a divergence that the user defines, from a student to a teacher with K ids per row.
+"""`slot_loss` computes a user's divergence between a student and a teacher with K ids per row.
 
-A slot is one of the K positions of a row. The formula of the user gets the log-probabilities of
-student and teacher at the slots, and the logs of the masses of student and teacher outside the
-slots. The student's numbers are row statistics. So `slot_loss` is a `row_loss` whose formula gets
-the statistics of the student together with the targets of the teacher.
+A slot is one of the K positions of a row. The user's formula gets the log-probabilities of student
+and teacher at each slot. The formula can also get the two tails: the logs of the total
+probabilities outside the slots. The student's numbers are row statistics. So `slot_loss` is a
+`row_loss` whose formula gets the statistics of the student together with the targets of the
+teacher.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,8 +81,8 @@ def _compared(student: Tensor, teacher: Tensor, real: Tensor) -> tuple[Tensor, T
     """Returns both log-probabilities.
 
     Where both probabilities are 0, and where `real` is False (a masked slot or an ignored row),
-    both are NOTHING. Where the student's probability is 0, the student's log-probability becomes a
-    constant, because the gradient of a formula could be 0 · inf = NaN.
+    both log-probabilities are NOTHING. Where the student's probability is 0, the student's
+    log-probability becomes a constant, because the gradient of a formula could be 0 · inf = NaN.
     """
     teacher = teacher.to(student.dtype)
     gone = student == -torch.inf
@@ -110,7 +111,7 @@ def slot_loss(
 
     The result is a scalar, or one number per row for reduction="none". Let p be the teacher's
     probabilities, and let q = softmax(z), with z = softcap · tanh(logits / softcap) / temperature.
-    `formula(slots, *rows)` gets these numbers of n rows, in fp32 (fp64 for fp64 logits):
+    `formula(slots, *rows)` gets these numbers for n rows, in fp32 (fp64 for fp64 logits):
 
         slots.student and slots.teacher are log q and log p at the ids, of shape (n, K).
         slots.student_tail and slots.teacher_tail are the logs of the masses of q and p outside the
@@ -123,14 +124,14 @@ def slot_loss(
     `rows` can require gradients. The targets, and other tensors that the formula uses, get no
     gradient. The formula must not mix rows, because a call can get any number of rows.
 
-    In a masked slot, log q and log p are the same finite number, whose exp is 0. Where both
-    probabilities are 0, in a slot or in the tails, log q and log p are this finite number too. If
-    only one of p and q is 0, its logarithm is -inf. If q is 0, log q has no gradient. So masked
-    slots add 0 to most divergences. Other formulas, such as rankings, must use slots.mask.
+    In a masked slot, log q and log p are the same finite number, whose exp is 0. So masked slots
+    add 0 to most divergences. Other formulas, such as rankings, must use slots.mask. Where p and q
+    are both 0, in a slot or in the tails, log q and log p are this finite number too. If only one
+    of p and q is 0, its logarithm is -inf. If q is 0, log q has no gradient.
 
     A row does not count if its label is ignore_index or its entry in `mask` is False. The loss of a
     row whose ids are all masked is 0. `row_weight` multiplies the loss of each row. "mean" divides
-    by the number of rows that count, even with a row_weight. A mean or sum over a LinearLogits
+    by the number of rows that count, even with a row_weight. Over a LinearLogits, a mean or sum
     takes three GEMMs. Ids outside [0, V) raise errors as in `topk_distill`.
 
     >>> def forward_and_reverse(slots, share):

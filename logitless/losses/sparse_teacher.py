@@ -6,8 +6,8 @@ are the logits after softcap and temperature. `support` selects which probabilit
 `divergence` are required. The loss needs only these statistics of a row: the student's
 log-probabilities at the ids, the student's mass outside the ids, and the label's log-probability at
 temperature 1. One pass over the logits computes the statistics, and another pass computes the
-gradient. For support="tail", forward reads a row a second time if its mass outside the ids is
-small.
+gradient. For support="tail", forward reads a row a second time if the student's mass outside the
+ids is small.
 """
 
 from dataclasses import dataclass
@@ -216,9 +216,9 @@ def topk_distill(
         teacher's mass outside the ids is targets.tail. If targets.tail is None, the teacher's mass
         outside the ids is 1 - P.
 
-    `divergence` is "forward_kl" Σ p log(p/q), "reverse_kl" Σ q log(q/p), "jsd" with
-    M = beta p + (1-beta) q, or "tvd" Σ |p - q| / 2. docs/distillation.md helps to choose the
-    divergence and the support.
+    `divergence` is "forward_kl" Σ p log(p/q), "reverse_kl" Σ q log(q/p), "jsd" (the formula of the
+    function `jsd`), or "tvd" Σ |p - q| / 2. docs/distillation.md helps to choose the divergence and
+    the support.
 
     t_squared=True multiplies the divergence by temperature². The loss of a row is kd_weight times
     the divergence. With `labels`, ce_weight times the cross-entropy at temperature 1 is added. A

@@ -10,8 +10,9 @@ row statistics have the same backward formula:
 
     dz_i = p_i (a + b log p_i) + Σ_k g_k [i = id_k] + g_c,    where p_i = e^(z_i - lse)
 
-The backend computes the coefficients a, b, g_k and g_c from the gradients of the statistics, by the
-RULES of eager/stats_coefficients.py. row_loss.py turns any formula over the statistics into a loss.
+The backend computes the coefficients a, b, g_k and g_c from the gradients of the statistics. The
+formulas are in RULES (eager/stats_coefficients.py). row_loss.py turns any formula over the
+statistics into a loss.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from . import checks
 
 
 class Partial(NamedTuple):
-    """Partial statistics of some columns of each row of z. `merge` merges two Partials."""
+    """The statistics m, s and w of each row, over some columns. `merge` merges two Partials."""
 
     m: Tensor  # (...)  max z; -inf if there are no columns
     s: Tensor  # (...)  Σ e^(z-m)

@@ -1,4 +1,4 @@
-"""Checks of arguments for a vocabulary that is sharded over ranks.
+"""Checks the arguments of functions over a vocabulary that is sharded over ranks.
 
 Error messages have the same form as in core/tensor_checks.py.
 """
@@ -121,7 +121,7 @@ def replicated(t: Any) -> None:
 
 
 def same_call(said: Sequence[str]) -> None:
-    """Raises unless the texts of all ranks are equal."""
+    """Raises unless all ranks sent the same text. `said` holds one text per rank."""
     for rank, words in enumerate(said):
         if words != said[0]:
             raise ValueError(

@@ -27,7 +27,7 @@ from .shard import Shard
 
 
 def local(t, grad_placements=None) -> Tensor:
-    """Returns this rank's shard of a DTensor, after a pending collective has written the shard."""
+    """Returns this rank's shard of a DTensor. Waits if a collective is still writing the shard."""
     shard = t.to_local(grad_placements=grad_placements)
     return _Arrived.apply(shard) if hasattr(shard, "wait") else shard  # pyright: ignore
 
@@ -68,7 +68,7 @@ def source_of_dtensor(logits: Any) -> Source | None:
 
 
 class DTensorLogits(Source):
-    """DTensor logits. Other tensors of a loss can be plain tensors or replicated DTensors."""
+    """DTensor logits. Labels and weights can be plain tensors or replicated DTensors."""
 
     def __init__(self, x: Any):
         self.x = x
@@ -121,7 +121,7 @@ def _whole(t: Tensor | None) -> Tensor | None:
 
 
 def hidden_of_all(hidden, weight) -> Tensor:
-    """Gathers the hidden states of all tokens over the ranks that shard the weight.
+    """All-gathers the hidden states of all tokens from the ranks that shard the weight.
 
     The gradient of the result has the placement Partial, so DTensor sums the gradients of all
     ranks.

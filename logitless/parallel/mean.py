@@ -12,7 +12,7 @@ from .ranks import ranks_of
 def global_mean(
     loss_sum: Tensor, count: Tensor | int, group=None, *, averaged: bool = True
 ) -> Tensor:
-    """The mean of a loss over the rows of all ranks of a group: (Σ loss_sum) / Σ count.
+    """Computes the mean loss per token over all ranks of a group: (Σ loss_sum) / (Σ count).
 
     The average of the ranks' means would give every rank the same weight, even if ranks have
     different numbers of tokens. `global_mean` gives every token the same weight. `loss_sum` is this

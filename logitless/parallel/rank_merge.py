@@ -36,9 +36,9 @@ class ColumnBackend:
     """A backend for the columns [start, start + width) of a vocabulary.
 
     `gather` is an all-gather: each rank passes a tensor of shape (N, F), and every rank gets the
-    stacked tensors of all ranks, of shape (ranks, N, F). The methods that compute statistics or
-    top-k ids call this argument once, or twice for JSD and TVD. The methods that compute gradients
-    do not call it.
+    stacked tensors of all ranks, of shape (ranks, N, F). The methods for statistics and top-k ids
+    call this all-gather once, or twice for JSD and TVD. The methods for gradients do not
+    communicate.
     """
 
     # Loss and gradient cannot be computed in one pass over the logits, because a gradient needs the
@@ -55,8 +55,8 @@ class ColumnBackend:
         widest: int = 0,  # the largest number of columns on any rank
     ):
         self.backend, self.join = backend, gather
-        # `all_reduce` or `reduce_scatter` sums the gradient of hidden over ranks. At most one of
-        # these functions is set. Both are None if logitless does not sum this gradient.
+        # `all_reduce` or `reduce_scatter` sums the gradient of the hidden states over ranks. At
+        # most one of these functions is set. Both are None if logitless does not sum this gradient.
         self.all_reduce: Callable[[Tensor], Any] | None = None
         self.reduce_scatter: Callable[[Tensor], Any] | None = None
         self.start, self.width, self.vocab, self.widest = start, width, vocab, widest
@@ -74,7 +74,7 @@ class ColumnBackend:
         self.accumulate = getattr(backend, "accumulate", None)
 
     def hidden_sum(self, total: Tensor, chunks: int) -> "AllRows | OwnRows | None":
-        """Returns an object that sums the gradient of hidden over ranks.
+        """Returns an object that sums the gradient of the hidden states over ranks.
 
         The object writes the gradients of the chunks into `total`. Returns None if logitless does
         not sum this gradient over ranks.
@@ -107,7 +107,7 @@ class ColumnBackend:
     def _joined(
         self, part: Partials, reading: Reading, more: Tensor | None = None
     ) -> tuple[Partials, Tensor]:
-        """Gathers the partial statistics of all ranks. `more` holds further numbers to gather."""
+        """Gathers the partial statistics of all ranks, and their further numbers `more`."""
         part = part if part.state.shape[1] == 1 else self.backend.merge([part], reading)
         fields, K = part_width(*reading.sums), 0 if part.picked is None else part.picked.shape[1]
         sent = [part.state[:, 0, :fields]]
@@ -201,8 +201,9 @@ class ColumnBackend:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the k most probable ids per row, their log-probabilities, and the log tail.
 
-        Each rank sends its k largest logits of each row. The k largest logits of the whole row are
-        among the logits that the ranks send.
+        The log tail is the log of the softmax mass of all other ids. Each rank sends its k largest
+        logits of each row. The k largest logits of the whole row are among the logits that the
+        ranks send.
         """
         lead, rows, own = x.shape[:-1], x.shape[:-1].numel(), min(k, self.width)
         part = torch.full((rows, 2 * k + 1), -torch.inf, device=x.device, dtype=PRECISION[x.dtype])
@@ -298,7 +299,7 @@ class ColumnBackend:
 
 
 class AllRows:
-    """Sums the gradient of hidden over ranks if every rank needs all rows.
+    """Sums the gradient of the hidden states over ranks. Every rank gets the sum for all rows.
 
     For each chunk of rows, this rank starts one all-reduce, which runs while this rank computes the
     weight's gradient.
@@ -318,7 +319,7 @@ class AllRows:
 
 
 class OwnRows:
-    """Sums the gradient of hidden over ranks if each rank needs only its slice of the rows.
+    """Sums the gradient of the hidden states over ranks. Each rank gets the sum for its own rows.
 
     One reduce-scatter starts after the last chunk of rows.
     """

@@ -1,8 +1,9 @@
-"""The checks of LOGITLESS_CHECK=1, which raise on every rank if the calls of the ranks differ.
+"""With LOGITLESS_CHECK=1, these checks raise on every rank if the ranks make different calls.
 
-Before a collective of logitless, the ranks exchange a text that describes the call. If the texts
-differ, all ranks raise, so that no rank waits for a collective that another rank does not start. If
-the arguments on a rank are invalid, this rank sends the error as its text, and all ranks raise.
+Before a collective of logitless, the ranks exchange a text that describes the public call. If the
+texts differ, all ranks raise, so that no rank waits for a collective that another rank does not
+start. If the arguments on a rank are invalid, this rank sends the error as its text, and all ranks
+raise.
 """
 
 import zlib

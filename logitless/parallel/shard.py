@@ -54,11 +54,10 @@ class Layout(NamedTuple):
 
 
 # Caches the largest width of all ranks, for shards with `start` and `vocab`. The key is the group
-# and the vocabulary size. A rank without a cached width starts an exchange of columns. The key must
-# be the same on all ranks, so that either all ranks start the exchange, or no rank does. So the key
-# must not contain this rank's columns. For example, a second sharding of the same vocabulary can
-# have other columns on only some of the ranks. If the key contained the columns, only these ranks
-# would start an exchange, and the exchange would never finish.
+# and the vocabulary size. A rank that finds no cached width exchanges widths with the other ranks.
+# If only some ranks start an exchange, the exchange never finishes. So the key must be the same on
+# all ranks, and must not contain this rank's columns: a second sharding of the same vocabulary can
+# change the columns of only some ranks.
 _widest: dict[tuple, int] = {}
 
 
@@ -85,9 +84,9 @@ class VocabShard(Logits):
     """This rank's columns of logits (..., V), where V is the sum of the widths of all ranks.
 
     `source` is this rank's logits (..., width), or a LinearLogits over this rank's rows of the
-    head's weight. The widths of ranks can differ, and can be 0. `source` can also be the lazy
-    logits of a fused head. For lazy logits, the caller must sum the gradient of the hidden states
-    over ranks.
+    head's weight. Ranks can have different widths, and a width can be 0. `source` can also be the
+    lazy logits of a fused head. For lazy logits, the caller must sum the gradient of the hidden
+    states over ranks.
 
     `group` is a process group or a DeviceMesh of one dimension. A `group` of None means the default
     process group, or a single process if torch.distributed is not initialised. All ranks must
@@ -97,8 +96,8 @@ class VocabShard(Logits):
     `start` is this rank's first column, by default the sum of the earlier ranks' widths. `vocab` is
     the size V of the whole vocabulary. If all ranks pass `start` and `vocab`, the ranks exchange
     their starts and widths only for the first shard with this group and this `vocab`. Later shards
-    with the same group and `vocab` are constructed without an exchange, and the host does not wait,
-    except with LOGITLESS_CHECK=1.
+    with the same group and `vocab` need no exchange, so the host does not wait. With
+    LOGITLESS_CHECK=1, every shard exchanges starts and widths.
 
     With sequence_parallel=True, the hidden states of a LinearLogits are this rank's slice of the
     tokens along the first dimension. The slices of all ranks must have the same size. VocabShard
@@ -234,7 +233,7 @@ class Shard(Source):
         )  # fmt: skip
 
     def head_backend(self, like: Tensor, gathered: bool) -> ColumnBackend:
-        """Returns the backend for a head, which also sums the gradient of hidden over ranks.
+        """Returns the backend for a head, which also sums the hidden states' gradient over ranks.
 
         If `gathered`, the hidden states were gathered from all ranks, and each rank needs only its
         slice of their gradient.

@@ -30,7 +30,7 @@ _recent: deque["weakref.ref[Blocks]"] = deque()
 class Blocks:
     """Reads the tensors of a file.
 
-    The tensors take `size` bytes, from byte `start` of the file on.
+    The tensors are the `size` bytes of the file that start at byte `start`.
     """
 
     def __init__(self, path: Path, start: int, size: int, checked: bool):
@@ -42,7 +42,7 @@ class Blocks:
         self._header: bytes | None = None  # the bytes before the tensors
 
     def read(self, begin: int, end: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """A copy of the bytes from `begin` to `end`, as a tensor."""
+        """Returns a copy of the bytes [begin, end) of the tensors, as one tensor."""
         if begin == end:
             return torch.empty(0, dtype=dtype)
         (piece,) = self.pieces([(begin, end)])
@@ -121,7 +121,7 @@ class _File:
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, place: int, into: memoryview) -> None:
-        """Fills `into` with the file's bytes from `place` on, by one or more calls of preadv."""
+        """Fills `into` with the bytes of the file that start at the offset `place`."""
         while into:
             done = os.preadv(self.number, [into], place)
             if not done:

@@ -1,7 +1,7 @@
 """Runs a teacher on documents and writes its distributions to a store.
 
-The teacher's logits are not materialised. `capture` runs the model on one batch while the rows of
-the previous batch are written to the store (store/writer.py).
+The teacher's logits are not materialised. While the model runs on one batch, `capture` writes the
+distributions of the previous batch to the store (store/writer.py).
 """
 
 import contextlib
@@ -39,12 +39,12 @@ def capture(
     A batch can be a list of documents, each a list of token ids. A batch can be a tensor of
     input_ids of shape (B, T), with one document per row. A batch can also be a dict of keyword
     arguments of a Transformers model, in which attention_mask marks padding. Documents that the
-    writer already has are skipped before the model runs, so the same command resumes a run that was
-    killed. `k` is at most the writer's k. The default of `k` is the writer's k. `head` has the same
-    meaning as in `fuse`. For each captured document, `progress` is called with the number of the
-    document's tokens. For each batch with skipped documents, `progress` is also called once, with
-    the number of tokens in all skipped documents of the batch. If the head is padded to more logits
-    than the writer's vocab_size, the logits beyond vocab_size count as -inf.
+    writer already has are skipped before the model runs. So calling `capture` again resumes a run
+    that was killed. `k` is at most the writer's k. The default of `k` is the writer's k. `head` has
+    the same meaning as in `fuse`. For each captured document, `progress` is called with the number
+    of the document's tokens. For each batch with skipped documents, `progress` is also called once,
+    with the number of tokens in all skipped documents of the batch. If the head is padded to more
+    logits than the writer's vocab_size, the logits beyond vocab_size count as -inf.
 
     Under torchrun, each rank captures the part of the batches that the function `share` selects:
 
@@ -199,8 +199,9 @@ def _write(pending: _Pending | None, writer: Writer, progress: Callable | None) 
         where = slice(int(places[0]), int(places[-1]) + 1) if contiguous else places
         rows = {name: t[where] for name, t in pending.rows.items()}
         checks.rows_of_teacher(rows["top"])
-        # `_new_documents` looks for documents only in the writer. So a document can still be twice
-        # in this batch, or also in the previous batch. `append` adds such a document only once.
+        # `_new_documents` looks for documents only in the writer. So a document can still occur
+        # twice in this batch, or in this batch and in the previous batch. `append` adds such a
+        # document only once.
         added += writer.append(checks.tokens(tokens, writer.header.vocab_size), rows)
         if progress is not None:
             progress(len(tokens))

@@ -1,4 +1,4 @@
-"""Checks of the arguments of Writer, Store, capture and the training functions.
+"""Checks the arguments of Writer, Store, capture and the training functions.
 
 The errors have the form `<argument> must <rule>, got <value>.` store/server_checks.py checks the
 output of inference servers, and store/file_checks.py checks files.
@@ -120,7 +120,7 @@ def document(targets: Any, tokens: Tensor, h: Any, kind: type) -> None:
 
 
 def row_range(index: Any, n: int) -> tuple[int, int]:
-    """Returns the begin and end of the slice `index` of a document with n tokens."""
+    """Returns where the slice `index` begins and ends in a document of n tokens."""
     if not isinstance(index, slice) or index.step not in (None, 1):
         raise IndexError(f"a range of tokens must be a slice of step 1, got {index!r}.")
     begin, end, _ = index.indices(n)
@@ -236,8 +236,7 @@ def logits_of_batch(logits: Any, ids: Tensor, vocab_size: int) -> None:
 def rows_of_teacher(top: Tensor) -> None:
     """Checks that `top`, the largest log-probability of each row, is finite.
 
-    No NaN is written to a store, because a NaN in the column `top` means that the row has
-    no slots.
+    No NaN is written to a store, because a NaN in the column `top` marks a row without slots.
     """
     if not bool(top.isfinite().all()):
         raise ValueError("model must give a finite largest logit in each row, got NaN or inf.")

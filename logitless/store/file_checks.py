@@ -1,4 +1,4 @@
-"""Checks of the files of a store, with errors of the form `<file> must <rule>, got <value>.`"""
+"""Checks the files of a store. Errors have the form `<file> must <rule>, got <value>.`"""
 
 import dataclasses
 import json

@@ -16,8 +16,8 @@ header, and the next n bytes hold the header. The tensors follow, widest dtype f
 `data_offsets` in the header give the place of each tensor, counted from the end of the header. The
 metadata of a shard holds the format, its version, the store's header and a SHA-256 of the tensors.
 
-A shard of D documents with T tokens in total, K slots per token and ids of b bits has these
-tensors:
+Let a shard have D documents with T tokens in total, K slots (stored ids) per token, and ids of b
+bits. The shard has these tensors:
 
     starts      I64 (D + 1)       first token of each document; the last entry is T
     index.hash  I64 (E)           sorted hashes of the documents' beginnings      (store/index.py)
@@ -150,7 +150,7 @@ def _sizes(header: Header) -> dict[str, int]:
 
 
 def widths(bits: int) -> list[tuple[int, torch.dtype | None]]:
-    """The width and dtype of each field of an integer of `bits` bits, widest first.
+    """The width and dtype of the fields that store an integer of `bits` bits, widest first.
 
     The dtype is None for a width below 8 bits.
     """

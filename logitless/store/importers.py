@@ -58,11 +58,11 @@ def from_vllm(
     be omitted if the output contains the prompt_token_ids.
 
     If the output has `prompt_logprobs`, the document is the prompt. Without `prompt_logprobs`, the
-    document is the prompt followed by the completion. Without `prompt_logprobs`, the rows of the
-    prompt are masked, except the row of the prompt's last token, which describes the first token of
-    the completion. With `completion=True`, the document always includes the completion. With
-    `completion=False`, the document is only the prompt. If there are several completions, `choice`
-    is the number of the completion to use.
+    document is the prompt followed by the completion. In this case, the rows of the prompt are
+    masked. Only the row of the prompt's last token is not masked, because this row describes the
+    first token of the completion. With `completion=True`, the document always includes the
+    completion. With `completion=False`, the document is only the prompt. If there are several
+    completions, `choice` is the number of the completion to use.
 
     vLLM returns at most 20 log-probabilities per token, unless vLLM is started with max_logprobs=k.
 

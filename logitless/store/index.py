@@ -1,11 +1,11 @@
-"""The index of a shard: hashes of the beginnings of its documents.
+"""The index of a shard holds hashes of the beginnings of the shard's documents.
 
 Each entry is the hash of a document's first n tokens, and names one document that begins with these
 tokens. The entries of a document have these lengths n:
 
     the whole length of the document,
     each of 1, 4, 16, 64, ... that is below the length of the document,
-    l + 1 for each other document of the shard that shares exactly the first l tokens.
+    l + 1 for each other document of the shard that has exactly the first l tokens in common.
 
 All documents with the same beginning share one entry for this beginning. If a document consists of
 exactly the shared beginning, the entry names that document. If two documents share exactly their

@@ -4,7 +4,7 @@
     bytes 4-7     the number of the shard that the documents will be in
     then one record per document:
     4 bytes       n, the number of tokens
-    4 bytes       k, the number of slots per token; 0 if the rows are encoded
+    4 bytes       k, the number of slots per token; 0 if the rows are already encoded
     4 bytes       CRC-32 of the tokens and rows
     8 n bytes     the tokens
     ...           the rows, column by column, encoded as in a shard (store/format.py)
@@ -19,8 +19,8 @@ rows have this form:
 
 If a writer is killed, the last record of its journal can be too short or have a wrong checksum.
 Recovery cuts off a damaged last record, and omits any other record with a wrong checksum. If a
-writer was killed after it wrote the shard and before it cleared the journal, the documents of the
-journal are in the shard too. Recovery omits documents that are already in a shard.
+writer was killed after it wrote the shard and before it cleared the journal, the same documents are
+in the shard and in the journal. Recovery omits documents that are already in a shard.
 
 In memory, a writer keeps only a digest of each document and the document's place in the journal. So
 the memory of the writer does not grow with the size of the documents.
@@ -51,7 +51,7 @@ MAGIC = b"LLJ2"
 START = 8  # bytes before the first record
 HEAD = struct.Struct("<III")  # n, k and CRC-32, before the tokens of a record
 RECORD = HEAD.size
-ROWS = 4096  # number of rows of short documents that are encoded at once
+ROWS = 4096  # number of rows that are encoded at once, if documents are short
 AT_ONCE = 1 << 16  # number of tokens that recovery looks up in the store at once
 
 

@@ -9,10 +9,9 @@ The *beginning* of length n at a place is the next n tokens of the batch. The se
 looks up the hashes of several beginnings in the index: the next 1, 4, 16, 64, ... tokens, and the
 whole searched range. The longest beginning whose hash is in the index is tried first. If this
 beginning has n tokens, and several documents of a shard share these tokens, all beginnings of n + 1
-to 4 n tokens are looked up too. The index contains such a longer beginning only if it is a
-whole document, or if its last token is the first one in which two documents differ. The number of
-comparisons grows with the number of shards, but not with the number of documents that share a
-beginning.
+to 4 n tokens are looked up too. The index contains only those longer beginnings that are whole
+documents, or that end at the first token in which two documents differ. The number of comparisons
+grows with the number of shards, but not with the number of documents that share a beginning.
 """
 
 import bisect
@@ -35,7 +34,7 @@ class Match(NamedTuple):
 
     shard: Any  # the shard.Shard that holds the document
     document: int  # number of the document within its shard
-    length: int  # the document's first `length` tokens agree with the batch
+    length: int  # the document's first `length` tokens equal the tokens of the batch
 
 
 class _Beginning(NamedTuple):
@@ -252,8 +251,9 @@ class Index:
         return Match(shard, document, end - begin)
 
 
-# The length of a beginning, its index entry, and True if only one document per shard is known to
-# have this beginning. The last item is always False for the longer beginnings in `_proposed`.
+# The length of a beginning, its index entry, and a flag. The flag is True if no shard has several
+# documents with this beginning. For the longer beginnings that `_proposed` adds, the flag is always
+# False.
 _Hit = tuple[int, int, bool]
 
 

@@ -75,7 +75,7 @@ class Store:
     def __getitem__(self, index: Any) -> tuple[Tensor, SparseTargets]:
         """store[i] returns the tokens and targets of document i.
 
-        store[i, a:b] returns only the tokens from a to b of document i, and their targets.
+        store[i, a:b] returns only the tokens a to b - 1 of document i, and their targets.
         """
         i, tokens = index if isinstance(index, tuple) and len(index) == 2 else (index, slice(None))
         i = checks.document_number(i, len(self))
@@ -126,7 +126,7 @@ class Store:
 
     @on_cpu
     def verify(self) -> Report:
-        """Checks that the store is intact and plausible. The report is falsy if it has problems."""
+        """Checks that the store is intact and plausible. A report with problems is falsy."""
         return verify(self)
 
     def _of_lengths(self, flat: Tensor, lengths: list[list[int]], width: int) -> list["Span"]:

@@ -1,11 +1,11 @@
 """Encodes targets as the columns of a shard, and decodes columns into targets.
 
-store/format.py describes the columns. The log-probability of a slot is stored as its distance below
-`top`, the log-probability of the row's first slot. With `values="u8"`, distances are measured in
-units, and each row has its own unit, in nats. Distances of up to NEAR units are rounded to whole
-units. Beyond NEAR units, the distance grows by a factor of 2^0.4, about 1.32, from one code to the
-next. So a slot with almost no probability, far below `top`, does not require a larger unit for its
-row.
+store/format.py describes the columns. A slot is one of the K stored ids of a row. The
+log-probability of a slot is stored as its distance below `top`, the log-probability of the row's
+first slot. With `values="u8"`, distances are measured in units, and each row has its own unit, in
+nats. Distances of up to NEAR units are rounded to whole units. Beyond NEAR units, the distance
+grows by a factor of 2^0.4, about 1.32, from one code to the next. So a slot with almost no
+probability, far below `top`, does not require a larger unit for its row.
 
 Rounding keeps the sum of a row's probabilities, because `top` is chosen so that the rounded
 probabilities have the same sum. Rounding changes only the ratios between the probabilities. The KL
@@ -32,7 +32,7 @@ NEAR, GROWTH = 223, 0.4  # codes above NEAR mean (NEAR · 2^(GROWTH · (code - N
 PER_OCTAVE, LOWEST = 32, -288  # a unit is 2^((step + LOWEST) / 32) nats; step is 0 to 255
 TRIED = 8  # number of units that are tried after a row's first unit, each 2 % larger than the last
 AT_ONCE = 1 << 16  # largest number of tensor elements in a pass that tries several units
-FAR_MASS = 2.0**-17  # largest mass of the slots beyond NEAR units, with any of the TRIED units
+FAR_MASS = 2.0**-17  # largest total mass of slots beyond NEAR units, for each of the TRIED units
 NEGLIGIBLE = 2.0**-20  # a row keeps its first unit if the divergence is at most this many nats
 
 Table = dict[str, Tensor]  # one tensor per column; all columns have the same rows
@@ -94,11 +94,10 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
     """Returns 8-bit codes, and the rounded distances below `top` that the codes decode to.
 
     The first unit of a row is the smallest unit for which all slots are at most NEAR units below
-    `top`. The row uses the first unit if the divergence of the decoded row is at most NEGLIGIBLE.
-    Otherwise, more units are tried; their number is the constant TRIED. Of all these units, the row
-    uses the one whose decoded row has the smallest divergence from the exact row. The smallest of
-    the further units is so large that the slots beyond NEAR units have a total mass of at most
-    FAR_MASS. Trying several units helps, because most of a
+    `top`. The row uses this unit if the divergence of the decoded row from the exact row is at most
+    NEGLIGIBLE. Otherwise, TRIED further units are tried, and the row uses the unit with the
+    smallest divergence. The further units start at the smallest unit for which all slots beyond
+    NEAR units have a total mass of at most FAR_MASS. Trying several units helps, because most of a
     row's mass is in a few slots, and some units round all of these slots well.
     """
     p = torch.softmax(logprobs.clamp_min(torch.finfo(torch.float32).min), -1)
@@ -161,9 +160,9 @@ def recoded(table: Table, header: Header) -> Table:
 class Decoding:
     """Decodes rows into targets part by part. Each call of `add` decodes one part.
 
-    Only the targets have the size of all rows. All other tensors have the size of one part, so that
-    the next part can reuse their memory. Obtaining new memory from the system takes longer than
-    filling the memory.
+    Only the tensors of the targets are allocated for all rows. All other tensors have the size of
+    one part, so that the next part can reuse their memory. Obtaining new memory from the system
+    takes longer than filling the memory.
     """
 
     def __init__(self, rows: int, header: Header, near: int = NEAR):
@@ -200,8 +199,8 @@ class Decoding:
     def _far(self, units: Tensor, codes: Tensor) -> int:
         """Replaces the codes above `near` in `units` by numbers of units. Returns the largest code.
 
-        Before the call, `units` holds the codes. A code of at most `near` is itself the number
-        of units, and stays unchanged.
+        Before the call, `units` holds the codes. A code of at most `near` is already a number of
+        units, and stays unchanged.
         """
         last = codes[:, -1]  # a row's codes ascend, so its last code is the largest
         most = int(last.max())
@@ -234,7 +233,7 @@ def _all_units() -> Tensor:
 
 @functools.lru_cache
 def _units_of_codes(near: int) -> Tensor:
-    """The number of units that each code means: inf for ZERO, and NaN for EMPTY."""
+    """The number of units that each code stands for. ZERO stands for inf, and EMPTY for NaN."""
     codes = torch.arange(256, dtype=torch.float32)
     units = codes.clamp_max(near) * torch.exp2((codes - near).clamp_min(0) * GROWTH)
     units[ZERO], units[EMPTY] = torch.inf, torch.nan

@@ -1,4 +1,4 @@
-"""Checks of an inference server's output.
+"""Checks the output of an inference server.
 
 Error messages have the form `<field> must <rule>, got <value>.`
 """

@@ -1,4 +1,4 @@
-"""Statistics of a store: probability mass in the slots, entropy, and rank of the next token.
+"""Statistics of a store: mass of the stored ids (slots), entropy, and rank of the next token.
 
 `logitless teacher info` prints and plots these statistics (cli/teacher.py).
 """
@@ -33,7 +33,7 @@ class Summary:
 def _sample(store: Store, most: int) -> Iterator[tuple[Tensor, Tensor, SparseTargets]]:
     """Yields groups of documents from all shards.
 
-    A group is the tokens of its documents, the end of each document, and the targets.
+    For each group, yields the tokens of its documents, the end of each document, and the targets.
     """
     every, skipped = max(1, store.tokens // most), 0
     for shard in store.shards:

@@ -1,4 +1,4 @@
-"""Trains a student from a store: the targets of a batch, and the loss of a causal model.
+"""Computes what training from a store needs: the targets of a batch, and the student's loss.
 
 logitless/hf.py uses this module in a Trainer of Transformers.
 """
@@ -91,8 +91,8 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
         lengths = [_lengths(row, int(n)) for row, n in zip(begins, is_token.sum(-1), strict=True)]
     if mask is not None:
         # Without `lengths`, `targets_for` treats the tokens after the last matched document as
-        # padding if they are all equal. Every row gets a -1 at its end, so these tokens are all
-        # equal only if all of them are -1.
+        # padding if they are all equal. Here, padding is -1, and every row gets another -1 at its
+        # end. So these tokens are all equal only if all of them are padding.
         tokens = F.pad(tokens, (0, 1), value=-1)
     targets = store.targets_for(tokens, lengths)
     if mask is not None:

@@ -1,7 +1,7 @@
 """Checks that a store is intact, and that its rows are plausible.
 
-`verify` compares checksums, and looks for ids outside the vocabulary, masses above 1 and rows that
-are shifted by one token.
+`verify` compares checksums. It also looks for ids outside the vocabulary, for rows whose
+probabilities sum to more than 1, and for rows that are shifted by one token.
 """
 
 import math
@@ -20,7 +20,7 @@ ROWS = 8192  # number of rows that are decoded at once
 OFFSETS = (-1, 0, 1)
 # Rows count as shifted if the mean at another offset is higher by this many standard errors.
 CERTAIN = 5.0
-# The largest sum of a row's probabilities that SparseTargets accept, for the largest K, 2^16.
+# The largest sum of a row's probabilities that SparseTargets accept if K is 2^16, the largest K.
 MOST_MASS = 1 + 2**-8 * (1 + math.log(2**16))
 
 
@@ -49,9 +49,9 @@ class Report:
 class _Shift:
     """Tests whether the rows of a store are shifted by one token.
 
-    The test compares the mean log-probabilities of the next token (offset 0), of the token before
-    the next token (offset -1) and of the token after the next token (offset +1). In a correct
-    store, offset 0 has the highest mean.
+    In a correct store, row i describes token i + 1. The test computes the mean log-probability that
+    row i gives to token i + 1 (offset 0), token i (offset -1) and token i + 2 (offset +1). In a
+    correct store, offset 0 has the highest mean.
     """
 
     def __init__(self):
@@ -97,7 +97,7 @@ class _Shift:
 def verify(store: Any, progress: Any = None) -> Report:
     """Checks the checksums, ids and masses of all rows, and tests whether rows are shifted.
 
-    After every ROWS rows, `progress` is called with the number of tokens of these rows.
+    `progress` is called after every ROWS rows, with the number of these rows.
     """
     report, shift = Report(len(store), store.tokens), _Shift()
     for shard in store.shards:

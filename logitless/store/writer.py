@@ -44,8 +44,8 @@ class Writer:
     After `add` returns, the document is not lost if the process is killed, because the next writer
     with the same `part` recovers the document. Readers find the document after its shard is full,
     after `flush`, or after the end of the `with` block. A document that readers can find also
-    survives a loss of power. Adding a document again does nothing, so the same command resumes a
-    run that was killed.
+    survives a loss of power. Adding a document again does nothing. So a run that was killed is
+    resumed by running the same program again.
 
     Several processes can write to one store at the same time, each with its own `part`. The default
     of `part` is the process's RANK, as torchrun sets it. A second writer with the same `part` is

@@ -46,7 +46,7 @@ class Header(NamedTuple):
 
     metadata: dict[str, str]
     entries: dict[str, Entry]
-    start: int  # the position in the file of the first tensor's first byte
+    start: int  # the offset in the file where the bytes of the tensors start
 
 
 def buffer(t: Tensor) -> Any:

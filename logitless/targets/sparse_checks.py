@@ -1,4 +1,4 @@
-"""Checks of SparseTargets, with errors of the form `<argument> must <rule>, got <value>.`"""
+"""Checks SparseTargets. Errors have the form `<argument> must <rule>, got <value>.`"""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def tensors(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:
 
 
 def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None) -> None:
-    """Raises if the probabilities of a row add up to more than 1, and names the row.
+    """Raises an error that names the row, if the probabilities of a row add up to more than 1.
 
     Values on a GPU are read only with LOGITLESS_CHECK=1. A sum that exceeds 1 only by rounding
     errors is allowed. If a log-probability l has a relative error u, then the probability p = e^l

@@ -1,1 +1,1 @@
-"""TRL's trainers with the losses of this library: `ll.hf.use_in_trl` (adapter.py)."""
+"""`ll.hf.use_in_trl` (adapter.py), which lets TRL's trainers use the losses of this library."""

@@ -1,13 +1,13 @@
-"""`use_in_trl`: TRL's trainers compute their losses and metrics with functions of this library.
+"""`use_in_trl` lets TRL's trainers compute losses and metrics with functions of this library.
 
-Most trainers of TRL have a fused head of their own, which multiplies the hidden states by the
-weight of the model's head, and never calls the model's head. TRL computes this fused head in two
-autograd functions. One function returns log-probabilities, entropies and other statistics of
-tokens. The other function returns divergences from a teacher. `use_in_trl` replaces each function
-by a `Switch`. Inside the forward of an adapted model, the Switch calls this library. Everywhere
-else, the Switch calls TRL's own function. All other code of TRL runs unchanged. TRL's code still
-chooses the rows, the scale and the softcap of the logits, and computes the metrics and the
-auxiliary loss of mixture-of-experts models.
+Most trainers of TRL do not call the model's head. They have a fused head of their own, which
+multiplies the hidden states by the weight of the model's head. Two autograd functions compute TRL's
+fused head. One function returns log-probabilities, entropies and other statistics of tokens. The
+other function returns divergences from a teacher. `use_in_trl` replaces each function by a
+`Switch`. Inside the forward of an adapted model, the Switch calls this library. Everywhere else,
+the Switch calls TRL's own function. All other code of TRL runs unchanged. TRL's code still chooses
+the rows, the scale and the softcap of the logits. It also computes the metrics, and the auxiliary
+loss of mixture-of-experts models.
 
 Other trainers of TRL call the model's head, and compute log-probabilities from the logits. On a
 GPU, these trainers call a kernel of TRL, which would materialise lazy logits. A `LogitsSwitch`
@@ -42,7 +42,7 @@ from .computed import (
 T = TypeVar("T")
 
 # Keys in the __dict__ of an adapted model or trainer. The value of USE is a Use. The value of SET
-# maps the name of each replaced attribute to a pair: our function, and the old value.
+# maps the name of each replaced attribute to the pair (our function, old value).
 USE, SET = "_logitless_trl", "_logitless_trl_set"
 # Names in TRL: two autograd functions, a kernel, and the functions that call the kernel.
 STATISTICS, DIVERGENCES = "_ChunkedLogProbFunction", "ChunkedDivergenceFunction"
@@ -130,14 +130,14 @@ class Switch:
 
 
 class LogitsSwitch(Switch):
-    """Replaces a function of TRL over logits. A call with lazy logits calls this library."""
+    """Replaces a function of TRL that takes logits. For lazy logits, it calls this library."""
 
     def __call__(self, logits, *args, **kwargs):
         return (self.ours if is_lazy(logits) else self.original)(logits, *args, **kwargs)
 
 
 class Seam(NamedTuple):
-    """A global variable of TRL whose value, a function, is replaced by a Switch."""
+    """A global variable of TRL that holds a function. The method `set` replaces it by a Switch."""
 
     names: dict  # globals of a module of TRL
     name: str
@@ -221,7 +221,7 @@ def _owners(model: Any) -> Iterator[Any]:
 def _trl_forward(module: nn.Module) -> Any:
     """Returns the forward that `add_fused_lm_head` set on a module, or None.
 
-    If other code has wrapped this forward, the forward inside of the wrappers is returned.
+    If other code has wrapped this forward, the result is the forward inside the wrappers.
     """
     function = module.__dict__.get("forward")
     while function is not None:
@@ -280,7 +280,7 @@ def _computed_by_us(use: Use, model: nn.Module, **how) -> Iterator[None]:
 
 
 def _guard_of(model: nn.Module) -> Guard | None:
-    """Returns the Guard of a fused model (lazy/model_hooks.py), or of a PEFT model's fused model.
+    """Returns the Guard (lazy/model_hooks.py) of a fused model or of the model inside a PEFT model.
 
     Returns None if neither is fused.
     """
@@ -296,7 +296,7 @@ def _guard_of(model: nn.Module) -> Guard | None:
 def _adapted_forward(below: Callable, is_method: bool) -> Callable:
     """Returns a forward that calls the forward `below`.
 
-    If the call requests TRL's fused head, logitless computes this head.
+    If the caller requests TRL's fused head, logitless computes the results of this head.
     """
 
     # `wraps` keeps the signature of `below`. `generate` checks its arguments by this signature.
@@ -316,7 +316,7 @@ def _adapted_forward(below: Callable, is_method: bool) -> Callable:
 
 
 def _adapted_distillation(below: Callable, is_method: bool) -> Callable:
-    """The method `_compute_loss` of DistillationTrainer, with divergences from logitless."""
+    """Returns DistillationTrainer's method `_compute_loss`, with divergences from logitless."""
 
     @functools.wraps(below)
     def compute_loss(self, student, *args):
@@ -331,7 +331,7 @@ def _adapted_distillation(below: Callable, is_method: bool) -> Callable:
 
 
 def _adapted_gkd(below: Callable, _is_method: bool) -> Callable:
-    """The function `generalized_jsd_loss` of GKDTrainer, computed by logitless."""
+    """Returns GKDTrainer's function `generalized_jsd_loss`, computed by logitless."""
 
     @functools.wraps(below)
     def loss(self, *args, **kwargs):

@@ -1,7 +1,7 @@
 """The results of TRL's fused head, computed by functions of this library.
 
-`token_statistics` and `divergences` have a `Call` as the first argument. The other arguments are
-those of TRL's autograd functions.
+`token_statistics` and `divergences` replace TRL's two autograd functions. Their first argument is a
+`Call`. The other arguments are those of TRL's function.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class Call(NamedTuple):
     """The options of one forward of an adapted model."""
 
     options: dict  # options of LinearLogits
-    sums_its_loss: bool = False  # whether log-probabilities are used only in their sum
+    sums_its_loss: bool = False  # whether only the sum of the log-probabilities is used
     counts: Tensor | None = None  # bool mask of the tokens that have a label, if known
 
 
@@ -41,8 +41,9 @@ def token_statistics(
     """Returns log p of the target, and further statistics of each token.
 
     The further statistics are the entropy, log Σ p², the mean logit, and whether the target is the
-    argmax. Let z = softcap · tanh(scale · x / softcap) / temperature, with x the logits of the
-    head, and p = softmax(z). Results that are not in `outputs` are None, except log p.
+    argmax. Let x be the logits of the head, z = softcap · tanh(scale · x / softcap) / temperature,
+    and p = softmax(z). log p is always computed. The other statistics are None if they are not in
+    `outputs`.
     """
     logits, scale = _logits(hidden, weight, bias, scale, call.options)
     how = {"temperature": temperature / scale, "softcap": softcap and softcap / scale}
@@ -77,8 +78,8 @@ def _log_sum_of_squares(
 ) -> Tensor:
     """Returns log Σ p².
 
-    At half the temperature, the probability of a token is p² / Σ p². So the result is computed from
-    the target's log-probabilities at the temperature and at half the temperature.
+    At half the temperature, the probability of a token is p² / Σ p². So log Σ p² is twice the
+    target's log-probability, minus its log-probability at half the temperature.
     """
     half = {**how, "temperature": how["temperature"] / 2}
     return 2 * logprob - token_logprobs(logits, targets, **half)
@@ -101,8 +102,8 @@ def divergences(
 ) -> tuple[Tensor, Tensor]:
     """Returns the divergence `jsd` of each row, and the detached entropy of the student.
 
-    By default, the logits of both heads are in fp32, as in TRL. The option `logits_dtype` can
-    change this.
+    By default, the logits of both heads are in fp32, as in TRL. The option `logits_dtype` selects
+    another dtype.
     """
     options = {"logits_dtype": torch.float32, **call.options}
     student = _transformed(
@@ -149,7 +150,7 @@ def gkd_loss(
         reduction="none",
     )  # fmt: skip
     if num_items_in_batch is not None:
-        # A Python number, or a CPU tensor of shape (), can divide a GPU tensor without a copy.
+        # A GPU tensor can be divided by a Python number or by a 0-d CPU tensor, without a copy.
         if isinstance(num_items_in_batch, Tensor) and num_items_in_batch.is_cuda:
             num_items_in_batch = num_items_in_batch.to(rows.device)
         return rows.sum() / num_items_in_batch
@@ -179,7 +180,7 @@ def _logits(
 def _transformed(
     head: tuple[Tensor, Tensor, Tensor | None], scale: float, softcap: float | None, options: dict
 ) -> Tensor:
-    """Returns lazy logits softcap · tanh(scale · x / softcap), with x the logits of the head."""
+    """Returns lazy logits softcap · tanh(scale · x / softcap), where x are the head's logits."""
     logits, scale = _logits(*head, scale, options)
     z = logits.lazy()
     if scale != 1:
@@ -190,9 +191,10 @@ def _transformed(
 class LogprobsOfSum(torch.autograd.Function):
     """Returns the log-probabilities of tokens. Backward passes one number to `loss`.
 
-    All tokens that count must have the same upstream gradient g, as in TRL's SFTTrainer. Backward
-    passes -g to `loss`, which is minus the sum of the log-probabilities. The forward of `loss` has
-    already computed the gradients, so backward does not compute the logits again.
+    All tokens that `mask` does not exclude must have the same upstream gradient g, as in TRL's
+    SFTTrainer. Backward passes -g to `loss`, which is minus the sum of the log-probabilities. The
+    forward that computed `loss` has already computed its gradients, so backward does not compute
+    the logits again.
     """
 
     @staticmethod
@@ -209,6 +211,7 @@ class LogprobsOfSum(torch.autograd.Function):
         if not g.numel():
             return g.sum(), None, None
         low, high = low.amin(), high.amax()
-        # Unequal upstream gradients give NaN. To raise an error, the host would wait for the GPU.
+        # Unequal upstream gradients give NaN. To raise an error, the host would have to wait for
+        # the GPU.
         equal = torch.where(low == high, -low, torch.nan)
         return torch.where(low > high, 0.0, equal), None, None

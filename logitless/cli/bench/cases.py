@@ -33,7 +33,7 @@ MIB = 2**20
 class Mode:
     """Names of modes.
 
-    The name of a mode contains the passes to time, and the clock. The clock is graph replay or wall
+    The name of a mode states which passes are timed, and with which clock: graph replay or wall
     time. A name without a clock means device time.
     """
 
@@ -65,7 +65,7 @@ class Work:
 
 @dataclass
 class Case(Work):
-    """One case of the benchmark. Every contender that has the op runs the case.
+    """One case of the benchmark. Every contender (a library) that has the op runs the case.
 
     For each reference, our time must be at most `targets[reference]` times the reference's time. A
     reference is one of these strings:
