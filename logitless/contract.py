@@ -184,8 +184,9 @@ class Partials(NamedTuple):
 
 
 # Fields of Partials.state, where y = z · temperature, m is the max of y over the set of columns,
-# and d = y - m. Partials.state starts with the fields that most losses need, and ends with the last
-# field that a requested statistic needs. A field that no requested statistic needs is undefined.
+# and d = y - m. The order of the fields is fixed, and the fields that most losses need come first.
+# Partials.state ends after the last field that a requested statistic needs. An earlier field that
+# no requested statistic needs is undefined.
 M = 0  # max y
 S = 1  # Σ e^(d / temperature)
 Y_LABEL = 2  # y at the label; 0 if the label is outside these columns

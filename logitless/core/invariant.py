@@ -106,7 +106,7 @@ def starts_aligned(x: Tensor) -> bool:
 def aligned_memory(x: Tensor) -> Tensor | None:
     """Allocates memory (N, V) for the gradient of x, with rows that start on 16-byte boundaries.
 
-    The result is None if the rows of contiguous memory already start on 16-byte boundaries.
+    The result is None if every row of a contiguous tensor (N, V) starts on a 16-byte boundary.
     """
     vocab, pad = x.shape[-1], -x.shape[-1] % (16 // x.element_size())
     if not pad:

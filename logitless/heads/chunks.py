@@ -53,7 +53,8 @@ class Chunks:
         self,
         head: Head,
         cut: Cut,
-        live: Tensor | None,  # (N,), True for rows that are not ignored; None if no row is dropped
+        live: Tensor
+        | None,  # (N,), False for rows that the GEMMs leave out; None if there are none
     ):
         self.head, self.cut, self.lead = head, cut, head.lead
         self.weight = head.weight.detach()

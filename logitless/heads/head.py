@@ -246,9 +246,9 @@ class Head:
         return not freed and all(is_dense(t) for t in loss.teachers)
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
-        """A bool mask (N,) of the rows that are not ignored, or None if no rows are dropped.
+        """A bool mask (N,), False for ignored rows, which the GEMMs leave out.
 
-        The GEMMs leave out ignored rows.
+        The result is None if the GEMMs compute all rows.
         """
         kind, reading = self.hidden.device.type, loss.reading
         unknown = kind == "meta" or (kind == "cuda" and torch.cuda.is_current_stream_capturing())

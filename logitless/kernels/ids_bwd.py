@@ -82,7 +82,7 @@ def sums_of_same(IDS, G, ids, K):
 
 
 class _Row(NamedTuple):
-    """Pointers to one row, and the terms of label and ids in the row's gradient."""
+    """Pointers to one row of each tensor, and what the label and the ids add to its gradient."""
 
     X: tl.tensor
     W: tl.tensor  # a pointer or None

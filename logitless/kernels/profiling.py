@@ -85,7 +85,7 @@ def at_ids(args: Arguments) -> int:
 
 
 def nothing(args: Arguments) -> int:
-    """Returns 0, for a tensor of which most launches access few elements or none."""
+    """Returns 0 as the number of accessed elements, for a tensor that launches hardly access."""
     return 0
 
 

@@ -11,8 +11,8 @@ LoRA adapter (sums.py). The scaled copy of W is as large as W. The gradient of t
 from the gradient of this copy. So a loss computes the gradient of the copy, and takes three GEMMs,
 even if W is frozen.
 
-With dropout, PEFT multiplies W by x and by `dropped`, which is x after dropout. Instead of
-scale · x @ W.T, PEFT computes x @ W.T + (scale - 1) · dropped @ W.T. The logits are then the sum of
+With dropout, PEFT computes two products with W: one with x, and one with `dropped`, which is x
+after dropout. The logits are x @ W.T + (scale - 1) · dropped @ W.T instead of scale · x @ W.T. The logits are then the sum of
 two products with matrices of the size of W, and a loss takes five GEMMs.
 """
 

@@ -240,7 +240,7 @@ class Origin:
         root.views.add(self)
 
     def top(self) -> "Origin":
-        """The base nearest to `root` whose cell still exists, or `self` if no base exists."""
+        """Of the bases that still have a cell, the one nearest to `root`. Without such a base, self."""
         base = self.viewed()
         return self if base is None else base.top()
 

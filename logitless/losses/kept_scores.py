@@ -154,8 +154,8 @@ def _scores(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns logprob, entropy and log_mass, from z and log p at the ids (..., K).
 
-    The z of a row can differ from the logits by a constant, because such a constant does not change
-    the scores. Rows in which no id has a z above -inf are computed from constants, so that their
+    In each row, z may be the logits plus a constant: such a constant does not change the scores.
+    Rows in which no id has a z above -inf are computed from constants, so that their
     gradient is 0 instead of NaN.
     """
     real = ids != NO_ID

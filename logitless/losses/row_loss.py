@@ -51,8 +51,8 @@ def row_loss(
     row_weight nor reduced. In ignored rows, a tensor of `more` is 0, or -1 if its dtype is a signed
     integer.
 
-    A call of the formula can get any number of rows. So the formula must not mix rows, for example
-    by means, sums or sorting over rows. With LOGITLESS_CHECK=1, row_loss calls the formula for two
+    The formula can be called several times, each time for some of the rows. So the formula must not
+    mix rows, for example by means, sums or sorting over rows. With LOGITLESS_CHECK=1, row_loss calls the formula for two
     rows together and for each row alone, and raises if the results differ.
 
     `ids`, `entropy`, `total`, `argmax`, `ignore_index` and `mask` have the same meaning as in

@@ -122,7 +122,8 @@ def slot_loss(
     The formula returns a tensor of shape (n,), with one number per row, or a tuple (loss, *more) as
     in `row_loss`. The formula also gets the same n rows of each tensor in `rows`. The tensors in
     `rows` can require gradients. The targets, and other tensors that the formula uses, get no
-    gradient. The formula must not mix rows, because a call can get any number of rows.
+    gradient. The formula can be called several times, each time for some of the rows. So the
+    formula must not mix rows.
 
     In a masked slot, log q and log p are the same finite number, whose exp is 0. So masked slots
     add 0 to most divergences. Other formulas, such as rankings, must use slots.mask. Where p and q

@@ -105,7 +105,7 @@ def lazy_head(model: nn.Module, name: str | None = None) -> Iterator[None]:
 
 
 class _Pending(NamedTuple):
-    """The documents of a batch whose rows are being copied to the host."""
+    """The documents of a batch, and the captured rows that are being copied to the host."""
 
     documents: list[tuple[Tensor, Tensor]]  # each document's tokens, and its row indices in `rows`
     rows: Table  # rows of all tokens of the batch, including padding

@@ -101,7 +101,7 @@ class Index:
     ) -> list[Match | None]:
         """The longest match at each start, or None if no document matches at this start.
 
-        `limits` holds the greatest length of a match for each start. A document longer than the
+        For each start, `limits` holds the number of tokens that a match may have at most. A document longer than the
         limit matches if the document's tokens up to the limit match. If `whole` is true, a document
         shorter than the limit does not match.
         """

@@ -97,7 +97,8 @@ class _Shift:
 def verify(store: Any, progress: Any = None) -> Report:
     """Checks the checksums, ids and masses of all rows, and tests whether rows are shifted.
 
-    `progress` is called after every ROWS rows, with the number of these rows.
+    Rows are checked in blocks of at most ROWS rows. After each block, `progress` is called with the
+    number of rows in the block.
     """
     report, shift = Report(len(store), store.tokens), _Shift()
     for shard in store.shards:
