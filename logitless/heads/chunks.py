@@ -53,8 +53,7 @@ class Chunks:
         self,
         head: Head,
         cut: Cut,
-        live: Tensor
-        | None,  # (N,), False for rows that the GEMMs leave out; None if there are none
+        live: Tensor | None,  # (N,), False for rows that the GEMMs leave out; None without them
     ):
         self.head, self.cut, self.lead = head, cut, head.lead
         self.weight = head.weight.detach()

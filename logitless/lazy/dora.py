@@ -12,8 +12,8 @@ from the gradient of this copy. So a loss computes the gradient of the copy, and
 even if W is frozen.
 
 With dropout, PEFT computes two products with W: one with x, and one with `dropped`, which is x
-after dropout. The logits are x @ W.T + (scale - 1) · dropped @ W.T instead of scale · x @ W.T. The logits are then the sum of
-two products with matrices of the size of W, and a loss takes five GEMMs.
+after dropout. The logits are x @ W.T + (scale - 1) · dropped @ W.T instead of scale · x @ W.T. The
+logits are then the sum of two products with matrices of the size of W, and a loss takes five GEMMs.
 """
 
 import sys

@@ -240,7 +240,7 @@ class Origin:
         root.views.add(self)
 
     def top(self) -> "Origin":
-        """Of the bases that still have a cell, the one nearest to `root`. Without such a base, self."""
+        """Of the bases that still have a cell, the one nearest to `root`; else `self`."""
         base = self.viewed()
         return self if base is None else base.top()
 

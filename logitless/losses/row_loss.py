@@ -52,8 +52,9 @@ def row_loss(
     integer.
 
     The formula can be called several times, each time for some of the rows. So the formula must not
-    mix rows, for example by means, sums or sorting over rows. With LOGITLESS_CHECK=1, row_loss calls the formula for two
-    rows together and for each row alone, and raises if the results differ.
+    mix rows, for example by means, sums or sorting over rows. With LOGITLESS_CHECK=1, row_loss
+    calls the formula for two rows together and for each row alone, and raises if the results
+    differ.
 
     `ids`, `entropy`, `total`, `argmax`, `ignore_index` and `mask` have the same meaning as in
     `row_stats`. `row_weight` holds one number per row, which multiplies the result of the formula.

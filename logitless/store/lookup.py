@@ -101,9 +101,9 @@ class Index:
     ) -> list[Match | None]:
         """The longest match at each start, or None if no document matches at this start.
 
-        For each start, `limits` holds the number of tokens that a match may have at most. A document longer than the
-        limit matches if the document's tokens up to the limit match. If `whole` is true, a document
-        shorter than the limit does not match.
+        For each start, `limits` holds the number of tokens that a match may have at most. A
+        document longer than the limit matches if the document's tokens up to the limit match. If
+        `whole` is true, a document shorter than the limit does not match.
         """
         matches: list[Match | None] = [None] * len(starts)
         waiting, turn = self._beginnings(hashes, starts, limits), 0

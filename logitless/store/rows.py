@@ -197,7 +197,7 @@ class Decoding:
             self._masked(begin, logprobs)
 
     def _far(self, units: Tensor, codes: Tensor) -> int:
-        """In `units`, replaces each code above `near` by its number of units. Returns the largest code.
+        """In `units`, replaces codes above `near` by numbers of units. Returns the largest code.
 
         Before the call, `units` holds the codes. A code of at most `near` is already a number of
         units, and stays unchanged.

@@ -125,6 +125,6 @@ def masses(name: str, mass: Tensor) -> None:
         place = int((mass > 1.01).nonzero()[0])
         raise ValueError(
             f"{name} must have probabilities that add up to at most 1 at each place, got"
-            f" {float(mass[place]):.4g} after the token at place {place}. Are the entries probabilities instead"
-            " of logarithms?"
+            f" {float(mass[place]):.4g} after the token at place {place}. Are the entries"
+            " probabilities instead of logarithms?"
         )
