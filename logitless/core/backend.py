@@ -78,19 +78,22 @@ class Backend(Protocol):
         ...
 
     def with_repeats(self, state: Tensor, ids: Tensor) -> Tensor:
-        """Fills the field REPEATS of the state: 1 if two ids of the row are equal, otherwise 0."""
+        """Returns the state with the field REPEATS filled, if this backend reads the field.
+
+        REPEATS is 1 if two ids of the row are equal, and 0 otherwise.
+        """
         ...
 
     # --- cross-entropy
 
     @property
     def one_pass(self) -> Any:
-        """A function that computes -log p of the label and the gradient in one pass, or None.
+        """The function that computes -log p of the label and the gradient in one pass, or None.
 
         The signature of the function is (x, reading, coefficients, factor, into, mean=False). The
-        function writes the gradient to `into` and returns -log p of each row's label. The function
-        returns None if one pass over these logits is not possible. `one_pass` is None if the
-        backend never computes loss and gradient in one pass.
+        function writes the gradient to `into` and returns -log p of each row's label. If one pass
+        over these logits is not possible, the function returns None. The property itself is None if
+        the backend has no such function.
         """
         ...
 
@@ -121,8 +124,8 @@ class Backend(Protocol):
         """Returns the factor that turns a sum over rows into a mean, as a scalar tensor.
 
         The factor is 1 / Σ mass, where `mass` holds the class weight of each row's label. If `mass`
-        is None, the factor is 1 divided by the number of rows that count. If the divisor is 0, the
-        factor is 1.
+        is None, the factor is 1 divided by the number of rows that are not ignored. If the divisor
+        is 0, the factor is 1.
         """
         ...
 
@@ -164,7 +167,10 @@ class Backend(Protocol):
         logprob_t1: Tensor | None = None,
         temperature: float | Tensor | None = None,
     ) -> tuple[Tensor, Coefficients]:
-        """Returns each row's loss against a sparse teacher, and its gradient's coefficients."""
+        """Returns the loss of each row against a sparse teacher.
+
+        The second result holds the coefficients of the backward formula.
+        """
         ...
 
     def gather(self, x: Tensor, reading: Reading) -> Tensor:
@@ -237,9 +243,10 @@ class Backend(Protocol):
         ...
 
     def can_accumulate(self, hidden: Tensor, weight: Tensor) -> bool:
-        """Whether the backend can sum this weight's gradient in block floating point.
+        """Whether the backend can store the sum for this weight's gradient in block floating point.
 
-        The function that computes the sum is `accumulate` (kernels/blockfp_gemm.py).
+        The function `accumulate` (kernels/blockfp_gemm.py) computes the sum, one chunk of rows per
+        call.
         """
         ...
 

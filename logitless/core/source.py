@@ -105,7 +105,7 @@ class Source:
         return self.materialize(slice(None)).view(self.shape)
 
     def in_columns(self, shard: Any) -> "Source":
-        """Returns a source for the logits of all ranks that computes only this rank's columns.
+        """Returns a source that represents all columns, but computes only the columns of this rank.
 
         `shard` is the Shard (parallel/shard.py) that wraps this source.
         """
@@ -221,6 +221,6 @@ def flat_teacher(teacher: Any) -> tuple[tuple[Tensor | None, ...], Any]:
 def scaled_teacher(teacher: Any, factor: float) -> Any:
     """Returns a dense teacher with its logits multiplied by `factor`, or None.
 
-    The result is None if the teacher is a Tensor, because multiplying a Tensor would copy it.
+    The result is None if the teacher is a Tensor, because the product would be a copy.
     """
     return None if is_dense(teacher) else teacher.times(factor)

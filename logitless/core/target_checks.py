@@ -1,4 +1,4 @@
-"""Checks of targets and ids: integers, one or K per row, each in [0, V).
+"""Checks of targets and ids, which hold integers in [0, V), one per row or K per row.
 
 All checks read only shapes and dtypes, except `in_range`, which reads values. call.py explains when
 the checks run.
@@ -62,7 +62,7 @@ def ids_of_rows(name: str, t: Any, x: Tensor) -> None:
 def in_range(
     ids: Tensor, V: int, counts: Tensor | None, name: str, ignore_index: int | None
 ) -> None:
-    """Raises if an id is outside [0, V), unless `counts` is False for this id.
+    """Raises if an id is outside [0, V). Ids for which the mask `counts` is False are not checked.
 
     The error message names the row.
     """

@@ -236,9 +236,9 @@ def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
 
 
 def _mask(t: Any) -> None:
-    """Checks a mask that says which rows, or which ids of a teacher, count.
+    """Checks a mask of rows, or a mask of a teacher's ids.
 
-    The mask is bool, or 0 and 1.
+    The mask holds booleans, or the numbers 0 and 1.
     """
     if not isinstance(t, Tensor):
         raise TypeError(f"mask must be a Tensor, got {type(t).__name__}.")

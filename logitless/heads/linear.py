@@ -5,9 +5,9 @@ one chunk of rows at a time (chunks.py), or of one block of columns at a time (b
 narrow head, whose D is small, kernels can compute the logits without writing them to memory
 (on_chip.py). choose_cut.py chooses between chunks, blocks and these kernels. All logits of a small
 head are computed at once (small.py). For a mean or sum, forward also computes the gradients
-(total.py). A mean or sum takes three GEMMs. With a split by columns, it takes up to four GEMMs. If
-no logits are written to memory, it takes four or five GEMMs. Results per row (per_row.py) take four
-GEMMs, three for a small head, and five if no logits are written to memory.
+(total.py). A mean or sum takes three GEMMs, up to four GEMMs with a split by columns, and four or
+five GEMMs if no logits are written to memory. Results per row (per_row.py) take four GEMMs, three
+GEMMs for a small head, and five GEMMs if no logits are written to memory.
 
 No code in heads/ depends on a particular loss. A RowLoss (core/loss.py) computes values and
 gradients from the logits of a chunk.
@@ -97,11 +97,11 @@ class HeadLogits(Source):
         return ScaledHead(self.head)
 
     def in_columns(self, shard: Any) -> Source:
-        """Returns a Source of all ranks' logits. This head computes the columns of `shard`."""
+        """Returns a Source of all ranks' logits. The head computes only this shard's columns."""
         return HeadColumns(self.head, shard)
 
     def over_all_tokens(self, gather: Callable[[Tensor], Tensor]) -> "HeadLogits":
-        """Returns the same head over the hidden states of all ranks, gathered by `gather`."""
+        """Returns the same head with the hidden states of all ranks, which `gather` collects."""
         own = self.head.hidden
         hidden = gather(own.detach()).flatten(0, 1)
         return HeadLogits(self.head.replace(hidden=hidden, own_hidden=own))

@@ -146,9 +146,9 @@ def gradient(
     """Returns the gradient of the logits, multiplied by `upstream` and `factor`.
 
     The gradient has the dtype of `into`, or of x if `into` is None. The gradient is written to
-    `into`. However, if `into` is x and rows have more than MAX_PRELOADED ids, the gradient is a new
-    tensor, because a program can overwrite x only after it has loaded the logits at all ids of its
-    row. One program can hold at most MAX_PRELOADED logits.
+    `into`, except in one case: if `into` is x and rows have more than MAX_PRELOADED ids, the
+    gradient is a new tensor. To overwrite x, a program must first load the logits at all ids of its
+    row, and one program can hold at most MAX_PRELOADED logits.
     """
     coefs, has, g_ids = coefficients
     key = _gradient_key(x, reading, coefficients, upstream, factor, into, start)
@@ -321,8 +321,8 @@ def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Ten
         return torch.full((), 1.0 / max(rows, 1), device=like.device, dtype=torch.float32)
     factor = torch.empty((), device=like.device, dtype=torch.float32)
     label = None if reading.ignore_index is None else reading.label.contiguous()
-    # If VALUE is None, the kernel writes only its last argument, `factor`. The first argument is
-    # not written. It only selects the GPU.
+    # If VALUE is None, the kernel writes only its last argument, `factor`. The first argument only
+    # selects the GPU, and is not written.
     reduce_launch(rows, reading.ignore_index, True)(factor, None, label, None, mass, factor)
     return factor
 

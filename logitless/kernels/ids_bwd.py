@@ -82,7 +82,7 @@ def sums_of_same(IDS, G, ids, K):
 
 
 class _Row(NamedTuple):
-    """Pointers to one row of each tensor, and what the label and the ids add to its gradient."""
+    """Pointers to one row of each tensor, and numbers for the gradient at the label and the ids."""
 
     X: tl.tensor
     W: tl.tensor  # a pointer or None

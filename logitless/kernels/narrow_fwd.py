@@ -179,7 +179,7 @@ def _narrow_fwd_kernel(
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes partial statistics of one tile of rows, over one split.
+    """Each program computes the partial statistics of one tile of rows in one split.
 
     A split of the vocabulary has `span` columns.
     """

@@ -28,7 +28,7 @@ NOWHERE = tl.constexpr(_contract.NOWHERE)  # stands for "no column"
 class State(NamedTuple):
     """The state of a row over the columns read so far.
 
-    A field that no statistic needs stays 0, and the compiler removes the field.
+    A field that no requested statistic needs stays 0, and the compiler removes its computation.
     """
 
     m: tl.tensor
@@ -100,7 +100,7 @@ def fold_values(
     state, y, top, place, W, first, at, mask, ref, rate,
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Returns the state after reading the columns first + at, whose logits are y.
+    """Returns the state after the columns first + at, which have the logits y.
 
     The shape of y is (columns,) for a block of one row, or (rows, columns) for a tile of several
     rows. `top` is the max of y per row. In rows where `top` is larger than the previous max, the
@@ -174,9 +174,10 @@ def fold_span(
 def reference(Xrow, V, softcap, TOTAL: tl.constexpr, STARTS_ALIGNED: tl.constexpr):
     """Returns the mean of y over the row's first 512 columns, or 0 if the mean is not finite.
 
-    Kernels subtract this mean to avoid cancellation in Σ y. The order of the additions in the mean
-    depends on the width of the loads. STARTS_ALIGNED means that the row starts on a 16-byte
-    boundary. With STARTS_ALIGNED, the width of the loads does not depend on the row stride.
+    Kernels subtract this mean to avoid cancellation in Σ y. STARTS_ALIGNED means that the row
+    starts on a 16-byte boundary. The order of the additions in the mean depends on the width of the
+    loads. With STARTS_ALIGNED, this width does not depend on the row stride, so the mean has the
+    same bits for every row stride.
     """
     ref = 0.0
     if TOTAL:

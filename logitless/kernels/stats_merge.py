@@ -1,7 +1,7 @@
 """Merges the splits of each row into one split (`merge`) or into statistics (`finish`).
 
-A split holds the partial statistics of a row over the columns of one program, one block or one
-rank. contract.py lists the fields of a split.
+A split holds the partial statistics of a row, over the columns that belong to one program, one
+block or one rank. contract.py lists the fields of a split.
 """
 
 import functools
@@ -65,9 +65,9 @@ def _merge(
     if SECOND:
         s1 = tl.sum(s1_p * tl.exp2(move(m_p, m, s1_p) * LOG2E), axis=0)
     if TOTAL:
-        # After the merge, `ref` (see state.py) is the largest `ref` of the splits that are not
-        # empty. Splits from one launch have the same `ref`, so ref_p - ref is 0, and the merge adds
-        # no rounding error.
+        # The merged `ref` (see state.py) is the largest `ref` among the splits that are not empty.
+        # All splits of a row from one launch have the same `ref`, so ref_p - ref is 0, and the
+        # merge adds no rounding error.
         ref = tl.max(tl.where(mask & (n_p != 0), ref_p, -INF), axis=0)
         ref = tl.where(ref == -INF, 0.0, ref)
         c = tl.sum(c_p + n_p * (ref_p - ref), axis=0)

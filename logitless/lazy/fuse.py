@@ -85,7 +85,7 @@ def unfuse(model: Model) -> Model:
 
 
 class Fused(NamedTuple):
-    """Whether `fuse` has an effect on a model, and the reason why or why not."""
+    """Whether `fuse` has an effect on a model, and the reason."""
 
     acts: bool
     reason: str

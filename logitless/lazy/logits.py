@@ -6,8 +6,8 @@ logitless and of torch.nn.functional over lazy logits are computed chunk by chun
 Functions that reduce over the vocabulary, such as argmax, are computed chunk by chunk too. Views,
 slices, casts and elementwise functions of lazy logits are lazy logits again (torch_functions.py).
 Any other operation materialises the logits, and returns the same result as for plain logits.
-Writing to lazy logits raises, unless a fused head returned them without gradients and outside of
-`lazy_logits()` (writes.py).
+Writing to lazy logits raises. There is one exception: logits that a fused head returned without
+gradients, outside of `lazy_logits()`, can be written to (writes.py).
 
 The autograd graph is the same as for plain logits: one node for the head, one for each view and one
 for the loss. Only the gradient has an unusual type. A loss computes the gradients of hidden and
@@ -94,8 +94,8 @@ class LazyLogits(Deferred, Source):
     def from_head(self) -> bool:
         """Whether losses and functions are computed from the head instead of from the values.
 
-        For logits for inference (`Recipe.inference`), the result is False if the logits are small
-        or already computed.
+        In inference (`Recipe.inference`), the result is False if the logits are small or already
+        computed.
         """
         origin, recipe = self.origin, self.recipe
         if origin.exposed:
@@ -106,7 +106,7 @@ class LazyLogits(Deferred, Source):
 
     @property
     def in_memory(self) -> bool:
-        """Whether these are logits for inference whose values are in memory."""
+        """Whether these logits are for inference, and their values are in memory."""
         return self.recipe.inference and self.origin.known
 
     @property
@@ -249,7 +249,7 @@ class LazyLogits(Deferred, Source):
         return None if self.recipe.shard is None else self.recipe.shard.ranks
 
     def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Shows the values of logits for inference that are small or already computed."""
+        """Shows the values of logits for inference, if they are small or already computed."""
         recipe = self.recipe
         small = recipe.inference and recipe.small
         if self.in_memory or (small and not recipe.stale()):
@@ -332,7 +332,7 @@ class UnscaledLogits(Source):
         return self.recipe.answers.evaluate(self, loss, reduction, row_weight)
 
     def computed(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        """Evaluates a loss from the head's tensors, with one GEMM or more."""
+        """Evaluates a loss from the head's tensors, which takes at least one GEMM."""
         grad = torch.is_grad_enabled()
         if reduction != "none":
             return LazyReducedLoss.apply(

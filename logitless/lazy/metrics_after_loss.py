@@ -1,15 +1,15 @@
 """Keeps the scores that a loss over lazy logits computes, so that later metrics take no GEMM.
 
 A trainer computes its loss from the logits, and then metrics, such as the accuracy and the entropy.
-A metric of lazy logits takes one GEMM, which is about a third of the time of a loss with its
+A metric of lazy logits takes one GEMM, and so about a third of the time of a loss and its
 gradients. The scores of a row are its entropy, its logsumexp, its argmax and the log-probability of
 its label. A loss that also computes the scores of each row takes 1.016 times the time of the loss
 alone (benchmarks/results/h200/loss-and-scores.md). So losses compute scores only for heads whose
 metrics are read:
 
-1. The losses over the first logits of a head compute no scores. `Answers` counts the rows of these
-   losses, and the rows of the metrics that are read later. If the metrics read at least half as
-   many rows as the losses, the head is added to `_READ`.
+1. At first, losses over the logits of a head compute no scores. For each call of the head,
+   `Answers` counts the rows of the losses, and the rows of the metrics that follow. If the metrics
+   read at least half as many rows as the losses, the head is added to `_READ`.
 2. Losses over all later logits of this head compute scores, and keep them in a `Table`. Metrics of
    these logits and of their views are read from the Table. The rows that a loss ignored have no
    scores in the Table. The first metric computes the scores of the ignored rows.
@@ -33,15 +33,16 @@ from ..losses.cross_entropy import CrossEntropy, ScoredCrossEntropy
 from ..losses.statistics import NO_CLASS, Read, Scores, score
 from .recipe import Recipe
 
-# The heads whose metrics are read after a loss. The key is True for training and False for
+# The heads whose metrics are read after a loss. The outer key is True for training and False for
 # evaluation. Each head is mapped to the number of its calls since a metric was last read from its
 # scores.
 _READ: dict[bool, "weakref.WeakKeyDictionary[nn.Module, int]"] = {
     True: weakref.WeakKeyDictionary(),
     False: weakref.WeakKeyDictionary(),
 }
-# After PATIENCE calls of a head whose scores are not read, losses over this head compute no scores
-# any more. Computing the scores of about 16 losses takes as long as one metric without scores.
+# If no scores are read during PATIENCE calls of a head, later losses over this head compute no
+# scores. Computing the scores of about 16 losses takes as long as computing one metric from the
+# head.
 PATIENCE = 16
 UNKNOWN = -1  # the label of rows without scores
 
@@ -62,7 +63,7 @@ class Options(NamedTuple):
 
 
 class Table:
-    """The scores of all rows of one call of a head. Each row has the scores of one label."""
+    """Holds the scores of each row of one head call. Each row has the scores of one label."""
 
     def __init__(self, rows: int, like: Scores):
         self.label = torch.full((rows,), UNKNOWN, device=like.lse.device)
@@ -95,7 +96,7 @@ class Answers:
         self.module, self.trains, self.rows = weakref.ref(head.module), trains, head.rows
         self.tables: dict[Options, Table] = {}
         self.losses: dict[Options, int] = {}  # number of rows of losses without scores
-        self.read: dict[Options, int] = {}  # number of rows of metrics after these losses
+        self.read: dict[Options, int] = {}  # number of rows that metrics read after these losses
         self.cell: Any = lambda: None  # a weak reference to the cell of the head's own logits
 
     @staticmethod
@@ -107,9 +108,9 @@ class Answers:
 
         With drop_ignored=False, the host must never wait. Such a head has no Answers, because the
         host would have to wait until the device has counted the rows without scores. An FSDP module
-        has no Answers. To compute missing scores, all ranks would have to gather its weight
-        together, but some ranks may have no missing scores. With deterministic algorithms, no head
-        has Answers, because the bits of a loss can change if the loss also computes scores.
+        has no Answers, because all ranks would have to gather its weight together to compute
+        missing scores, and some ranks may have no missing scores. With deterministic algorithms, no
+        head has Answers, because the bits of a loss can change if the loss also computes scores.
         """
         module, device = head.module, head.device
         if module is None or hasattr(type(module), "unshard") or not head.drop_ignored:
@@ -141,7 +142,7 @@ class Answers:
     # --- losses
 
     def scored(self, recipe: Recipe, loss: Any) -> RowLoss | None:
-        """Returns the loss with scores, or None if the loss computes no scores."""
+        """Returns a loss that also computes scores, or None if no scores are computed."""
         options = Options.of(loss.reading)
         if type(loss) is not CrossEntropy or options is None:
             return None
@@ -222,9 +223,9 @@ class Answers:
         computed, `at` and `scores` are None. Computed scores are added to the Table, but not to
         `known`, because `recipe` can contain a row several times, with different ids.
 
-        Suppose that `ids` is None, and that scores are missing in a view of less than half of the
-        head call's rows. Then the missing scores of all rows of the head call are computed. So the
-        host waits only once if a metric is computed from many small views.
+        If `ids` is None and a view of less than half of the head call's rows lacks scores, the
+        missing scores of all rows of the head call are computed. So the host waits only once if a
+        metric is computed from many small views.
         """
         known = table.scores
         if ids is None and (table.complete or table.seen() is recipe.places):
@@ -257,9 +258,9 @@ def missing(table: Table, recipe: Recipe, ids: Tensor | None, ignored: Tensor | 
 
 
 def fill(table: Table, recipe: Recipe, options: Options, at: Tensor, ids: Tensor | None) -> Scores:
-    """Computes the scores of the rows of `recipe` with the indices `at`.
+    """Computes the scores of those rows of `recipe` whose indices are in `at`.
 
-    The Table gets the scores of rows that had no scores in the Table.
+    If a row had no scores in the Table, its scores are added to the Table.
     """
     head = recipe.constant_head()
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])[at]

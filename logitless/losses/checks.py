@@ -75,8 +75,8 @@ def dense_teacher(
 ) -> None:  # fmt: skip
     """Checks the arguments of a loss against a dense teacher.
 
-    `blend` is the value of the option `beta` or `label_smoothing`. `names` holds the names of
-    student, teacher and this option in error messages.
+    `blend` is the value of the option `beta` or `label_smoothing`. `names` holds three names for
+    error messages: of the student, of the teacher, and of this option.
     """
     tensor_checks.logits(student, names[0])
     tensor_checks.dense_teacher(names[1], teacher, names[0], student)

@@ -144,10 +144,10 @@ def cross_entropy(
 
     inplace=True saves the memory of the gradient, because the gradient overwrites the logits in
     forward. If another operation saved the logits before this call, the backward of that operation
-    raises. If an operation uses the logits after this call, the backward of that operation raises
-    too, unless the logits are a leaf or a slice of a larger tensor. With inplace=True, a second
-    backward raises. If no gradient is needed, inplace=True does not overwrite the logits. Under
-    torch.compile, inplace=True has no effect, because the compiler plans memory itself.
+    raises. If an operation uses the logits after this call, a backward through that operation
+    raises too, unless the logits are a leaf or a slice of a larger tensor. With inplace=True, a
+    second backward raises. If no gradient is needed, inplace=True does not overwrite the logits.
+    Under torch.compile, inplace=True has no effect, because the compiler plans memory itself.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)
@@ -189,8 +189,8 @@ def cross_entropy_and_scores(
 ) -> tuple[Tensor, Scores]:
     """Computes the cross-entropy, and the scores of each row from the same pass over the logits.
 
-    The result is (loss, scores). The loss and its gradient are those of `cross_entropy` with the
-    same options. The scores are the results of the function `score`: log p[target], entropy,
+    The result is (loss, scores). The loss and its gradient are the same as in `cross_entropy` with
+    the same options. The scores are the results of the function `score`: log p[target], entropy,
     logsumexp and argmax of each row. The scores use the temperature and the softcap of the loss.
     Class weights, row weights, label smoothing and z_loss change the loss, but not the scores. The
     scores of an ignored row are 0, and its argmax is -1.

@@ -52,7 +52,7 @@ def row_loss(
     integer.
 
     The formula can be called several times, each time for some of the rows. So the formula must not
-    mix rows, for example by means, sums or sorting over rows. With LOGITLESS_CHECK=1, row_loss
+    mix rows, for example by a mean over rows, or by sorting rows. With LOGITLESS_CHECK=1, row_loss
     calls the formula for two rows together and for each row alone, and raises if the results
     differ.
 
@@ -97,7 +97,7 @@ class Formula(RowLoss):
         return RowStats(**statistics), row_inputs
 
     def hints(self, argument: Any) -> list[str]:
-        """Lists the fields of the first argument that are None, each with the option to pass."""
+        """Lists the fields of the argument that are None, with the option that requests each."""
         by = {"picked": "ids", "logprob": "ids"}
         names = [name for name, t in argument._asdict().items() if t is None]
         return [f"stats.{name} (pass {by.get(name, f'{name}=True')} to row_loss)" for name in names]
@@ -207,7 +207,7 @@ def _times_rows(d: Tensor, scale: Tensor, ignored: Tensor | None) -> Tensor:
 
 
 def _checked(results: Any, rows: int, hint: str) -> tuple[Tensor, ...]:
-    """Checks what a formula returned: the loss, or a tuple of loss and extras. Returns a tuple."""
+    """Checks the results of a formula: the loss, or a tuple of loss and extras. Returns a tuple."""
     several = isinstance(results, tuple)
     if several and len(results) < 2:
         raise ValueError(

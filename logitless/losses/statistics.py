@@ -173,7 +173,7 @@ def _label_and_ids(logits, ids, ignore_index, mask) -> dict:
     """Returns the fields `label`, `ids` and `ignore_index` of a `Reading`.
 
     If there is one id per row, the ids are the labels. If there are no ids, or K ids per row, the
-    labels only mark the rows that count.
+    labels only mark ignored rows.
     """
     if ids is not None and ids.dim() < len(logits.shape):
         if ignore_index is None and mask is not None:

@@ -121,7 +121,7 @@ def _whole(t: Tensor | None) -> Tensor | None:
 
 
 def hidden_of_all(hidden, weight) -> Tensor:
-    """All-gathers the hidden states of all tokens from the ranks that shard the weight.
+    """All-gathers the hidden states of all tokens over the ranks that hold shards of the weight.
 
     The gradient of the result has the placement Partial, so DTensor sums the gradients of all
     ranks.

@@ -8,10 +8,10 @@ The result is bitwise the same on all ranks.
 
 The forward of a loss gathers a few numbers per row from each rank. For logits, the forward calls
 gather once. For a head, the forward calls gather once per chunk of rows. JSD and TVD call gather
-twice instead of once. The backward of logits needs no communication. The backward of a head sums
-the gradient of the hidden states over ranks. When a VocabShard is constructed, the ranks exchange
-their first columns and widths. If `start` and `vocab` are given, this exchange happens only for the
-first VocabShard with this group and this `vocab`.
+twice instead of once. For logits, the backward needs no communication. For a head, the backward
+sums the gradient of the hidden states over ranks. When a VocabShard is constructed, the ranks
+exchange their widths and, if given, their first columns. If `start` and `vocab` are given, this
+exchange happens only for the first VocabShard with this group and this `vocab`.
 """
 
 from typing import Any, NamedTuple
@@ -56,8 +56,8 @@ class Layout(NamedTuple):
 # Caches the largest width of all ranks, for shards with `start` and `vocab`. The key is the group
 # and the vocabulary size. A rank that finds no cached width exchanges widths with the other ranks.
 # If only some ranks start an exchange, the exchange never finishes. So the key must be the same on
-# all ranks, and must not contain this rank's columns: a second sharding of the same vocabulary can
-# change the columns of only some ranks.
+# all ranks. The key must not contain this rank's columns, because a second sharding of the same
+# vocabulary can change the columns of only some ranks.
 _widest: dict[tuple, int] = {}
 
 
@@ -99,9 +99,9 @@ class VocabShard(Logits):
     with the same group and `vocab` need no exchange, so the host does not wait. With
     LOGITLESS_CHECK=1, every shard exchanges starts and widths.
 
-    With sequence_parallel=True, the hidden states of a LinearLogits are this rank's slice of the
-    tokens along the first dimension. The slices of all ranks must have the same size. VocabShard
-    all-gathers the hidden states. Labels must cover the tokens of all ranks.
+    With sequence_parallel=True, a LinearLogits holds only the hidden states of this rank's tokens,
+    which are a slice along the first dimension. The slices of all ranks must have the same size.
+    VocabShard all-gathers the hidden states. Labels must cover the tokens of all ranks.
 
     Every loss accepts a VocabShard instead of logits. Ids, labels and class weights refer to the
     whole vocabulary and must be the same on all ranks. A dense teacher must be a VocabShard with
@@ -233,7 +233,7 @@ class Shard(Source):
         )  # fmt: skip
 
     def head_backend(self, like: Tensor, gathered: bool) -> ColumnBackend:
-        """Returns the backend for a head, which also sums the hidden states' gradient over ranks.
+        """Returns a backend for a head. It also sums the gradient of the hidden states over ranks.
 
         If `gathered`, the hidden states were gathered from all ranks, and each rank needs only its
         slice of their gradient.
@@ -284,7 +284,7 @@ class Shard(Source):
         return self.ranks
 
     def checked(self, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> RowLoss:
-        """Checks a loss, and returns the same loss with this rank's columns of its teachers.
+        """Checks a loss, and returns the same loss with its teachers cut to this rank's columns.
 
         The values of GPU tensors are checked only with LOGITLESS_CHECK=1, because the check makes
         the host wait for the GPU. LOGITLESS_CHECK=1 also compares the calls of all ranks.

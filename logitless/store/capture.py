@@ -78,7 +78,7 @@ def capture(
 def share(
     items: Iterable[Item], rank: int | None = None, world: int | None = None
 ) -> Iterator[Item]:
-    """Yields this rank's share of the items: every world-th item, starting at item `rank`.
+    """Yields this rank's share of the items: every `world`-th item, starting at item `rank`.
 
     The defaults of `rank` and `world` are the variables RANK and WORLD_SIZE that torchrun sets.
     """
@@ -113,7 +113,7 @@ class _Pending(NamedTuple):
 
 
 def _inputs(batch: Any) -> tuple[dict[str, Any], Tensor]:
-    """Returns the model's keyword arguments, and a mask per token that is False at padding."""
+    """Returns the model's keyword arguments, and a mask that is False for padding tokens."""
     if isinstance(batch, Mapping):
         inputs = {name: t for name, t in batch.items() if name != "labels"}
     elif isinstance(batch, Tensor):

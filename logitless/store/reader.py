@@ -237,14 +237,14 @@ class Store:
         return self.index.match(flat, hashes, starts, limits, whole=False)
 
     def _decoded(self, spans: list["Span"]) -> SparseTargets:
-        """Returns the targets of all rows of the spans. Rows are read and decoded in portions."""
+        """Returns the targets of all rows in `spans`. Rows are read and decoded in portions."""
         decoding = Decoding(sum(n for _, _, n in spans), self.info)
         for portion in _portions(spans, max(1, SLOTS // self.info.k)):
             decoding.add(table_of(self._pieces(portion), self.info))
         return decoding.targets()
 
     def _pieces(self, spans: list["Span"]) -> Pieces:
-        """The bytes of all rows of the spans, in the order of the spans."""
+        """The bytes of all rows in `spans`, in the order of `spans`."""
         by_shard: dict[Shard | None, list[int]] = {}
         for i, (shard, _, _) in enumerate(spans):
             by_shard.setdefault(shard, []).append(i)

@@ -32,7 +32,7 @@ from .shard import Shard, shards_of, write_shard
 # memory. These bytes count towards `shard_bytes`, so that writing a shard of very short documents
 # takes no more memory than writing a shard of long documents.
 PER_DOCUMENT = 512
-# `add` does not encode documents of up to SHORT tokens whose targets are on the CPU. These
+# `add` does not encode a document of up to SHORT tokens if its targets are on the CPU. Such
 # documents are encoded together when their shard is written, because encoding a few rows takes
 # PyTorch as long as encoding a few hundred rows.
 SHORT = 64
