@@ -179,7 +179,7 @@ def label_of(name: str) -> str:
 
 
 def amount(value: float) -> str:
-    """Formats a number with at most three digits below 1,000, and with commas above.
+    """Formats a number. A number below 1,000 has at most three digits, a larger one has commas.
 
     Examples are 0.09, 12.3 and 2,004.
     """
