@@ -32,6 +32,7 @@ def row_loss(
     entropy: bool = False,
     total: bool = False,
     argmax: bool = False,
+    rank: bool = False,
     ignore_index: int | None = -100,
     mask: Tensor | None = None,
 ) -> Result:
@@ -55,10 +56,10 @@ def row_loss(
     by means, sums or sorting over rows. LOGITLESS_CHECK=1 compares a call for two rows with two
     calls for one row each, and raises if the results differ.
 
-    `ids`, `entropy`, `total`, `argmax`, `ignore_index` and `mask` have the same meaning as in
-    `row_stats`. `row_weight` holds one number per row, which multiplies the result of the formula.
-    "mean" divides the sum by the number of rows that are not ignored, even with a row_weight. A
-    mean or sum over a LinearLogits takes three GEMMs.
+    `ids`, `entropy`, `total`, `argmax`, `rank`, `ignore_index` and `mask` have the same meaning as
+    in `row_stats`. `row_weight` holds one number per row, which multiplies the result of the
+    formula. "mean" divides the sum by the number of rows that are not ignored, even with a
+    row_weight. A mean or sum over a LinearLogits takes three GEMMs.
 
     >>> def grpo(stats, old, advantage):
     ...     ratio = (stats.logprob - old).exp()
@@ -67,8 +68,10 @@ def row_loss(
     """
     call.check_once(checks.statistics, logits, ids, temperature, softcap, ignore_index, mask)
     call.check_once(checks.row_loss, logits, row_weight, reduction, *rows)
+    if rank is not False:
+        call.check_once(checks.rank, logits, ids, rank)
     reading = stats_reading(
-        logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax
+        logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax, rank
     )
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (logits, *rows))
     return evaluate(logits, Formula(reading, formula, tuple(rows), wanted), reduction, row_weight)
