@@ -29,8 +29,8 @@ PER_ROW = "per row"  # shape (...) or (..., K), sliced together with the rows of
 PER_CLASS = "per class"  # shape (V,), never sliced, not even for a shard of the vocabulary
 TEACHER = "teacher"  # shape (..., V), sliced together with the rows and the columns of the logits
 
-# The names of all row statistics. Every statistic except argmax is fp32 (fp64 for fp64 logits). A
-# statistic has one number per row, unless its comment gives the shape (..., K).
+# The names of all row statistics. Every statistic except argmax and rank is fp32 (fp64 for fp64
+# logits). A statistic has one number per row, unless its comment gives the shape (..., K).
 STATISTICS = (
     "lse",  # log Σ e^z
     "picked",  # z at the ids, (..., K), or z at the label if there are no ids
@@ -40,6 +40,7 @@ STATISTICS = (
     "total",  # Σ v z, where v are the class weights
     "log_total",  # Σ v log p
     "argmax",  # int64, the lowest column that holds the max; -1 for ignored rows
+    "rank",  # int64, the number of logits greater than the label's, or the first id's (see `above`)
     "tail",  # log of the softmax mass outside the ids
     "logprob_t1",  # log p of the label at temperature 1
 )
@@ -53,7 +54,7 @@ class Reading(NamedTuple):
     `label` holds one integer per row. A row is ignored if its integer is ignore_index. The integers
     are class ids, or the entries of a mask of rows. In a mask, ignored rows have the entry 0, all
     other rows have the entry 1, and ignore_index is 0. An ignored row is not read. The statistics
-    and the gradient of an ignored row are 0, and its argmax is -1.
+    and the gradient of an ignored row are 0, and its argmax and rank are -1.
     """
 
     vocab: int  # V, the size of the whole vocabulary, even if the logits are only a shard
@@ -128,9 +129,9 @@ class Reading(NamedTuple):
 class RowStats(NamedTuple):
     """The statistics of each row, in fp32 (fp64 for fp64 logits).
 
-    All statistics except argmax are differentiable. A statistic that was not requested is None.
-    Here, z are the logits after softcap and temperature, and p = softmax(z). If a large constant is
-    added to all logits, `logprob` stays exact, but `picked - lse` does not.
+    All statistics except argmax and rank are differentiable. A statistic that was not requested is
+    None. Here, z are the logits after softcap and temperature, and p = softmax(z). If a large
+    constant is added to all logits, `logprob` stays exact, but `picked - lse` does not.
     """
 
     lse: Tensor | None = None  # (...)      log Σ e^z
@@ -139,6 +140,7 @@ class RowStats(NamedTuple):
     total: Tensor | None = None  # (...)      Σ z
     argmax: Tensor | None = None  # (...)     int64, the lowest column that holds the max
     logprob: Tensor | None = None  # like ids  log p[ids]
+    rank: Tensor | None = None  # (...)       int64, how many logits are greater than the first id's
 
 
 class Statistics(NamedTuple):
@@ -156,6 +158,7 @@ class Statistics(NamedTuple):
     total: Tensor | None = None
     log_total: Tensor | None = None
     argmax: Tensor | None = None
+    rank: Tensor | None = None
     tail: Tensor | None = None
     logprob_t1: Tensor | None = None
 

@@ -66,7 +66,14 @@ class Backend(Protocol):
     ) -> Statistics:
         """Computes the statistics of whole rows from the `Partials` of all columns.
 
-        The statistic `tail` cannot be computed from Partials.
+        The statistics `tail` and `rank` cannot be computed from Partials.
+        """
+        ...
+
+    def above(self, x: Tensor, reading: Reading, y0: Tensor) -> Tensor:
+        """Returns, for each row, how many logits of x are greater than y0 (N,), as int64 (N,).
+
+        The softcap of `reading` is applied to x. A NaN in x, or in y0, counts as greater.
         """
         ...
 

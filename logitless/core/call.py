@@ -192,7 +192,7 @@ def reads_label(loss) -> bool:
     wants = loss.reading.wants
     if loss.labels_are_ids or "nll" in wants or "logprob_t1" in wants:
         return True
-    return loss.reading.ids is None and ("picked" in wants or "logprob" in wants)
+    return loss.reading.ids is None and bool({"picked", "logprob", "rank"} & {*wants})
 
 
 def under_transform() -> bool:

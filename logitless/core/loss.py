@@ -57,8 +57,8 @@ class RowLoss:
     # True if the loss has several results per row, none of which is ever reduced. Every
     # floating-point result is then differentiable.
     multiple_outputs: ClassVar[bool] = False
-    # The names of the extras. The extra "argmax" is int64. `extras` is None if the number of extras
-    # is known only after forward.
+    # The names of the extras. The extras "argmax" and "rank" are int64. `extras` is None if the
+    # number of extras is known only after forward.
     extras: ClassVar[tuple[str, ...] | None] = ()
     # Whether the labels are class ids, even if no requested statistic reads the logit at the label.
     labels_are_ids: ClassVar[bool] = False
@@ -157,9 +157,10 @@ class RowLoss:
     def merges(self) -> bool:
         """Whether the loss can be computed from merged partial statistics.
 
-        All statistics can be merged, except `tail`.
+        All statistics can be merged, except `tail` and `rank`.
         """
-        return type(self).forward is RowLoss.forward and "tail" not in self.reading.wants
+        whole_rows = {"tail", "rank"} & {*self.reading.wants}
+        return type(self).forward is RowLoss.forward and not whole_rows
 
     def fold_scale(self, scale: float, softcap: float | None) -> "RowLoss | None":
         """Returns a new loss f with f(x) = g(scale · x), where g is this loss.

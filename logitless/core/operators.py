@@ -79,8 +79,8 @@ def outputs_of(loss) -> tuple[str, ...]:
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns int64 for the output "argmax", and `dtype` for all other outputs."""
-    return torch.int64 if name == "argmax" else dtype
+    """Returns int64 for the outputs "argmax" and "rank", and `dtype` for all other outputs."""
+    return torch.int64 if name in ("argmax", "rank") else dtype
 
 
 class Operator:

@@ -48,6 +48,14 @@ def ids(t: Any, x: Tensor) -> None:
     _same_device("ids", t, x)
 
 
+def has_first_id(t: Tensor | None, x: Tensor) -> None:
+    """Checks that every row has an id, for the statistic "rank"."""
+    if t is None:
+        raise ValueError("ids must be given if rank=True, got None.")
+    if t.dim() == len(x.shape) and t.shape[-1] == 0:
+        raise ValueError(f"ids must hold at least one id per row if rank=True, got {_shape(t)}.")
+
+
 def ids_of_rows(name: str, t: Any, x: Tensor) -> None:
     """Checks the dtype, shape and device of t, which has K ids per row in the last dimension."""
     _integer(name, t)

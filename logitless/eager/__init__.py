@@ -16,10 +16,11 @@ from .smoothing_z_loss import (
 )
 from .stats_bwd import gradient
 from .stats_coefficients import coefficients
-from .stats_fwd import finish, merge, outside, partial, read, with_repeats
+from .stats_fwd import above, finish, merge, outside, partial, read, with_repeats
 from .topk import topk
 
 __all__ = [
+    "above",
     "can_accumulate",
     "coefficients",
     "cross_entropy",

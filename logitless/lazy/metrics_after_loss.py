@@ -30,7 +30,7 @@ from ..core.loss import RowLoss, ignored_value
 from ..heads.head import Head
 from ..heads.linear import HeadLogits
 from ..losses.cross_entropy import CrossEntropy, ScoredCrossEntropy
-from ..losses.statistics import NO_CLASS, Read, Scores, score
+from ..losses.statistics import NO_CLASS, SCORES, Read, Scores, score
 from .recipe import Recipe
 
 # The heads whose metrics are read after a loss. The outer key is True for training and False for
@@ -67,7 +67,7 @@ class Table:
 
     def __init__(self, rows: int, like: Scores):
         self.label = torch.full((rows,), UNKNOWN, device=like.lse.device)
-        self.scores = Scores(*(t.new_zeros(rows) for t in like))
+        self.scores = Scores(*(t.new_zeros(rows) for t in tensors_of(like)))
         self.complete = False  # whether the scores of all rows are known
         self.seen: Any = lambda: None  # a weak reference to `places` whose rows all have scores
 
@@ -85,7 +85,7 @@ class Table:
         at = source.clamp_min(0)
         new = (source >= 0) & (label[at] >= 0) & (label[at] < vocab)
         self.label = torch.where(new, label[at].long(), self.label)
-        pairs = zip(scores, self.scores, strict=True)
+        pairs = zip(tensors_of(scores), tensors_of(self.scores), strict=True)
         self.scores = Scores(*(torch.where(new, t[at], old) for t, old in pairs))
 
 
@@ -149,7 +149,7 @@ class Answers:
         if recipe.places is None:
             self.losses[options] = self.losses.get(options, 0) + recipe.lead.numel()
             return None
-        wants = tuple(dict.fromkeys((*loss.reading.wants, *Scores._fields)))
+        wants = tuple(dict.fromkeys((*loss.reading.wants, *SCORES)))
         reading = loss.reading._replace(wants=wants)
         return ScoredCrossEntropy(reading, loss.label_smoothing, loss.z_loss)
 
@@ -171,7 +171,7 @@ class Answers:
     def statistics(self, recipe: Recipe, loss: Read) -> tuple[Tensor, ...] | None:
         """Reads the statistics of a `Read` from the Table. Returns None if this is not possible."""
         reading, options = loss.reading, Options.of(loss.reading)
-        scored = set(reading.wants) <= set(Scores._fields) and reading.ids_per_row <= 1
+        scored = set(reading.wants) <= set(SCORES) and reading.ids_per_row <= 1
         if not scored or options is None or not may_wait(recipe.device):
             return None
         table = self.tables.get(options)
@@ -241,6 +241,11 @@ class Answers:
         fill(table, cell.recipe, options, missing(table, cell.recipe, None, None), None)
         table.complete = True
         return table.scores, None, None
+
+
+def tensors_of(scores: Scores) -> list[Tensor]:
+    """Returns the scores that the Table holds: all scores except the rank."""
+    return [getattr(scores, name) for name in SCORES]
 
 
 def places_of(recipe: Recipe) -> Tensor:

@@ -31,6 +31,12 @@ def statistics(
     tensor_checks.row_mask(mask, logits)
 
 
+def rank(logits, ids, rank) -> None:
+    tensor_checks.yes_or_no("rank", rank)
+    if rank:
+        target_checks.has_first_id(ids, logits)
+
+
 def row_loss(logits, row_weight, reduction, *rows) -> None:
     tensor_checks.row_weight(row_weight, logits)
     tensor_checks.one_of("reduction", reduction, tensor_checks.REDUCTIONS)

@@ -32,6 +32,7 @@ def row_loss(
     entropy: bool = False,
     total: bool = False,
     argmax: bool = False,
+    rank: bool = False,
     ignore_index: int | None = -100,
     mask: Tensor | None = None,
 ) -> Result:
@@ -56,10 +57,10 @@ def row_loss(
     calls the formula for two rows together and for each row alone, and raises if the results
     differ.
 
-    `ids`, `entropy`, `total`, `argmax`, `ignore_index` and `mask` have the same meaning as in
-    `row_stats`. `row_weight` holds one number per row, which multiplies the result of the formula.
-    "mean" divides the sum by the number of rows that are not ignored, even with a row_weight. Over
-    a LinearLogits, a mean or sum takes three GEMMs.
+    `ids`, `entropy`, `total`, `argmax`, `rank`, `ignore_index` and `mask` have the same meaning as
+    in `row_stats`. `row_weight` holds one number per row, which multiplies the result of the
+    formula. "mean" divides the sum by the number of rows that are not ignored, even with a
+    row_weight. Over a LinearLogits, a mean or sum takes three GEMMs.
 
     >>> def grpo(stats, old, advantage):
     ...     ratio = (stats.logprob - old).exp()
@@ -68,8 +69,10 @@ def row_loss(
     """
     call.check_once(checks.statistics, logits, ids, temperature, softcap, ignore_index, mask)
     call.check_once(checks.row_loss, logits, row_weight, reduction, *rows)
+    if rank is not False:
+        call.check_once(checks.rank, logits, ids, rank)
     reading = stats_reading(
-        logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax
+        logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax, rank
     )
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (logits, *rows))
     return evaluate(logits, Formula(reading, formula, tuple(rows), wanted), reduction, row_weight)

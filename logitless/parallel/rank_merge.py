@@ -37,8 +37,8 @@ class ColumnBackend:
 
     `gather` is an all-gather: each rank passes a tensor of shape (N, F), and every rank gets the
     stacked tensors of all ranks, of shape (ranks, N, F). The methods for statistics and top-k ids
-    call this all-gather once, or twice for JSD and TVD. The methods for gradients do not
-    communicate.
+    call this all-gather once, or twice for JSD, TVD and the statistic "rank". The methods for
+    gradients do not communicate.
     """
 
     # Loss and gradient cannot be computed in one pass over the logits, because a gradient needs the
@@ -89,11 +89,14 @@ class ColumnBackend:
         """Returns statistics of whole rows, although x holds only this rank's columns."""
         lead, wants = x.shape[:-1], reading.wants
         part = self.partial(x, reading)
+        tail = self._tail(x, reading, part) if "tail" in wants else None
+        whole, tails = self._joined(part, reading, tail)
+        merged = tuple(name for name in wants if name not in ("tail", "rank"))
+        found = self.backend.finish(whole, reading._replace(wants=merged), lead)
+        if "rank" in wants:
+            found = found._replace(rank=self._rank(x, reading, whole).view(lead))
         if "tail" not in wants:
-            return self.finish(part, reading, lead)
-        whole, tails = self._joined(part, reading, self._tail(x, reading, part))
-        without = reading._replace(wants=tuple(name for name in wants if name != "tail"))
-        found = self.backend.finish(whole, without, lead)
+            return found
         tail = self._joined_tail(tails, reading, found)
         found.state[:, contract.TAIL] = tail
         state = self.backend.with_repeats(found.state, reading.ids)
@@ -118,6 +121,24 @@ class ColumnBackend:
         # Each id is a column of one rank. The other ranks contribute 0 to the sum.
         picked = rest[..., :K].sum(0) if K else part.picked
         return Partials(state.transpose(0, 1), picked), rest[..., K:]
+
+    def _rank(self, x: Tensor, reading: Reading, whole: Partials) -> Tensor:
+        """Returns the statistic "rank" of each row, as a tensor (N,).
+
+        `whole` holds the logit of each row's label, or of its first id. Each rank counts the
+        greater logits in its own columns, and a second gather sums the counts.
+        """
+        if whole.picked is None:
+            first, y0 = reading.label, whole.state[..., contract.Y_LABEL].sum(1)
+        else:
+            first, y0 = reading.ids[..., 0], whole.picked[:, 0]
+        first = first.reshape(-1)
+        y0 = torch.where((first >= 0) & (first < self.vocab), y0, torch.nan)
+        count = torch.zeros(len(y0), device=x.device, dtype=torch.int64)
+        if self.width:
+            count = self.backend.above(x, reading, y0)
+        rank, live = self.join(count[:, None]).sum(0)[:, 0], live_rows(reading)
+        return rank if live is None else torch.where(live, rank, -1)
 
     def gradient(
         self, x, reading, state, coefficients, upstream, factor=None, into=None, start=0

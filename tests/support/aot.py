@@ -154,7 +154,7 @@ def reading_of(v: Variant) -> Reading:
     """A Reading with labels, with ids if K > 1, and with the statistics of the variant."""
     wants = ("nll",) if v.K == 1 else ("logprob",)
     if v.everything:
-        wants += ("lse", "picked", "entropy", "total", "log_total", "argmax")
+        wants += ("lse", "picked", "entropy", "total", "log_total", "argmax", "rank")
         wants += () if v.K == 1 else ("tail", "logprob_t1")
     return Reading(
         v.V,

@@ -17,6 +17,7 @@ from tests.support.planted_bug import (
     NARROW,
     ON_CHIP,
     PRODUCTS,
+    RANK,
     ROW_LOSS,
     SHARD,
     SLOT_LOSS,
@@ -83,6 +84,13 @@ BUGS = (
         "keys |= torch.arange(x.shape[1], device=x.device)\n"
         "    return keys.topk(k, dim=1).values & LAST", (TOPK,)),
 
+    Bug("eager: NaN ranks last", "eager", "logitless/eager/stats_fwd.py",
+        "return y.shape[1] - (y <= y0).sum(1)", "return (y > y0).sum(1)", (RANK,)),
+    Bug("rank of a bad id", "parallel", "logitless/parallel/rank_merge.py",
+        "y0 = torch.where((first >= 0) & (first < self.vocab), y0, torch.nan)", "pass", (RANK,)),
+    Bug("rank merged from blocks of columns", "core", "logitless/core/loss.py",
+        'whole_rows = {"tail", "rank"}', 'whole_rows = {"tail"}', (RANK,)),
+
     # kernels/
     Bug("kernels: padding is logit 0", "kernels", "logitless/kernels/state.py",
         "y = tl.where(mask, y, -INF)", "y = tl.where(mask, y, 0.0)",
@@ -139,6 +147,15 @@ BUGS = (
     Bug("kernels: p of the label left out", "kernels", "logitless/kernels/narrow_expected.py",
         "d_label = tl.load(G + row) + c0 * tl.exp2((y_label - shift) * rate)",
         "d_label = tl.load(G + row)", (NARROW,)),
+
+    Bug("kernels: equal logits rank higher", "kernels", "logitless/kernels/state.py",
+        "greater = tl.where(y <= y0, 0, 1)", "greater = tl.where(y < y0, 0, 1)", (RANK,)),
+    Bug("kernels: padding ranks above NaN", "kernels", "logitless/kernels/state.py",
+        "greater = tl.where(mask, greater, 0)", "greater = tl.where(mask, greater, greater)",
+        (RANK,)),
+    Bug("kernels: rank of the first split", "kernels", "logitless/kernels/stats_merge.py",
+        "with_above(state, tl.sum(above, axis=0))",
+        "with_above(state, tl.sum(tl.where(offs_p == 0, above, 0), axis=0))", (RANK,)),
 
     # core/
     Bug("mean without class weights", "core", "logitless/core/evaluate.py",
