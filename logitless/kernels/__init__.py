@@ -10,6 +10,7 @@ from .narrow_tile import is_narrow
 from .pair_bwd import pair_gradient
 from .pair_fwd import pair_finish, pair_partial, pair_read
 from .row_gemm import row_gemm
+from .sampled import sampled
 from .slot_divergence import slots
 from .smoothing_z_loss import cross_entropy, label_coefficients, label_mass, weighted_nll
 from .stats_coefficients import coefficients
@@ -45,6 +46,7 @@ __all__ = [
     "read",
     "reduce",
     "row_gemm",
+    "sampled",
     "scale_",
     "scale_two_",
     "share",

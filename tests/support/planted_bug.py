@@ -16,6 +16,7 @@ LOSSES = "tests/losses/test_"
 CROSS_ENTROPY, DENSE = f"{LOSSES}cross_entropy.py", f"{LOSSES}dense_teacher.py"
 SPARSE, ROW_LOSS = f"{LOSSES}sparse_teacher.py", f"{LOSSES}row_loss.py"
 SLOT_LOSS, TVD = f"{LOSSES}slot_loss.py", f"{LOSSES}tvd.py"
+SAMPLED = f"{LOSSES}capture_sampled.py"
 STATISTICS, KEPT_SCORES = f"{LOSSES}statistics.py", f"{LOSSES}kept_scores.py"
 ON_CHIP = "tests/heads/test_on_chip.py"
 LINEAR, BLOCKS, SUMS = (f"tests/heads/test_{x}.py" for x in ("linear", "blocks", "gradient_sums"))
