@@ -20,8 +20,8 @@ except ModuleNotFoundError as error:
 
 from .core import option_checks as _option_checks
 from .lazy.fuse import fuse, guards_of
+from .losses.capture import capture_topk
 from .losses.cross_entropy import cross_entropy
-from .losses.sparse_teacher import capture_topk
 from .store import checks, file_checks
 from .store.capture import lazy_head
 from .store.reader import Store

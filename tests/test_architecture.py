@@ -158,7 +158,7 @@ KINDS = {
     "LinearLogits", "VocabShard", "LazyLogits", "DTensor", "Logits", "Source", "Head", "Shard",
 }  # fmt: skip
 TRAITS = {  # attributes that one kind of logits has
-    "evaluate", "evaluate_in_place", "capture_topk", "as_teacher", "materialize", "placements",
+    "evaluate", "evaluate_in_place", "capture", "as_teacher", "materialize", "placements",
     "recipe", "hidden", "ranks",
 }  # fmt: skip
 

@@ -6,13 +6,14 @@ partial statistics of several sets of columns. OnChipBackend (heads/on_chip.py) 
 structs in the signatures are defined in contract.py. choose_backend.py chooses the backend.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..contract import Coefficients, Pair, Partials, Reading, Slots, Statistics
+from ..eager.sampled import Sampling
 
 
 class Backend(Protocol):
@@ -230,6 +231,21 @@ class Backend(Protocol):
         """The top k ids of each row, their log-probabilities, and the log of the remaining mass.
 
         If `invariant`, the results of a row have the same bits in every batch.
+        """
+        ...
+
+    def sampled(
+        self,
+        x: Tensor,
+        uniforms: Tensor,
+        how: Sampling,
+        join: Callable[[Tensor], Tensor] | None = None,
+        start: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Distinct ids that are drawn at random, their log-weights, and a mask.
+
+        If the columns are sharded over ranks, x holds the columns from `start` on, and `join` is an
+        all-gather.
         """
         ...
 

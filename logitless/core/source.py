@@ -24,8 +24,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .capture import Capture, Captured
+
 F = TypeVar("F", bound=Callable)
-TopK = tuple[Tensor, Tensor, Tensor]  # ids, log-probabilities, log of the remaining mass
 
 
 class Logits:
@@ -89,8 +90,8 @@ class Source:
         """Like `evaluate`, but the gradient is allowed to overwrite logits that are in memory."""
         return self.evaluate(loss, reduction, row_weight)
 
-    def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
-        """The top k ids of each row, their log-probabilities, and the log of the remaining mass."""
+    def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
+        """Returns the results of a capture of all rows. capture.py lists the captures."""
         raise NotImplementedError
 
     def materialize(self, rows: slice | Tensor | None = None) -> Tensor:

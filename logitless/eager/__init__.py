@@ -4,6 +4,7 @@ from .gather import gather, gather_gradient
 from .pair import merge_pairs, pair_finish, pair_gradient, pair_join, pair_partial, pair_read
 from .row_gemm import row_gemm
 from .rows import reduce, scale_, scale_two_, share, zero_ignored
+from .sampled import sampled
 from .slot_divergence import slots
 from .smoothing_z_loss import (
     can_accumulate,
@@ -44,6 +45,7 @@ __all__ = [
     "read",
     "reduce",
     "row_gemm",
+    "sampled",
     "scale_",
     "scale_two_",
     "share",

@@ -11,6 +11,7 @@ from .pair_bwd import pair_gradient
 from .pair_fwd import pair_finish, pair_partial, pair_read
 from .reduce import reduce, share
 from .row_gemm import row_gemm
+from .sampled import sampled
 from .slot_divergence import slots
 from .smoothing_z_loss import cross_entropy, label_coefficients, label_mass, weighted_nll
 from .stats_coefficients import coefficients
@@ -47,6 +48,7 @@ __all__ = [
     "read",
     "reduce",
     "row_gemm",
+    "sampled",
     "scale_",
     "scale_two_",
     "share",

@@ -30,12 +30,13 @@ from torch.nn.functional import pad
 from ..contract import Reading
 from ..core import tensor_checks
 from ..core.call import check_values, in_func
-from ..core.choose_backend import topk_of
+from ..core.capture import Capture, Captured
+from ..core.choose_backend import captured
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss
-from ..core.source import Source, TopK, teacher_rows
+from ..core.source import Source, teacher_rows
 from ..heads.head import Head
-from ..heads.linear import topk_of_head
+from ..heads.linear import captured_of_head
 from .compiled import leave_to_python
 from .deferred import Deferred, called, on_values, result_of, running, written
 from .gradient import LazyGradient, Like, aten, is_copy
@@ -229,13 +230,13 @@ class LazyLogits(Deferred, Source):
         known = not self.requires_grad and self.recipe.inference
         return self.origin.values() if known else Materialize.apply(self)  # pyright: ignore
 
-    def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
+    def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
         direct = self.recipe.direct
         if direct is None or self.recipe.obstacle(softcap) or not self.from_head:
-            return topk_of(self.read("capture_topk"), k, temperature, softcap)
+            return captured(self.read(capture.name), capture, temperature, softcap)
         reading = Reading(self.shape[-1], temperature=temperature)
         reading = reading.fold_scale(direct.scale, direct.cap or softcap)
-        return UnscaledLogits(self).capture_topk(k, reading.temperature, reading.softcap)
+        return UnscaledLogits(self).capture(capture, reading.temperature, reading.softcap)
 
     def as_teacher(self):
         """Returns the logits without gradients, for use as a teacher in a loss."""
@@ -341,8 +342,8 @@ class UnscaledLogits(Source):
         outputs = LazyPerRowLoss.apply(self.z, loss, anchor_of(self.z), *loss.row_inputs)
         return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
 
-    def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
-        return topk_of_head(self.recipe.constant_head(), k, temperature, softcap)
+    def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
+        return captured_of_head(self.recipe.constant_head(), capture, temperature, softcap)
 
     def ranks_of_call(self):
         return self.z.ranks_of_call()
@@ -368,11 +369,11 @@ class LazyColumns(Source):
             return self.whole().evaluate(loss, reduction, row_weight)
         return self.shard.over(self.z.differentiable()).evaluate(loss, reduction, row_weight)
 
-    def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
+    def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
         if self.z.recipe.obstacle(softcap) or not self.z.from_head:
-            columns = self.shard.over(self.z.read("capture_topk")).whole()
-            return columns.capture_topk(k, temperature, softcap)
-        return self.whole().capture_topk(k, temperature, softcap)
+            columns = self.shard.over(self.z.read(capture.name)).whole()
+            return columns.capture(capture, temperature, softcap)
+        return self.whole().capture(capture, temperature, softcap)
 
 
 def lazy_logits_of(

@@ -147,3 +147,13 @@ def capture_topk(logits, k, temperature, softcap) -> None:
     tensor_checks.how_many(k, logits)
     option_checks.temperature(temperature)
     option_checks.softcap(softcap)
+
+
+def capture_sampled(logits, n, proposal, where, temperature, softcap) -> None:
+    """`where` is the device of the generator, or the argument itself if it is no generator."""
+    tensor_checks.logits(logits)
+    tensor_checks.draws(n, logits)
+    option_checks.proposal(proposal)
+    tensor_checks.generator(where, logits)
+    option_checks.temperature(temperature)
+    option_checks.softcap(softcap)

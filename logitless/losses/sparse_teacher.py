@@ -19,12 +19,10 @@ from torch import Tensor
 from ..contract import COEFFICIENTS, NO_ID, PRECISION, STATE, Coefficients, Slots
 from ..core import call
 from ..core import tensor_checks as rules
-from ..core.choose_backend import topk_of
 from ..core.evaluate import evaluate, scaled
 from ..core.loss import RowLoss, rows_in
-from ..core.source import source_of
 from ..heads.operators import operator
-from ..targets.sparse import SparseTargets, unchecked
+from ..targets.sparse import SparseTargets
 from . import checks
 
 
@@ -112,32 +110,6 @@ class Gathered(Sparse):
 
     def shapes(self, x):
         return [x.shape[:-1], x.shape]
-
-
-@call.named()
-@torch.no_grad()
-def capture_topk(
-    logits: Tensor, k: int, *, temperature: float = 1.0, softcap: float | None = None
-) -> SparseTargets:
-    """Returns the k most probable ids per row, and their exact log-probabilities.
-
-    The result also holds the log of the tail mass, which is the probability of all other ids.
-
-    The ids are sorted by descending probability. Ids of equal probability are sorted in ascending
-    order. The results have no gradient. On a GPU, one pass over the logits is enough for k up to
-    256. For k above 256, torch.topk runs on one chunk of rows at a time.
-
-    >>> capture_topk(torch.tensor([[0.0, 2.0, 1.0]]), 2).ids
-    tensor([[1, 2]])
-    """
-    call.check_once(checks.capture_topk, logits, k, temperature, softcap)
-    options = (float(temperature), None if softcap is None else float(softcap))
-    source = source_of(logits)
-    if source is not None:
-        return unchecked(*source.capture_topk(k, *options))
-    if call.mapped(logits):
-        rules.not_mapped()
-    return unchecked(*topk_of(logits.detach(), k, *options))
 
 
 @call.named()

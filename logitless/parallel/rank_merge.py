@@ -26,6 +26,7 @@ from ..contract import (
     part_width,
 )
 from ..eager.rows import capped, inverse_temperature, live_rows
+from ..eager.sampled import Sampling
 from ..heads.gradient_sums import put
 from ..heads.head import Rows
 
@@ -245,6 +246,15 @@ class ColumnBackend:
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)
         ids, logprobs, tail = _largest(self.join(part), k, temperature, softcap)
         return ids.view(*lead, k), logprobs.view(*lead, k), tail.view(lead)
+
+    def sampled(self, x: Tensor, uniforms: Tensor, how: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the distinct ids that are drawn, their log-weights, and a mask.
+
+        The ranks use the uniform numbers of the first rank, because the generators of the ranks can
+        be in different states. The ranks gather the max and the mass of each row. Then each rank
+        finds the draws in its own columns.
+        """
+        return self.backend.sampled(x, self.join(uniforms)[0], how, self.join, self.start)
 
     def here(self, reading: Reading) -> Reading:
         """Returns `reading` restricted to this rank's columns.

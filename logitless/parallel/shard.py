@@ -22,6 +22,7 @@ from torch import Tensor
 from ..contract import TEACHER
 from ..core import evaluate, tensor_checks
 from ..core.call import check_values, in_func, named, thorough, under_transform
+from ..core.capture import Capture, Captured
 from ..core.choose_backend import backend_of
 from ..core.in_place import overwrite_on
 from ..core.invariant import aligned, is_invariant
@@ -29,7 +30,6 @@ from ..core.loss import RowLoss
 from ..core.source import (
     Logits,
     Source,
-    TopK,
     is_dense,
     is_over_ranks,
     teacher_columns,
@@ -215,15 +215,12 @@ class Shard(Source):
             return self.evaluate(loss, reduction, row_weight)
         return self.whole().evaluate_in_place(loss, reduction, row_weight)
 
-    def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
-        """Returns the k most probable ids of each row, their log-probabilities, and the log tail.
-
-        The log tail is the log of the softmax mass outside these ids.
-        """
+    def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
+        """Returns the results of a capture, which are the same on all ranks."""
         whole = self.whole()
         if thorough():
-            self.ranks.agree(same_call.text_of_topk(self, k, temperature, softcap))
-        return whole.capture_topk(k, temperature, softcap)
+            self.ranks.agree(same_call.text_of_capture(self, capture, temperature, softcap))
+        return whole.capture(capture, temperature, softcap)
 
     def backend(self, like: Tensor) -> ColumnBackend:
         """Returns the backend that merges the partial statistics of all ranks."""
@@ -370,10 +367,10 @@ class LogitColumns(Source):
         loss = self.shard.checked(loss, reduction, row_weight)
         return overwrite_on(self.shard.backend(self.x), self.x, loss, reduction, row_weight)
 
-    def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
+    def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
         x, invariant = self.x.detach(), is_invariant()
         x = aligned(x) if invariant else x
-        return self.shard.backend(x).topk(x, k, temperature, softcap, invariant)
+        return capture.of(self.shard.backend(x), x, temperature, softcap, invariant)
 
 
 def _check(ranks: Ranks, *arguments: Any) -> None:

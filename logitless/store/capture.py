@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..core import call as _call
 from ..lazy.fuse import fuse, guards_of, unfuse
 from ..lazy.fused_head import lazy_logits
-from ..losses.sparse_teacher import capture_topk
+from ..losses.capture import capture_topk
 from . import checks
 from .rows import Table, encoded
 from .writer import Writer

@@ -14,7 +14,7 @@ import logitless as ll
 from tests.support import oracle
 
 from . import arguments as args
-from . import slots, teachers
+from . import draws, slots, teachers
 from .arguments import Argument
 from .sources import SHARDS, SOURCES, TENSORS
 
@@ -303,6 +303,10 @@ GATHERED = REDUCED | {
     "temperature": args.TEMPERATURE, "t_squared": args.FLAG,
 }  # fmt: skip
 TOPK = {"k": args.HOW_MANY, "temperature": args.NUMBER_TEMPERATURE, "softcap": args.SOFTCAP}
+SAMPLED = {
+    "n": draws.DRAWS, "proposal": draws.PROPOSAL, "temperature": args.NUMBER_TEMPERATURE,
+    "softcap": args.SOFTCAP,
+}  # fmt: skip
 
 FUNCTIONS: dict[str, Function] = {
     "logsumexp": Function(ll.logsumexp, oracle.logsumexp, READ),
@@ -330,6 +334,9 @@ FUNCTIONS: dict[str, Function] = {
         ll.gathered_kl, gathered_kl, GATHERED, tuple(s for s in SOURCES if s not in SHARDS)
     ),
     "capture_topk": Function(ll.capture_topk, topk, TOPK),
+    "capture_sampled": Function(
+        draws.call, lambda x, **how: draws.sampled(x, unknown=UNKNOWN, **how), SAMPLED
+    ),
     "SparseTargets": Function(
         lambda x, **how: sparse(**how), lambda x, **how: how, TARGETS, TENSORS[:1]
     ),
