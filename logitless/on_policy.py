@@ -174,7 +174,7 @@ def _without_model_defaults() -> dict[str, bool]:
     """
     from transformers import GenerationMixin
 
-    known = inspect.signature(GenerationMixin.generate).parameters
+    known = inspect.signature(GenerationMixin.generate).parameters  # pyright: ignore
     return {"use_model_defaults": False} if "use_model_defaults" in known else {}
 
 

@@ -46,6 +46,7 @@ class TestSample:
         assert min(map(len, answers)) < NEW == max(map(len, answers))
         batch = collate(data(6))
         batch["input_ids"][batch["attention_mask"] == 0] = 77  # which must not be read
+        batch["labels"][2, len(texts[2]) - 1] = -100  # which is behind the prompt
         if side == "left":
             for row, text in enumerate(texts):
                 for t in batch.values():
