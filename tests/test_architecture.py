@@ -16,7 +16,7 @@ FLOORS = (  # from the lowest; a room imports from lower floors alone
     ("heads", "targets"),
     ("losses", "parallel"),
     ("lazy",),
-    ("nn", "store", "trl_head"),
+    ("nn", "on_policy", "store", "trl_head"),
     ("__init__", "hf"),
     ("cli",),
     ("__main__",),

@@ -4,6 +4,7 @@ The errors have the form `<argument> must <rule>, got <value>.` store/server_che
 output of inference servers, and store/file_checks.py checks files.
 """
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -290,6 +291,62 @@ def one_teacher(store: Any, teacher: Any) -> None:
     if (store is None) == (teacher is None):
         got = "neither" if store is None else "both"
         raise ValueError(f"a teacher must be given as store= or as teacher=, got {got}.")
+
+
+def divergences(divergence: Any) -> dict[str, float]:
+    """Returns the weight of each divergence of whole rows.
+
+    `divergence` is the name of a divergence, or a mapping from names to weights.
+    """
+    if not isinstance(divergence, Mapping):
+        _option_checks.check(divergence=divergence)
+        return {divergence: 1.0}
+    if not divergence:
+        raise ValueError("divergence must name at least one divergence, got an empty mapping.")
+    for name, weight in divergence.items():
+        _option_checks.check(divergence=name)
+        _option_checks.factor(f"divergence[{name!r}]", weight)
+    return dict(divergence)
+
+
+def sparse_options(divergence: Any, support: Any) -> None:
+    """Checks the options of DistillTrainer that compare the top-k of each row."""
+    _checks.one_of("support", support, (*_option_checks.SUPPORTS, "whole"))
+    if isinstance(divergence, Mapping):
+        raise ValueError(
+            "divergence must be one name, because only support='whole' adds several divergences,"
+            f" got {divergence!r:.100}."
+        )
+    _option_checks.check(divergence=divergence)
+
+
+def live_teacher(store: Any, support: Any, on_policy: Any, generation_config: Any) -> None:
+    """Refuses combinations of DistillTrainer's arguments that need a teacher model."""
+    _option_checks.fraction("on_policy", on_policy)
+    if store is not None and support == "whole":
+        raise ValueError(
+            "support must be one of the supports of topk_distill with store=, because a store has"
+            " only the top-k of each row, got 'whole'. Pass the teacher model as teacher=."
+        )
+    if store is not None and on_policy:
+        raise ValueError(
+            "on_policy must be 0 with store=, because a store has no targets for sampled tokens,"
+            f" got {on_policy}. Pass the teacher model as teacher=."
+        )
+    if generation_config is not None and not on_policy:
+        raise ValueError(
+            "generation_config must be None without on_policy, because nothing is sampled, got"
+            f" on_policy={on_policy}."
+        )
+
+
+def whole_vocabulary(student: int | None, teacher: int | None) -> None:
+    """Checks that the teacher has a logit for each token of the student."""
+    if student is not None and teacher is not None and teacher < student:
+        raise ValueError(
+            f"teacher must have at least the student's {student} logits per token with"
+            f" support='whole', got {teacher}."
+        )
 
 
 def is_open(closed: bool, is_mine: bool) -> None:

@@ -181,6 +181,19 @@ ABOVE = (
         "logits = logits[..., : self._vocabulary()]", "logits = logits[..., :]",
         ("tests/test_hf.py",)),
 
+    # on_policy.py
+    Bug("end of a completion", "on_policy", "logitless/on_policy.py",
+        "ends.cumsum(-1) - ends == 0", "ends.cumsum(-1) == 0", ("tests/on_policy",)),
+    Bug("prompt behind the answer", "on_policy", "logitless/on_policy.py",
+        "is_token & (has_label.cumsum(-1) == 0)", "is_token & ~has_label", ("tests/on_policy",)),
+    Bug("samples in training mode", "on_policy", "logitless/on_policy.py",
+        "    model.eval()\n    try:", "    try:", ("tests/on_policy",)),
+    Bug("same samples on all ranks", "on_policy", "logitless/on_policy.py",
+        'f"sample {seed} {step} {batch} {rank}"', 'f"sample {seed} {step} {batch}"',
+        ("tests/on_policy",)),
+    Bug("cross-entropy of samples", "hf.py", "logitless/hf.py",
+        '(options | {"ce_weight": 0.0})', "options", ("tests/on_policy",)),
+
     # trl_head/
     Bug("scaled logits' softcap", "trl_head", "logitless/trl_head/computed.py",
         "softcap and softcap / scale", "softcap", ("tests/trl_head/test_computed.py",)),
