@@ -9,6 +9,7 @@ format.py describes the layout on disk.
 from .capture import capture, share
 from .format import Header
 from .importers import from_sglang, from_vllm
+from .listing import write_index
 from .merge import merge
 from .reader import Store
 from .tokenizer import tokenizer_hash
@@ -32,6 +33,7 @@ __all__ = [
     "recover",
     "share",
     "tokenizer_hash",
+    "write_index",
 ]
 
 

@@ -136,6 +136,24 @@ def document_number(i: Any, n: int) -> int:
     return i % n
 
 
+def order(numbers: Any, documents: int, ahead: Any) -> Tensor | None:
+    """Returns the numbers of documents as an int64 tensor on the CPU, or None."""
+    whole("ahead", ahead, 1, 1000)
+    if numbers is None:
+        return None
+    numbers = numbers if isinstance(numbers, Tensor) else torch.tensor([*numbers], device="cpu")
+    numbers = numbers.detach().cpu()
+    numbers = numbers if numbers.numel() else numbers.long()
+    _checks._integer("order", numbers)
+    if numbers.dim() != 1:
+        raise ValueError(f"order must have the shape (n,), got {tuple(numbers.shape)}.")
+    low, high = (int(n) for n in numbers.aminmax()) if len(numbers) else (0, -1)
+    if low < 0 or high >= documents:
+        got = low if low < 0 else high
+        raise ValueError(f"order must list numbers of documents in [0, {documents}), got {got}.")
+    return numbers.long()
+
+
 def input_ids(t: Any) -> None:
     _checks._integer("input_ids", t)
     if t.dim() == 0:
