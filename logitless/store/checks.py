@@ -4,6 +4,7 @@ The errors have the form `<argument> must <rule>, got <value>.` store/server_che
 output of inference servers, and store/file_checks.py checks files.
 """
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -215,6 +216,36 @@ def unknown_document(tokens: Tensor, row: int, start: int, length: int | None) -
         f" {here},{extent} at token {start} of row {row}. {advice} A document that was not captured"
         " has no targets. DistillTrainer(eval_teacher=False) evaluates documents without targets."
     )
+
+
+def documents(seed: Any, mixed: Any, rank: Any, world: Any) -> None:
+    """Checks the arguments of Documents."""
+    if seed is not None:
+        whole("seed", seed, 0, 2**31)
+    whole("mixed", mixed, 1, 10**6)
+    whole("world", world, 1, 10**6)
+    whole("rank", rank, 0, world - 1)
+
+
+def state_of_documents(state: Any, fixed: dict[str, Any]) -> None:
+    """Checks that a state belongs to the same store, the same order and the same share."""
+    names = {"epoch", "position", *fixed}
+    if not isinstance(state, Mapping) or state.keys() != names:
+        got = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+        raise ValueError(f"state must have the names {', '.join(sorted(names))}, got {got}.")
+    for name, value in fixed.items():
+        if state[name] != value:
+            raise ValueError(
+                f"state must have been saved with {name} {value!r} to resume here, got"
+                f" {state[name]!r}. Resume with the same store, seed, ranks and workers."
+            )
+    whole("state['epoch']", state["epoch"], 0, 2**31)
+    whole("state['position']", state["position"], 0, fixed["documents"])
+
+
+def some_documents(documents: Any) -> None:
+    if not documents:
+        raise ValueError("documents must have at least one document, got none.")
 
 
 def some_stores(stores: list) -> None:

@@ -10,9 +10,11 @@ import os
 import threading
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 SCANNED = 256  # number of entries of an order that are searched for other shards
+NEARBY = 1024  # a shard that was read this many documents ago counts as still being read
 
 
 class Prefetch:
@@ -21,7 +23,7 @@ class Prefetch:
     def __init__(self, shards: int, has: Callable[[int], bool], fetch: Callable[[int], None]):
         self.shards, self.has, self.fetch = shards, has, fetch
         self.ahead = 2  # number of shards that are fetched before they are read
-        self.order: Tensor | None = None  # shard numbers, without adjacent repetitions
+        self.order: Tensor | None = None  # shard numbers, as `without_repetitions` returns them
         self.at = -1  # position in `order`
         self.last: int | None = None  # the shard that was read last
         self._of_process = (0, set())  # a process, and the shards that its threads are fetching
@@ -74,6 +76,19 @@ class Prefetch:
             self._change = threading.Lock()  # the parent may have held the lock during the fork
             self._of_process = (os.getpid(), set())
         return self._of_process[1]
+
+
+def without_repetitions(numbers: Tensor) -> Tensor:
+    """Removes shards that also occur in the NEARBY entries before.
+
+    `numbers` holds the shard of each document. If the documents of a few shards are shuffled
+    together, each of these shards is kept once.
+    """
+    by_shard = torch.argsort(numbers, stable=True)
+    repeated = torch.zeros(len(numbers), dtype=torch.bool)
+    same = numbers[by_shard[1:]] == numbers[by_shard[:-1]]
+    repeated[by_shard[1:]] = same & (by_shard.diff() <= NEARBY)
+    return numbers[~repeated]
 
 
 def _fetch(fetch: Callable[[int], None], number: int, fetching: set[int]) -> None:

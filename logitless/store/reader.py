@@ -24,6 +24,7 @@ from .folder import header_of
 from .format import Header
 from .index import Hashes
 from .lookup import Index, Match
+from .prefetch import without_repetitions
 from .remote import Remote, is_address
 from .remote_shard import RemoteFiles
 from .rows import Decoding, Pieces, empty_pieces, table_of
@@ -98,13 +99,18 @@ class Store:
         order = checks.order(order, len(self), ahead)
         if self._files is not None:
             if order is not None:
-                numbers = torch.bucketize(order, torch.tensor(self._first[1:]), right=True)
-                order = torch.unique_consecutive(numbers)
+                firsts = torch.tensor(self._first[1:])
+                order = without_repetitions(torch.bucketize(order, firsts, right=True))
             self._files.prefetch.follow(order, ahead)
 
     def __len__(self) -> int:
         """The number of documents."""
         return self._first[-1]
+
+    @property
+    def firsts(self) -> list[int]:
+        """The number of each shard's first document, and then the number of documents."""
+        return self._first
 
     @property
     def tokens(self) -> int:
