@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.store_speed import K, VOCAB, targets
+from benchmarks.store_speed import VOCAB, K, targets
 from logitless.cli import machine
 from logitless.store import Documents, Store, Writer, write_index
 
