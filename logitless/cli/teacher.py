@@ -144,6 +144,10 @@ def _add_input(parser: argparse.ArgumentParser, text: str) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the store")
     parser.add_argument(
+        "--upload",
+        help="address to which finished files are uploaded too, such as s3://bucket/targets",
+    )
+    parser.add_argument(
         "--k",
         type=_positive,
         default=64,
@@ -198,7 +202,7 @@ def capture(args: argparse.Namespace) -> None:
         raise ValueError(f"--vocab-size {rule}, got {args.vocab_size}.")
     vocab_size = args.vocab_size or head
     with (
-        store.Writer(args.out, vocab_size=vocab_size, **fields) as writer,
+        store.Writer(args.out, vocab_size=vocab_size, upload=args.upload, **fields) as writer,
         bar("capture", _data.size(args.data)) as advance,
     ):
         documents = (
@@ -241,7 +245,7 @@ def import_(args: argparse.Namespace) -> None:
     header |= {"teacher": args.teacher, "tokenizer": _tokenizer_hash(args.tokenizer)}
     store.Header(**header)
     with (
-        store.Writer(args.out, **header) as writer,
+        store.Writer(args.out, upload=args.upload, **header) as writer,
         bar("import", _data.size(args.data)) as advance,
     ):
         completion = True if args.completions else None

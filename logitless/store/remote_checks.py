@@ -64,6 +64,21 @@ def can_write(url: str, is_http: bool) -> None:
         )
 
 
+def upload_address(url: Any, is_address: bool) -> None:
+    if not is_address:
+        raise ValueError(
+            f"upload must be an address such as s3://bucket/targets, got {url!r:.200}."
+        )
+
+
+def own_address(url: str, name: str, same: bool) -> None:
+    if not same:
+        raise ValueError(
+            f"upload must be an address without another store, got {url}, whose store.index lists"
+            f" {name}. The local folder has no such file."
+        )
+
+
 def refused(where: str, error: Any) -> NoReturn:
     """Raises the error for a status of HTTP that another attempt does not change."""
     if error.code in (404, 410):

@@ -61,6 +61,14 @@ class TestS3:
             remote[1]
         assert remote[0][0].tolist() == local[0][0].tolist()
 
+    def test_an_upload(self, options, tmp_path):
+        url, how = "s3://bucket/uploaded", {"shard_bytes": 2000, "storage_options": options}
+        local = stores.write(tmp_path / "s", documents(*LENGTHS), upload=url, **how)
+        remote = Store(url, cache=tmp_path / "c", storage_options=options)
+        stores.assert_same_store(remote, local)
+        with pytest.raises(OSError, match="must have all shards of this writer, got an upload"):
+            stores.write(tmp_path / "t", documents(3), upload="s3://no-such-bucket/a", **how)
+
     def test_a_missing_store(self, options, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"s3://bucket/none must have a store\.index"):
             Store("s3://bucket/none", cache=tmp_path / "c", storage_options=options)
