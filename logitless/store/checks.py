@@ -137,6 +137,24 @@ def document_number(i: Any, n: int) -> int:
     return i % n
 
 
+def order(numbers: Any, documents: int, ahead: Any) -> Tensor | None:
+    """Returns the numbers of documents as an int64 tensor on the CPU, or None."""
+    whole("ahead", ahead, 1, 1000)
+    if numbers is None:
+        return None
+    numbers = numbers if isinstance(numbers, Tensor) else torch.tensor([*numbers], device="cpu")
+    numbers = numbers.detach().cpu()
+    numbers = numbers if numbers.numel() else numbers.long()
+    _checks._integer("order", numbers)
+    if numbers.dim() != 1:
+        raise ValueError(f"order must have the shape (n,), got {tuple(numbers.shape)}.")
+    low, high = (int(n) for n in numbers.aminmax()) if len(numbers) else (0, -1)
+    if low < 0 or high >= documents:
+        got = low if low < 0 else high
+        raise ValueError(f"order must list numbers of documents in [0, {documents}), got {got}.")
+    return numbers.long()
+
+
 def input_ids(t: Any) -> None:
     _checks._integer("input_ids", t)
     if t.dim() == 0:
@@ -198,6 +216,36 @@ def unknown_document(tokens: Tensor, row: int, start: int, length: int | None) -
         f" {here},{extent} at token {start} of row {row}. {advice} A document that was not captured"
         " has no targets. DistillTrainer(eval_teacher=False) evaluates documents without targets."
     )
+
+
+def documents(seed: Any, mixed: Any, rank: Any, world: Any) -> None:
+    """Checks the arguments of Documents."""
+    if seed is not None:
+        whole("seed", seed, 0, 2**31)
+    whole("mixed", mixed, 1, 10**6)
+    whole("world", world, 1, 10**6)
+    whole("rank", rank, 0, world - 1)
+
+
+def state_of_documents(state: Any, fixed: dict[str, Any]) -> None:
+    """Checks that a state belongs to the same store, the same order and the same share."""
+    names = {"epoch", "position", *fixed}
+    if not isinstance(state, Mapping) or state.keys() != names:
+        got = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+        raise ValueError(f"state must have the names {', '.join(sorted(names))}, got {got}.")
+    for name, value in fixed.items():
+        if state[name] != value:
+            raise ValueError(
+                f"state must have been saved with {name} {value!r} to resume here, got"
+                f" {state[name]!r}. Resume with the same store, seed, ranks and workers."
+            )
+    whole("state['epoch']", state["epoch"], 0, 2**31)
+    whole("state['position']", state["position"], 0, fixed["documents"])
+
+
+def some_documents(documents: Any) -> None:
+    if not documents:
+        raise ValueError("documents must have at least one document, got none.")
 
 
 def some_stores(stores: list) -> None:

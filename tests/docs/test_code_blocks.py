@@ -12,8 +12,8 @@ from tests.support.pages import PAGES, blocks_of, python_of, run
 from tests.support.paths import ROOT
 
 # The number of "py" blocks per page. These blocks are not run, because they need a server, a
-# dataset, Liger or TRL.
-EXCERPTS = {"docs/store.md": 2, "docs/migrating.md": 1, "docs/trainers.md": 1}
+# bucket, a dataset, torchdata, Liger or TRL.
+EXCERPTS = {"docs/store.md": 4, "docs/migrating.md": 1, "docs/trainers.md": 1}
 WITH_PYTHON = [page for page in PAGES if python_of(page)]
 COMMAND_LINES = [
     (page, line)
