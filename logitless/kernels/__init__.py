@@ -1,6 +1,8 @@
 """The Triton backend. Its files import only contract.py and eager/ from the rest of the package."""
 
 from .blockfp_gemm import accumulate, can_accumulate, exponents
+from .contrastive_bwd import contrastive_gradient
+from .contrastive_fwd import contrastive_finish, contrastive_read
 from .duplicate_ids import with_repeats
 from .gather import gather, gather_gradient
 from .host import gradient, one_pass, read, reduce, scale_, scale_two_, share
@@ -10,6 +12,7 @@ from .narrow_tile import is_narrow
 from .pair_bwd import pair_gradient
 from .pair_fwd import pair_finish, pair_partial, pair_read
 from .row_gemm import row_gemm
+from .sigmoid_contrastive import sigmoid_contrastive
 from .slot_divergence import slots
 from .smoothing_z_loss import cross_entropy, label_coefficients, label_mass, weighted_nll
 from .stats_coefficients import coefficients
@@ -23,6 +26,9 @@ __all__ = [
     "accumulate",
     "can_accumulate",
     "coefficients",
+    "contrastive_finish",
+    "contrastive_gradient",
+    "contrastive_read",
     "cross_entropy",
     "exponents",
     "finish",
@@ -48,6 +54,7 @@ __all__ = [
     "scale_",
     "scale_two_",
     "share",
+    "sigmoid_contrastive",
     "slots",
     "topk",
     "weighted_nll",
