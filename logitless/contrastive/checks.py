@@ -17,9 +17,9 @@ from ..core.tensor_checks import _floating, _integer, _same_device, _shape
 
 def contrastive(
     a, b, scale, symmetric, positives, mask, first_labels, second_labels, ignore_index, reduction,
-    averaged, workspace, total,
+    averaged, workspace,
 ) -> None:  # fmt: skip
-    """Checks the arguments of `contrastive`. `total` is the number of rows of b on all ranks."""
+    """Checks the arguments of `contrastive`, except the shape of the mask."""
     embeddings(a, b)
     number("scale", scale, a)
     tensor_checks.yes_or_no("symmetric", symmetric)
@@ -35,8 +35,8 @@ def contrastive(
             " symmetric=False for different numbers of rows."
         )
     positive_columns(a, b, positives)
-    if mask is not None:
-        pair_mask(mask, a, total)
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a Tensor, got {type(mask).__name__}.")
     if first_labels is not None or second_labels is not None:
         pair_labels(first_labels, a, "a")
         pair_labels(second_labels, b, "b")
@@ -108,9 +108,8 @@ def positive_columns(a: Tensor, b: Tensor, positives: Any) -> None:
         raise ValueError(f"b must have at least one row, got {_shape(b)}.")
 
 
-def pair_mask(mask: Any, a: Tensor, total: int) -> None:
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"mask must be a Tensor, got {type(mask).__name__}.")
+def pair_mask(mask: Tensor, a: Tensor, total: int) -> None:
+    """Checks a mask. `total` is the number of rows of b on all ranks."""
     if mask.dtype != torch.bool:
         raise TypeError(
             f"mask must be torch.bool, True for pairs that are left out, got {mask.dtype}."

@@ -89,12 +89,15 @@ def _evaluate(
 ) -> Tensor:  # fmt: skip
     checks.supported("contrastive")
     of_a, of_b = checks.split_labels(labels)
-    ring = Ring(group, a, b)
-    call.check_once(
+    ring = Ring(group)
+    ring.check(
         checks.contrastive, a, b, scale, symmetric, positives, mask, of_a, of_b, ignore_index,
-        reduction, averaged, workspace, sum(ring.columns),
+        reduction, averaged, workspace,
     )  # fmt: skip
     checks.values(positives, b, ignore_index)
+    ring.exchange_sizes(a, b)
+    if mask is not None:
+        checks.pair_mask(mask, a, sum(ring.columns))
     if autocasts(a.device):
         a, b = cast_by_autocast(a), cast_by_autocast(b)
     if not isinstance(scale, Tensor):

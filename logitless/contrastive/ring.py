@@ -11,22 +11,47 @@ additions is fixed.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.call import check_once, thorough
 from ..parallel.ranks import Alone, Ranks, ranks_of
 
 Visit = Callable[[int, Sequence[Tensor], Sequence[Tensor]], None]
 
 
 class Ring:
-    """The ranks of a group, and the numbers of rows of a and b on each rank."""
+    """The ranks of a group, and the numbers of rows of a and b on each rank.
 
-    def __init__(self, group, a: Tensor, b: Tensor):
-        """If `group` is None, this process computes the loss alone."""
+    If the group is None, this process computes the loss alone.
+    """
+
+    rows: list[int]
+    columns: list[int]
+
+    def __init__(self, group):
         self.ranks: Ranks = Alone() if group is None else ranks_of(group)
         self.index, self.count = self.ranks.index, self.ranks.count
+
+    def check(self, check: Callable[..., None], *args: Any) -> None:
+        """Calls check(*args).
+
+        With LOGITLESS_CHECK=1, all ranks raise if a check fails on one rank, or if the ranks pass
+        different options.
+        """
+        compares = self.count > 1 and thorough()
+        try:
+            check_once(check, *args)
+        except Exception as error:
+            if compares:
+                self.ranks.refuse(error)
+            raise
+        if compares:
+            self.ranks.agree(f"{check.__name__} of {[_text(value) for value in args]}")
+
+    def exchange_sizes(self, a: Tensor, b: Tensor) -> None:
         self.rows, self.columns = [len(a)], [len(b)]
         if self.count > 1:
             sizes = torch.tensor([len(a), len(b)], device=self.ranks.device)
@@ -63,3 +88,10 @@ class Ring:
     def total(self, numbers: Tensor) -> Tensor:
         """Sums a tensor over all ranks, in the order of the ranks."""
         return numbers if self.count == 1 else self.ranks.gather(numbers).sum(0)
+
+
+def _text(value: Any) -> Any:
+    """Describes an argument for a comparison between ranks. Ranks can have different numbers."""
+    if isinstance(value, Tensor):
+        return value.dim(), value.shape[1:], value.dtype, value.requires_grad
+    return value

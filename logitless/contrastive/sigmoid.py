@@ -63,10 +63,10 @@ def sigmoid_contrastive(
 
 def _evaluate(a, b, scale, bias, positives, reduction, group, averaged, workspace) -> Tensor:
     checks.supported("sigmoid_contrastive")
-    call.check_once(
-        checks.sigmoid, a, b, scale, bias, positives, reduction, averaged, workspace
-    )  # fmt: skip
+    ring = Ring(group)
+    ring.check(checks.sigmoid, a, b, scale, bias, positives, reduction, averaged, workspace)
     checks.values(positives, b, None)
+    ring.exchange_sizes(a, b)
     if autocasts(a.device):
         a, b = cast_by_autocast(a), cast_by_autocast(b)
     full = PRECISION[a.dtype]
@@ -74,7 +74,7 @@ def _evaluate(a, b, scale, bias, positives, reduction, group, averaged, workspac
         t if isinstance(t, Tensor) else torch.full((), float(t), device=a.device, dtype=full)
         for t in (scale, bias)
     )
-    how = How(Ring(group, a, b), reduction, averaged, workspace)
+    how = How(ring, reduction, averaged, workspace)
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (a, b, scale, bias))
     return _SigmoidContrastive.apply(a, b, scale, bias, positives, how, grad)  # pyright: ignore
 

@@ -17,6 +17,7 @@ ONE_WAY = {"symmetric": False}
 
 BOTH = {
     "a list": (([1.0], B), {}, TypeError, "a must be a Tensor, got list."),
+    "a number": ((A, 1.0), {}, TypeError, "b must be a Tensor, got float."),
     "integers": ((A, B.int()), {}, TypeError,
                  "b must be float16, bfloat16, float32 or float64, got torch.int32."),
     "three dimensions": ((A[None], B), {}, ValueError,
