@@ -290,7 +290,7 @@ def contrastive_fwd(rows: int, columns: int, itemsize: int) -> Config:
     """
     lanes = min(8, ceil_pow2(rows))
     cut = Config(
-        min(512 // itemsize, ceil_pow2(columns)), 8, span=512, block_n=min(64, ceil_pow2(rows))
+        min(512 // itemsize, ceil_pow2(columns)), 8, span=512, block_n=min(32, ceil_pow2(rows))
     )
     cut = overridden(cut)
     cut = cut._replace(block_n=max(cut.block_n, lanes))
@@ -309,6 +309,15 @@ def contrastive_bwd(rows: int, columns: int, itemsize: int) -> Config:
     """
     cut = Config(
         min(1024 // itemsize, ceil_pow2(columns)), 8, span=64, block_n=min(8, ceil_pow2(rows))
+    )
+    cut = overridden(cut)
+    return cut._replace(span=ceil_div(cut.span, cut.block_n) * cut.block_n)
+
+
+def sigmoid_contrastive(rows: int, columns: int, itemsize: int) -> Config:
+    """Each warp reads one row of a tile with 16 bytes per thread. Row sums stay inside a warp."""
+    cut = Config(
+        min(512 // itemsize, ceil_pow2(columns)), 8, span=64, block_n=min(16, ceil_pow2(rows))
     )
     cut = overridden(cut)
     return cut._replace(span=ceil_div(cut.span, cut.block_n) * cut.block_n)

@@ -1,8 +1,9 @@
 """Statistics of the rows and the columns of similarities, from one pass over the similarities.
 
 Each program reads a strip of columns of several rows, one tile at a time. A tile has three
-dimensions: repeats, lanes and columns. Each warp holds one lane. So the max over the repeats of a
+dimensions: lanes, repeats and columns. Each warp holds one lane. So the max over the repeats of a
 column needs no exchange between threads, and the max over the columns of a row is inside one warp.
+Triton gives the warps to the first dimension, so the lanes come first.
 The state of the columns stays in registers until the end of the strip. The states of the rows are
 written for every strip. A second launch merges the states of strips in a fixed order.
 
@@ -41,14 +42,14 @@ def _contrastive_fwd_kernel(
     REPEATS: tl.constexpr = BLOCK_N // LANES
     offs_m = strip * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = offs_m[None, None, :]
-    lanes = (tl.arange(0, REPEATS) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
+    in_tile = (tl.arange(0, LANES) * REPEATS)[:, None] + tl.arange(0, REPEATS)[None, :]
     rate = tl.load(RATE)
     pairs = Pairs(POSITIVES, diagonal, MASK, stride_mask, ROW_LABELS, COLUMN_LABELS)
     m_c = tl.full((LANES, BLOCK_M), -INF, tl.float32)
     s_c = tl.zeros((LANES, BLOCK_M), tl.float32)
     first = span * SPAN
     for start in range(first, tl.minimum(first + SPAN, n), BLOCK_N):
-        offs_n = start + lanes
+        offs_n = start + in_tile
         rows = offs_n[:, :, None]
         x = load_similarities(X, stride_x, rows, cols, n, FULL)
         z = logits_of(x, rate, pairs, rows, cols, n, m, FULL)
@@ -59,8 +60,8 @@ def _contrastive_fwd_kernel(
             tl.store(Row, m_r, mask=offs_n < n)
             tl.store(Row + strips.to(tl.int64) * n, s_r, mask=offs_n < n)
         if COLUMNS is not None:
-            m_new = tl.maximum(m_c, tl.max(z, 0))
-            e = tl.sum(tl.exp2(z - finite(m_new)[None, :, :]), 0)
+            m_new = tl.maximum(m_c, tl.max(z, 1))
+            e = tl.sum(tl.exp2(z - finite(m_new)[:, None, :]), 1)
             s_c = s_c * tl.exp2(move(m_c, m_new, s_c)) + e
             m_c = m_new
     if COLUMNS is not None:

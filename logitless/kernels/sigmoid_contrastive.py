@@ -107,7 +107,7 @@ def sigmoid_contrastive(
     n, m = x.shape
     if n == 0 or m == 0:
         return bias.new_zeros(n), bias.new_zeros(2) if gradient else None
-    cut = config.contrastive_bwd(n, m, x.element_size())
+    cut = config.sigmoid_contrastive(n, m, x.element_size())
     strips, spans = config.ceil_div(m, cut.block_v), config.ceil_div(n, cut.span)
     losses = bias.new_empty((strips, n))
     sums = bias.new_empty((2, spans, strips)) if gradient else None
