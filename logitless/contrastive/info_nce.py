@@ -161,8 +161,9 @@ class _Contrastive(Node):
     def forward(ctx, a, b, scale, positives, mask, of_a, of_b, how):
         with without_autocast(a.device):
             pairs = Pairs.of(a, b, scale, positives, mask, of_a, of_b, how)
-            losses, rows, columns = _losses(pairs, how)
-        ctx.how, ctx.share = how, None
+            similarities = Similarities(pairs.a, how.ring.largest, how.workspace)
+            losses, rows, columns = _losses(similarities, pairs, how)
+        ctx.how, ctx.share, ctx.backend = how, None, similarities.backend
         if how.reduction != "none":
             losses, ctx.share = _reduced(losses, pairs.ignored, how)
         ctx.save_for_backward(a, b, scale, positives, mask, of_a, of_b, rows, columns)
@@ -175,8 +176,10 @@ class _Contrastive(Node):
         a, b, scale = tensors[:3]
         with torch.no_grad(), without_autocast(a.device):
             pairs = Pairs.of(*tensors, ctx.how)  # pyright: ignore
+            how, backend = ctx.how, ctx.backend
+            similarities = Similarities(pairs.a, how.ring.largest, how.workspace, backend)
             d_a, d_b, d_scale = _gradients(
-                pairs, ctx.how, ctx.share, rows, columns, upstream, ctx.needs_input_grad
+                similarities, pairs, how, ctx.share, rows, columns, upstream, ctx.needs_input_grad
             )
         if d_scale is not None:
             d_scale = d_scale.to(scale.dtype).reshape(scale.shape)
@@ -186,16 +189,16 @@ class _Contrastive(Node):
         return *gradients, None, None, None, None, None
 
 
-def _losses(pairs: Pairs, how: How) -> tuple[Tensor, Tensor, Tensor | None]:
+def _losses(
+    similarities: Similarities, pairs: Pairs, how: How
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the loss of each row, and the normalisers of rows and columns."""
-    ring, similarities = pairs.ring, Similarities(pairs.a, pairs.ring.largest, how.workspace)
-    backend = similarities.backend
+    ring, backend = pairs.ring, similarities.backend
     rows, columns = (_no_logits(len(t), pairs.scale) for t in (pairs.a, pairs.b))
     of_positives = torch.zeros(len(pairs.a), device=pairs.a.device, dtype=similarities.a.dtype)
-    m = len(pairs.b)
-    bad = None
+    bad = None  # rows that are ignored, or whose positive is out of range
     if pairs.positives is not None:
-        bad = (pairs.positives < 0) | (pairs.positives >= m)
+        bad = (pairs.positives < 0) | (pairs.positives >= len(pairs.b))
 
     def visit(owner: int, given: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         b, *labels = given
@@ -212,7 +215,7 @@ def _losses(pairs: Pairs, how: How) -> tuple[Tensor, Tensor, Tensor | None]:
     if how.symmetric:
         other, lse = backend.contrastive_finish(columns[0], of_positives, pairs.scale)
         return (loss + other) / 2, rows, lse
-    if bad is not None:  # ignored rows, and rows whose positive is out of range
+    if bad is not None and pairs.ignored is not None:
         loss, rows = loss.masked_fill(bad, torch.nan), rows.masked_fill(bad, torch.nan)
         loss, rows = (
             loss.masked_fill(pairs.ignored, 0.0), rows.masked_fill(pairs.ignored, torch.inf),
@@ -231,6 +234,7 @@ def _reduced(losses: Tensor, ignored: Tensor | None, how: How) -> tuple[Tensor, 
 
 
 def _gradients(
+    similarities: Similarities,
     pairs: Pairs,
     how: How,
     share: Tensor | None,
@@ -240,7 +244,6 @@ def _gradients(
     needs: Sequence[bool],  # of a, b, scale, and of other arguments
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of a, b and scale."""
-    similarities = Similarities(pairs.a, pairs.ring.largest, how.workspace)
     for_a, for_b, for_scale, *_ = needs
     backend, gradients = similarities.backend, Gradients(similarities, for_a)
     factor, by_row = pairs.scale.new_full((), 0.5 if how.symmetric else 1.0), None

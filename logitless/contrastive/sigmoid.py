@@ -159,7 +159,7 @@ def _pass(
     Without `needs`, no gradients are computed. `upstream` (N,) multiplies the gradient of each row.
     """
     ring, a, b = how.ring, inputs.a, inputs.b
-    similarities = Similarities(a, ring.largest, how.workspace)
+    similarities = Similarities(a, ring.largest, how.workspace)  # either backend has the same units
     backend = similarities.backend
     scale, bias = inputs.number(inputs.scale), inputs.number(inputs.bias)
     gradients = None if needs is None else Gradients(similarities, needs.a)

@@ -37,12 +37,13 @@ class Chunk(NamedTuple):
 class Similarities:
     """The similarities of a with one or several blocks of b."""
 
-    def __init__(self, a: Tensor, most: int, workspace: int | None):
+    def __init__(self, a: Tensor, most: int, workspace: int | None, backend: Any = None):
         """Allocates the memory of a chunk.
 
-        `most` is the largest number of rows of b in a block.
+        `most` is the largest number of rows of b in a block. Backward passes the backend of
+        forward, because the normalisers of the backends have different units.
         """
-        self.backend: Any = backend_of(a)
+        self.backend: Any = backend_of(a) if backend is None else backend
         self.full = PRECISION[a.dtype]
         self.a = self.working(a.detach())
         width = _padded(most) * self.a.element_size()

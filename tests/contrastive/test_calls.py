@@ -10,6 +10,7 @@ import logitless as ll
 from logitless.contrastive import similarities
 from logitless.heads import gradient_sums, products
 from tests.support.contrastive import FUNCTIONS, embeddings
+from tests.support.laws import host_reads_nothing
 from tests.support.refusals import refuses
 
 A, B = torch.zeros(4, 3), torch.zeros(6, 3)
@@ -151,6 +152,31 @@ def test_not_differentiated_twice(name, device):
     (d_a,) = torch.autograd.grad(FUNCTIONS[name][0](a, b), a, create_graph=True)
     with pytest.raises(RuntimeError, match="must not be differentiated twice"):
         d_a.sum().backward()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_backward_after_the_choice_of_a_backend(name, impl, device):
+    """The numbers that forward saves have the units of its backend."""
+    a, b = (t.requires_grad_() for t in embeddings(9, 9, torch.float32, device))
+    want = torch.autograd.grad(FUNCTIONS[name][0](a, b, reduction="none").sum(), (a, b))
+    other = {"eager": "triton", "triton": "eager"}[impl]
+    loss = FUNCTIONS[name][0](a, b, reduction="none").sum()
+    with ll.impl(other):
+        got = torch.autograd.grad(loss, (a, b))
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.usefixtures("nobody_looks")
+def test_the_host_reads_nothing(name, device):
+    a, b = (t.requires_grad_() for t in embeddings(9, 9, torch.float32, device))
+    more = ONE_WAY if name == "contrastive" else {}
+    positives = torch.arange(9, device=device)
+    FUNCTIONS[name][0](a, b, positives=positives, **more).backward()  # compiles the kernels
+    with host_reads_nothing():
+        FUNCTIONS[name][0](a, b, positives=positives, **more).backward()
+        FUNCTIONS[name][0](a, b, scale=torch.ones((), device=device)).backward()
 
 
 GEMMS = {
