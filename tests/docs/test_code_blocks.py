@@ -13,7 +13,11 @@ from tests.support.paths import ROOT
 
 # The number of "py" blocks per page. These blocks are not run, because they need a server, a
 # dataset, Liger or TRL.
-EXCERPTS = {"docs/store.md": 2, "docs/migrating.md": 1, "docs/trainers.md": 1}
+EXCERPTS = {
+    "docs/store.md": 2, "docs/migrating.md": 1, "docs/trainers.md": 1, "docs/recipes/vllm.md": 1,
+}  # fmt: skip
+# Pages that other tests run: tests/trainers/test_recipes.py and tests/gpu/test_recipes.py.
+ELSEWHERE = ("docs/recipes/trl.md", "docs/recipes/liger.md")
 WITH_PYTHON = [page for page in PAGES if python_of(page)]
 COMMAND_LINES = [
     (page, line)
@@ -38,7 +42,7 @@ def test_languages(page):
     assert languages.count("py") <= EXCERPTS.get(page, 0)
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON)
+@pytest.mark.parametrize("page", [page for page in WITH_PYTHON if page not in ELSEWHERE])
 def test_python_runs(page, tmp_path, monkeypatch):
     for package in ("transformers", "peft"):
         if package in "".join(python_of(page)):

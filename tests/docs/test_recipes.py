@@ -35,3 +35,20 @@ def test_the_vocabulary_is_split_over_two_ranks(tmp_path):
     found = re.findall(r"rank (\d) of 2: loss (\S+)", printed_by(tmp_path / "shard.py", ranks=2))
     assert sorted(rank for rank, _ in found) == ["0", "1"]
     assert len({loss for _, loss in found}) == 1
+
+
+def test_fsdp2_and_tensor_parallelism(tmp_path):
+    """Two ranks share the head. With four ranks, FSDP averages the gradients of two halves."""
+    (block,) = python_of("docs/recipes/fsdp2.md")
+    (tmp_path / "sharded.py").write_text(block)
+
+    def losses(ranks: int) -> list[float]:
+        printed = printed_by(tmp_path / "sharded.py", ranks=ranks)
+        found = re.findall(rf"rank (\d) of {ranks}: loss (\S+)", printed)
+        assert len(found) == ranks
+        return [float(loss) for _, loss in sorted(found)]
+
+    (alone,), two, four = losses(1), losses(2), losses(4)
+    assert two == pytest.approx([alone, alone], abs=2e-4)
+    assert four[0] == four[1] != four[2] == four[3]  # each pair of ranks has one half of the data
+    assert (four[0] + four[2]) / 2 == pytest.approx(alone, abs=2e-4)
