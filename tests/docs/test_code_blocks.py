@@ -77,8 +77,8 @@ def test_commands_exist(page, line):
             assert (ROOT / word).exists()
 
 
-def test_extras_of_the_readme_are_those_of_the_package():
+def test_extras_of_the_page_are_those_of_the_package():
     text = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1]
     extras = re.findall(r"^(\w+) = \[", text.split("[project.scripts]")[0], re.MULTILINE)
-    table = (ROOT / "README.md").read_text().split("| extra |")[1].split("\n\n")[0]
+    table = (ROOT / "docs/install.md").read_text().split("| extra |")[1].split("\n\n")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == extras

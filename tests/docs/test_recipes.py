@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.support.forked import printed_by
-from tests.support.pages import PAGES, python_of
+from tests.support.pages import PAGES, python_of, run
 from tests.support.paths import ROOT
 
 RECIPES = [page for page in PAGES if page.startswith("docs/recipes/") and "README" not in page]
@@ -38,17 +38,11 @@ def test_the_vocabulary_is_split_over_two_ranks(tmp_path):
 
 
 def test_fsdp2_and_tensor_parallelism(tmp_path):
-    """Two ranks share the head. With four ranks, FSDP averages the gradients of two halves."""
+    """Two ranks share the head, and FSDP averages the gradients of two halves of the batch."""
     (block,) = python_of("docs/recipes/fsdp2.md")
     (tmp_path / "sharded.py").write_text(block)
-
-    def losses(ranks: int) -> list[float]:
-        printed = printed_by(tmp_path / "sharded.py", ranks=ranks)
-        found = re.findall(rf"rank (\d) of {ranks}: loss (\S+)", printed)
-        assert len(found) == ranks
-        return [float(loss) for _, loss in sorted(found)]
-
-    (alone,), two, four = losses(1), losses(2), losses(4)
-    assert two == pytest.approx([alone, alone], abs=2e-4)
-    assert four[0] == four[1] != four[2] == four[3]  # each pair of ranks has one half of the data
-    assert (four[0] + four[2]) / 2 == pytest.approx(alone, abs=2e-4)
+    ((_, names),) = run("docs/recipes/fsdp2.md")
+    printed = printed_by(tmp_path / "sharded.py", ranks=4)
+    found = [float(loss) for _, loss in sorted(re.findall(r"rank (\d) of 4: loss (\S+)", printed))]
+    assert found[0] == found[1] != found[2] == found[3]  # each pair of ranks has its own half
+    assert (found[0] + found[2]) / 2 == pytest.approx(names["losses"][-1], abs=2e-4)
