@@ -13,6 +13,9 @@ from logitless.cli.demo import report, story
 
 ROOT = Path(__file__).resolve().parents[1]
 STEP = ROOT / "benchmarks/results/h200/training-step-566b4e0.md"
+# The report of `python benchmarks/training_step.py --lengths ...`. Before this file exists, the
+# picture of lengths shows the single sequences of STEP.
+LENGTHS = ROOT / "benchmarks/results/h200/training-step-lengths.md"
 DEMO = ROOT / "benchmarks/results/demo-cpu.md"
 LONGEST = "1 × 65,536"  # batch × length of the training step that README shows
 VARIANTS = {  # names in the report, and names in README
@@ -45,6 +48,71 @@ def training_step() -> list[Step]:
     head, *rows = tables_of(STEP)[0]
     (cells,) = (dict(zip(head, row, strict=True)) for row in rows if row[0] == LONGEST)
     return [Step(name, *cells[variant].split(" · ")) for variant, name in VARIANTS.items()]
+
+
+class Length(NamedTuple):
+    """The peak memory beyond the weights of a training step of one sequence, in GiB."""
+
+    tokens: int
+    plain: float | None  # None if the step ran out of memory
+    fused: float | None
+
+
+def lengths(report: Path | None = None) -> list[Length]:
+    """The peak memory for each length of a single sequence, shortest first."""
+    if report is None:
+        report = LENGTHS if LENGTHS.exists() else STEP
+    head, *rows = tables_of(report)[0]
+    found = []
+    for row in rows:
+        cells = dict(zip(head, row, strict=True))
+        batch, length = cells["batch × length"].replace(",", "").split(" × ")
+        both = cells["Transformers as it is"], cells["ll.fuse(model)"]
+        if batch == "1" and "no time left" not in both:
+            found.append(Length(int(length), *map(gib_of, both)))
+    return sorted(found)
+
+
+def gib_of(cell: str) -> float | None:
+    """The GiB of a cell "tokens per second · GiB". None if the step ran out of memory."""
+    if cell == "out of memory":
+        return None
+    return float(cell.split(" · ")[1])
+
+
+def draw_lengths(path: Path, report: Path | None = None) -> None:
+    """Draws the peak memory of the training step against the length of the sequence."""
+    from matplotlib.figure import Figure
+
+    steps = lengths(report)
+    most = max(y for s in steps for y in (s.plain, s.fused) if y is not None)
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for name, field, color in (
+        ("Transformers without changes", "plain", GREY),
+        ("with ll.fuse(model)", "fused", RED),
+    ):
+        points = [(s.tokens, getattr(s, field)) for s in steps]
+        there = [(x, y) for x, y in points if y is not None]
+        axes.plot(*zip(*there, strict=True), "o-", color=color, linewidth=2, label=name)
+        for x, y in points:
+            if 4 * x < steps[-1].tokens:  # labels of short sequences would overlap
+                continue
+            text = "out of memory" if y is None else f"{y:,.1f}"
+            at = (x, 1.1 * most if y is None else y)
+            axes.annotate(text, at, (0, 7), textcoords="offset points", ha="center", color=color)
+    axes.set(
+        xlabel="tokens in the sequence", ylabel="GiB beyond the weights",
+        xlim=(0, 1.08 * steps[-1].tokens), ylim=(0, 1.25 * most),
+    )  # fmt: skip
+    axes.set_xticks([s.tokens for s in steps if 4 * s.tokens >= steps[-1].tokens])
+    axes.legend(frameon=False, loc="upper left")
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(
+        "Peak memory of a training step: 1B-class Llama, vocabulary 128,256, one H200", fontsize=10
+    )
+    figure.savefig(path, dpi=150)
 
 
 def draw_training_step(path: Path) -> None:
@@ -91,5 +159,6 @@ def draw_demo(path: Path) -> None:
 
 
 def draw() -> None:
+    draw_lengths(ROOT / "docs/memory-by-length.png")
     draw_training_step(ROOT / "docs/training-step.png")
     draw_demo(ROOT / "docs/demo.png")

@@ -138,7 +138,7 @@ def in_liger_memory(run: Run, shape: str) -> tuple[Result, Result | None]:
 
 
 def summary(logits: Run, heads: Run) -> str:
-    """README's table of all contenders with their defaults, and of logitless in Liger's memory."""
+    """The table of all contenders with their defaults, and of logitless in Liger's memory."""
     rows, notes, untried, equal = [], [], [], f"{OURS} in Liger's memory"
     for shape in (LARGE, UNALIGNED):
         at = PLAIN_LOGITS | {"shape": shape, "dtype": "bf16"}
@@ -264,7 +264,7 @@ def targets(*runs: Run) -> str:
 
 
 def training_step() -> str:
-    """The table at the top of README."""
+    """The table of README."""
     rows = [
         {
             "model": s.name,

@@ -15,6 +15,7 @@ from tests.support.pages import PAGES, run
 from tests.support.paths import ROOT
 
 README = (ROOT / "README.md").read_text()
+PERFORMANCE = (ROOT / "docs/performance.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,33 @@ def test_each_block_shows_a_backward(page, tmp_path, monkeypatch):
             leaf.grad = None
 
 
+def test_the_readme_is_short():
+    assert README.count("\n") <= 100
+    assert len(re.findall(r"^!\[", README, re.MULTILINE)) == 1
+    assert len(re.findall(r"^\|[ -]+\|", README, re.MULTILINE)) == 2  # what to call, and numbers
+
+
+def test_the_picture_shows_what_was_measured(tables, tmp_path):
+    """From a report with all kinds of cells, and from the committed report."""
+    pictures = tables.pictures
+    report = tmp_path / "report.md"
+    report.write_text(
+        "| batch × length | Transformers as it is | ll.fuse(model) |\n| --- | --- | --- |\n"
+        "| 1 × 131,072 | out of memory | 9,000 · 26.4 |\n"
+        "| 4 × 4,096 | 1 · 2.0 | 3 · 4.0 |\n"
+        "| 1 × 4,096 | 40,207 · 6.7 | 41,964 · 2.5 |\n"
+        "| 1 × 262,144 | no time left | no time left |\n"
+    )
+    assert pictures.lengths(report) == [(4096, 6.7, 2.5), (131072, None, 26.4)]
+    committed = {step.tokens: step for step in pictures.lengths()}
+    plain, fused, *_ = pictures.training_step()
+    assert plain.gib == f"{committed[65536].plain:.1f}"
+    assert fused.gib == f"{committed[65536].fused:.1f}"
+    pytest.importorskip("matplotlib", reason="needs matplotlib: requirements/tests.txt")
+    pictures.draw_lengths(tmp_path / "drawn.png", report)
+    assert (tmp_path / "drawn.png").stat().st_size > 10_000
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_its_links_lead_somewhere(page):
     path = ROOT / page
@@ -71,25 +99,25 @@ def test_its_tables_are_the_committed_results(page, tables):
 
 
 def test_a_table_says_what_was_measured(tables):
-    """One cell of README, from the result by hand; and a table's lines are all of one run."""
+    """One cell, from the result by hand; and a table's lines are all of one run."""
     run = tables.newest("logits")
     wanted = {"contender": "logitless", "op": "cross_entropy", "variant": "plain"}
     wanted |= {"mode": "forward + backward", "shape": "8192×128256", "dtype": "bf16"}
     stored = json.loads(run.path.read_text())["rows"]
     rows = [row for row in stored if wanted.items() <= row.items()]
-    line = re.search(r"^\| logits 8,192 × 128,256 \|.*$", README, re.MULTILINE)
+    line = re.search(r"^\| logits 8,192 × 128,256 \|.*$", PERFORMANCE, re.MULTILINE)
     assert line is not None
     assert f"| {rows[0]['ms']:.2f} ({rows[0]['extra_mib']:,.0f}) |" in line[0]
-    assert f"commit {run.document['commit']}" in README
+    assert f"commit {run.document['commit']}" in PERFORMANCE
     used = re.findall(r"<!-- table ([\w-]+) -->", "".join((ROOT / p).read_text() for p in PAGES))
-    assert sorted(used) == sorted(tables.TABLES)
+    assert {*used} == {*tables.TABLES}
 
 
 def test_where_liger_is_faster_is_said(tables):
     run = tables.newest("heads")
     for shape in run.shapes(**tables.PLAIN_HEAD, contender="liger"):
         liger, ours = tables.in_liger_memory(run, shape)
-        said = f"Liger is faster at {tables.sizes(shape)}." in README
+        said = f"Liger is faster at {tables.sizes(shape)}." in PERFORMANCE
         assert said == (ours is not None and liger.ms < ours.ms), shape
 
 

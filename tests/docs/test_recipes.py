@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.support.forked import printed_by
-from tests.support.pages import PAGES, python_of
+from tests.support.pages import PAGES, python_of, run
 from tests.support.paths import ROOT
 
 RECIPES = [page for page in PAGES if page.startswith("docs/recipes/") and "README" not in page]
@@ -35,3 +35,14 @@ def test_the_vocabulary_is_split_over_two_ranks(tmp_path):
     found = re.findall(r"rank (\d) of 2: loss (\S+)", printed_by(tmp_path / "shard.py", ranks=2))
     assert sorted(rank for rank, _ in found) == ["0", "1"]
     assert len({loss for _, loss in found}) == 1
+
+
+def test_fsdp2_and_tensor_parallelism(tmp_path):
+    """Two ranks share the head, and FSDP averages the gradients of two halves of the batch."""
+    (block,) = python_of("docs/recipes/fsdp2.md")
+    (tmp_path / "sharded.py").write_text(block)
+    ((_, names),) = run("docs/recipes/fsdp2.md")
+    printed = printed_by(tmp_path / "sharded.py", ranks=4)
+    found = [float(loss) for _, loss in sorted(re.findall(r"rank (\d) of 4: loss (\S+)", printed))]
+    assert found[0] == found[1] != found[2] == found[3]  # each pair of ranks has its own half
+    assert (found[0] + found[2]) / 2 == pytest.approx(names["losses"][-1], abs=2e-4)

