@@ -25,8 +25,8 @@ def pyarrow() -> tuple[Any, Any]:
 
 
 def no_parquet(folder: Path) -> None:
-    if found := sorted(folder.glob("*.parquet")):
-        refuse(folder, "have no parquet files before the export", found[0].name)
+    for path in sorted(folder.glob("*.parquet")):
+        refuse(folder, "have no parquet files before the export", path.name)
 
 
 def some_files(files: Any) -> None:
