@@ -1,12 +1,14 @@
 """`logitless teacher`: captures a teacher's top-k distributions into a store.
 
-    capture    runs a Transformers model over documents
-    import     reads the output of vLLM or SGLang
-    verify     checks a store
-    info       describes a store
-    index      writes the files that readers of a remote store need
-    merge      joins several stores into one
-    size       computes how large a store will be
+    capture       runs a Transformers model over documents
+    import        reads the output of vLLM or SGLang
+    verify        checks a store
+    info          describes a store
+    index         writes the files that readers of a remote store need
+    merge         joins several stores into one
+    to-parquet    writes a store as parquet files, for dataset viewers
+    from-parquet  reads these files into a store
+    size          computes how large a store will be
 
 Under torchrun, every rank captures a part of the documents. Running the same command again resumes
 a capture that was stopped.
@@ -107,6 +109,14 @@ def add_parser(subparsers) -> None:
         help="approximate file size; default: 256 MiB",
     )
 
+    to_parquet = commands.add_parser("to-parquet", help="write a store as parquet files")
+    to_parquet.add_argument("store", type=_store, help=STORE)
+    to_parquet.add_argument("out", type=Path, help="folder of the parquet files")
+
+    from_parquet = commands.add_parser("from-parquet", help="read files of `to-parquet`")
+    from_parquet.add_argument("out", type=Path, help="folder of the store")
+    from_parquet.add_argument("files", type=Path, nargs="+", help="parquet files")
+
     size = commands.add_parser("size", help="how large a store will be")
     add = size.add_argument
     add("--tokens", type=_tokens, required=True, help="number of tokens, such as 1e9")
@@ -167,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
     require("teacher", "rich")
     try:
         return ACTIONS[args.action](args) or 0
-    except (TypeError, ValueError, OSError) as error:
+    except (TypeError, ValueError, OSError, ModuleNotFoundError) as error:
         print(error, file=sys.stderr)
         return 1
 
@@ -325,9 +335,25 @@ def merge(args: argparse.Namespace) -> None:
     print(f"{documents} documents in {args.out}")
 
 
+def to_parquet(args: argparse.Namespace) -> None:
+    from logitless import store
+
+    opened = store.Store(args.store)
+    with bar("to-parquet", opened.tokens) as advance:
+        documents = store.to_parquet(opened, args.out, progress=lambda n: advance(n, tokens=n))
+    print(f"{documents} documents in {args.out}")
+
+
+def from_parquet(args: argparse.Namespace) -> None:
+    from logitless.store import from_parquet
+
+    _data.are_files(args.files)
+    print(f"{from_parquet(args.files, args.out)} documents in {args.out}")
+
+
 ACTIONS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "capture": capture, "import": import_, "verify": verify, "info": info, "index": index,
-    "merge": merge, "size": size,
+    "merge": merge, "to-parquet": to_parquet, "from-parquet": from_parquet, "size": size,
 }  # fmt: skip
 
 

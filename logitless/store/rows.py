@@ -160,6 +160,28 @@ def recoded(table: Table, header: Header) -> Table:
     return encoded(decoding.targets(), header)
 
 
+def reencoded(targets: SparseTargets, header: Header, step: Tensor | None) -> Table:
+    """Encodes targets that were decoded from a store, without rounding them again.
+
+    `step` is the column `step` of the rows, or None with values="f16". Decoding the result returns
+    the same targets.
+    """
+    ids, logprobs, valid = _ordered(targets, header.k, sorted_=True)
+    top, logprobs = logprobs[:, 0], logprobs.masked_fill(~valid, -torch.inf)
+    below = torch.where(logprobs == -torch.inf, 0.0, top[:, None] - logprobs)
+    zero = valid & (logprobs == -torch.inf)
+    if step is None:
+        table, _ = _in_halves(below, logprobs, zero, valid)
+    else:
+        codes, _ = _codes(below, _unit(step[:, None]))
+        codes = codes.masked_fill_(zero, ZERO).masked_fill_(~valid, EMPTY).to(torch.uint8)
+        table = {"codes": codes[:, 1:].contiguous(), "step": step}
+    table["top"] = torch.where(valid[:, 0], top, torch.nan)
+    table["tail"] = torch.where(valid[:, 0], targets.tail.float(), 0.0)
+    packed = pack(torch.where(valid, ids, 0), header.bits)
+    return table | {f"ids.{width}": field for width, field in packed.items()}
+
+
 class Decoding:
     """Decodes rows into targets part by part. Each call of `add` decodes one part.
 
