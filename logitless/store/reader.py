@@ -22,7 +22,7 @@ from .folder import header_of
 from .format import Header
 from .index import Hashes
 from .lookup import Index, Match
-from .rows import Decoding, Pieces, empty_pieces, table_of
+from .rows import Pieces, decoding_of, empty_pieces, table_of
 from .shard import Shard, shards_of
 from .verify import Report, verify
 
@@ -238,7 +238,7 @@ class Store:
 
     def _decoded(self, spans: list["Span"]) -> SparseTargets:
         """Returns the targets of all rows of the spans. Rows are read and decoded in portions."""
-        decoding = Decoding(sum(n for _, _, n in spans), self.info)
+        decoding = decoding_of(sum(n for _, _, n in spans), self.info)
         for portion in _portions(spans, max(1, SLOTS // self.info.k)):
             decoding.add(table_of(self._pieces(portion), self.info))
         return decoding.targets()
