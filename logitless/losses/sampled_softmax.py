@@ -19,9 +19,9 @@ from ..core import call, target_checks, tensor_checks
 from ..core.autograd import Node, refuse_second
 from ..core.choose_backend import backend_of
 from ..core.evaluate import evaluate
+from ..heads.gemms import autocasts, cast_by_autocast, without_autocast
 from ..heads.head import Head
 from ..heads.linear import HeadLogits
-from ..heads.products import autocasts, cast_by_autocast, without_autocast
 from . import checks
 from .cross_entropy import cross_entropy
 from .row_loss import Formula

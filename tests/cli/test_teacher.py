@@ -250,6 +250,11 @@ def test_size(tmp_path, capsys):
     assert "| 64 | 218.5 | 218 GB |" in capsys.readouterr().out
     assert cli.main(["teacher", "size", "--tokens", "1e9", "--vocab", "32000"]) == 0
     assert capsys.readouterr().out.count("GB") == 5
+    of_sample = ["teacher", "size", "--tokens", "1e9", "--vocab", "151936", "--sample", "50"]
+    assert cli.main(of_sample) == 0
+    assert "| 50 | 43.0 | 43 GB |" in capsys.readouterr().out
+    assert cli.main([*of_sample, "--distinct", "12"]) == 0
+    assert "| 50 | 36.3 | 36.3 GB |" in capsys.readouterr().out
     for k, values in ((8, "u8"), (5, "f16")):
         path = tmp_path / values
         store = stores.write(path, documents(9000, k=k), k=k, values=values)
