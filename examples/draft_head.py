@@ -4,9 +4,10 @@
 
 The script needs neither a network nor a GPU. A target model is trained on the source code of
 Python's standard library, as in `logitless demo`, and is then frozen. The draft head predicts three
-tokens ahead, one after the other, as EAGLE does: from the target's hidden state at one position and
-the embedding of the next token, the draft head computes a hidden state for the next position, and
-continues from this hidden state. The draft head predicts only the 512 most frequent of the 4,096
+tokens ahead, one after the other, as EAGLE does. In the first step, the draft head reads the
+target's hidden state at one position and the embedding of the next token. From both, the draft head
+computes a hidden state for the next position. In the next step, the draft head reads its own hidden
+state instead of the target's. The draft head predicts only the 512 most frequent of the 4,096
 tokens. So its logits are the product of its hidden state and 512 rows of the target's head.
 
 The loss of each step is the total variation distance from the target plus a cross-entropy. The

@@ -336,8 +336,9 @@ class Pair(NamedTuple):
     # also be a `Shard`. parallel/shard.py replaces the `Shard` by the teacher's columns on this
     # rank.
     teacher: Any
-    kind: str  # "forward", "reverse", "jsd", "tvd" or "soft"
-    blend: float  # β for "jsd", the label smoothing for "soft"
+    # "forward", "reverse", "skewed_forward", "skewed_reverse", "jsd", "tvd" or "soft"
+    kind: str
+    blend: float  # α for the skewed kinds, β for "jsd", the label smoothing for "soft"
 
     TENSORS = (("teacher", TEACHER),)
 
@@ -353,7 +354,7 @@ PAIR_STATE = 5
 # the columns of a row are divided into parts, the second pass computes PAIR_SUMS[kind] sums for
 # each part. The first sum is the loss of the part's columns. The other sums are written to the last
 # columns of the state (see eager/pair.py).
-PAIR_SUMS = {"jsd": 2, "tvd": 3}
+PAIR_SUMS = {"jsd": 2, "skewed_forward": 2, "skewed_reverse": 2, "tvd": 3}
 
 # The dtype of statistics and losses for each dtype of logits.
 PRECISION = {

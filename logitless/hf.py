@@ -26,7 +26,7 @@ from .losses.capture import capture_topk
 from .losses.cross_entropy import cross_entropy
 from .on_policy import check_model, checked_config, draws_on_policy, seed_of
 from .on_policy import sample as sample
-from .store import checks, file_checks
+from .store import file_checks, training_checks
 from .store.capture import lazy_head
 from .store.reader import Store
 from .store.tokenizer import tokenizer_hash
@@ -86,8 +86,8 @@ class DistillTrainer(Trainer):
         eval_teacher: bool = True,
         **kwargs: Any,
     ):
-        checks.one_teacher(store, teacher)
-        checks.live_teacher(store, support, on_policy, generation_config)
+        training_checks.one_teacher(store, teacher)
+        training_checks.live_teacher(store, support, on_policy, generation_config)
         self.loss_options = {
             "ce_weight": ce_weight, "kd_weight": kd_weight, "temperature": temperature,
             "beta": beta,
@@ -96,15 +96,15 @@ class DistillTrainer(Trainer):
         self.loss_options |= {"t_squared": t_squared, "divergence": divergence}
         self.whole = support == "whole"
         if self.whole:
-            checks.divergences(divergence)
+            training_checks.divergences(divergence)
         else:
-            checks.sparse_options(divergence, support)
+            training_checks.sparse_options(divergence, support)
             self.loss_options["support"] = support
         self.on_policy = on_policy
         self.generation_config = checked_config(generation_config) if on_policy else None
         self.teacher, self.k, self.eval_teacher = teacher, k, eval_teacher
-        checks.own_loss(kwargs.pop("compute_loss_func", None))
-        checks.trainer_arguments(kwargs.get("args", args[1] if len(args) > 1 else None))
+        training_checks.own_loss(kwargs.pop("compute_loss_func", None))
+        training_checks.trainer_arguments(kwargs.get("args", args[1] if len(args) > 1 else None))
         super().__init__(*args, compute_loss_func=self._loss, **kwargs)
         self._fuse_student()
         self.store = None if store is None else self._opened(store, temperature)
@@ -113,7 +113,7 @@ class DistillTrainer(Trainer):
         if teacher is not None:
             teacher.to(self.args.device).eval().requires_grad_(False)
         if self.whole:
-            checks.whole_vocabulary(_vocabulary_of(self.model), _vocabulary_of(teacher))
+            training_checks.whole_vocabulary(_vocabulary_of(self.model), _vocabulary_of(teacher))
             if not any(guards_of(teacher)):
                 fuse(teacher)
         if on_policy:
@@ -196,7 +196,7 @@ class DistillTrainer(Trainer):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any):
         inputs = dict(inputs)
-        checks.batch_of_trainer(inputs)
+        training_checks.batch_of_trainer(inputs)
         self._is_sampled = inputs.pop("on_policy", False)
         targets = inputs.pop("targets", None)
         if model.training or self.eval_teacher:

@@ -224,11 +224,16 @@ class KLDivLoss(_PairLoss):
 
     @_call.named(_LogitsModule)
     def __init__(
-        self, *, direction: str, t_squared: bool = False, reduction: str = "mean", **reading
+        self,
+        *,
+        direction: str,
+        skew: float = 0.0,
+        t_squared: bool = False,
+        reduction: str = "mean",
+        **reading,
     ):
-        super().__init__(
-            {"direction": direction, "t_squared": t_squared, "reduction": reduction}, reading
-        )
+        options = {"direction": direction, "skew": skew, "t_squared": t_squared}
+        super().__init__({**options, "reduction": reduction}, reading)
 
 
 class JSDLoss(_PairLoss):

@@ -55,6 +55,13 @@ def fraction(name: str, value: Any) -> None:
     between(name, value, 0, 1)
 
 
+def skew(value: Any) -> None:
+    """Checks α of the skewed KL. With α = 1, the divergence would be 0 for every student."""
+    _number("skew", value)
+    if not 0 <= value < 1:
+        raise ValueError(f"skew must be in [0, 1), got {value}.")
+
+
 def factor(name: str, value: Any) -> None:
     """Checks `ce_weight` or `kd_weight`, each of which multiplies one term of a loss."""
     between(name, value, -MOST, MOST)
@@ -97,6 +104,7 @@ RULES: dict[str, Callable[[Any], Any]] = {
     "temperature": lambda value: isinstance(value, Tensor) or temperature(value),
     "softcap": softcap,
     "z_loss": z_loss,
+    "skew": skew,
     "ignore_index": ignore_index,
     "workspace": workspace,
     "logits_dtype": logits_dtype,

@@ -10,9 +10,10 @@ max of the logits, or 0 if the max is infinite. In this file, the exponents d ar
 (logit - shift) / temperature, and the normaliser is Σ e^d. The mean is an expectation under the
 student's probabilities q. For reverse KL, the mean is Σ q (d_q - d_p), where d_q are the student's
 exponents, and d_p are the teacher's exponents. For JSD, the mean is Σ q log(q / M), where M is the
-mixture of student and teacher. For total variation (TVD), the mean is replaced by a ratio of two
-masses of the student (see `ratio`). For the other losses, the mean is 0. The Triton kernels save
-the mean in other units (kernels/pair_state.py).
+mixture of student and teacher. For a skewed KL, the mean is Σ q g, with the g of `_skewed`. For
+total variation (TVD), the mean is replaced by a ratio of two masses of the student (see `ratio`).
+For the other losses, the mean is 0. The Triton kernels save the mean in other units
+(kernels/pair_state.py).
 
 A partial state covers only some columns of a row. A partial state holds the max instead of the
 shift. Instead of the mean, a partial state holds a sum c, in nats, which kernels/pair_fwd.py
@@ -36,10 +37,10 @@ from .rows import (
     written_to,
 )
 
-# The default chunk size is divided by the number that _DIVISORS gives for the kind of loss. JSD and
-# TVD need smaller chunks, because they keep more tensors of a chunk's size in memory: JSD keeps
-# about twenty such tensors, TVD about ten, and the other losses six.
-_DIVISORS = {"jsd": 8, "tvd": 2}
+# The default chunk size is divided by the number that _DIVISORS gives for the kind of loss. JSD, a
+# skewed KL and TVD need smaller chunks, because they keep more tensors of a chunk's size in memory:
+# JSD and a skewed KL keep about twenty such tensors, TVD about ten, and the other losses six.
+_DIVISORS = {"jsd": 8, "skewed_forward": 8, "skewed_reverse": 8, "tvd": 2}
 
 
 def _expected(e: Tensor, h: Tensor) -> Tensor:
@@ -84,6 +85,32 @@ def _mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor,
     log_mu = mu.log()
     q = torch.where(more, big, big * share)
     return -big * (w * share * a + mu * log_mu), q, torch.where(more, 0.0, -a) - log_mu
+
+
+def _skewed(log_q: Tensor, log_p: Tensor, skew: float, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the term of a skewed KL, the probability q, and the derivative g of each column.
+
+    For forward KL, the divergence is Σ p log(p / M) with M = αp + (1-α)q. For reverse KL, the
+    divergence is Σ q log(q / M) with M = αq + (1-α)p. The divergence of a distribution r from M is
+    computed as Σ (r log(r / M) + M - r), because each of these terms is at least 0. The results are
+    finite for any logits, as in `_mixture`. g is the derivative of the divergence by q, up to a
+    constant, and is 0 for p = q.
+    """
+    forward = kind == "skewed_forward"
+    log_own, log_other = (log_p, log_q) if forward else (log_q, log_p)
+    gap = log_other - log_own
+    more = gap > 0
+    a = gap.abs().nan_to_num(nan=1e4).clamp_max(1e4)
+    share = (-a).exp()
+    big = torch.fmax(log_q, log_p).exp()
+    b = torch.full((), max(skew, 1e-30), dtype=gap.dtype, device=gap.device)
+    log_mu = (share + torch.where(more, 1 - b, b) * (1 - share)).log()
+    own, other = (torch.where(m, big * share, big) for m in (more, ~more))
+    log_own_m, log_other_m = (torch.where(m, -a, 0.0) - log_mu for m in (more, ~more))
+    terms = own * log_own_m + (1 - b) * (other - own)
+    if forward:
+        return terms, other, -(1 - b) * log_own_m.expm1()
+    return terms, own, log_own_m + (1 - b) * log_other_m.expm1()
 
 
 def _probabilities(d: Tensor, s: Tensor) -> Tensor:
@@ -204,6 +231,11 @@ def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
         # row are -inf, log_p is inf. If log_q or log_p is inf, the term 0 · inf makes the loss NaN.
         value = _positive(terms.sum(1, keepdim=True) + 0.0 * (log_q + log_p))
         state[:, 4:] = (q * log_q_m).sum(1, keepdim=True)
+    elif pair.kind.startswith("skewed"):
+        log_q, log_p = _log(state[:, 1:2]), _log(state[:, 3:4])
+        terms, q, g = _skewed(d_q - log_q, d_p - log_p, pair.blend, pair.kind)
+        value = _positive(terms.sum(1, keepdim=True) + 0.0 * (log_q + log_p))
+        state[:, 4:] = (q * g).sum(1, keepdim=True)
     elif pair.kind == "tvd":
         s_q, s_p = state[:, 1:2], state[:, 3:4]
         q = _probabilities(d_q, s_q)
@@ -226,7 +258,7 @@ def pair_join(sums: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     most 1. A larger value is a rounding error, and is set to 1. NaN stays NaN.
     """
     value, *masses = sums.split(1, 1)
-    if kind == "jsd":
+    if kind != "tvd":
         return value, masses[0]
     return torch.where(value > 1, 1.0, value), ratio(*masses)
 
@@ -234,10 +266,10 @@ def pair_join(sums: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
 
-    For "jsd" and "tvd", the returned loss and the mean in the returned state are 0, because loss
-    and mean need another pass over the logits. The argument inv_t (N, 1) is 1 / temperature. This
-    function does not use inv_t. The function pair_finish in kernels/ uses inv_t to convert the mean
-    from nats to the unit of the logits y.
+    For the kinds in PAIR_SUMS, the returned loss and the mean in the returned state are 0, because
+    loss and mean need another pass over the logits. The argument inv_t (N, 1) is 1 / temperature.
+    This function does not use inv_t. The function pair_finish in kernels/ uses inv_t to convert the
+    mean from nats to the unit of the logits y.
     """
     m_q, s_q, m_p, s_p, c = partial.split(1, 1)
     shift_q, shift_p = (torch.where(m.isinf(), 0.0, m) for m in (m_q, m_p))
@@ -306,7 +338,7 @@ def pair_gradient(
         gain = gain / alive
     elif pair.kind == "jsd":
         gain = gain * (1 - pair.blend) + 0.0 * (log_q + log_p)
-    elif pair.kind == "tvd":
+    elif pair.kind in PAIR_SUMS:
         gain = gain + 0.0 * (log_q + log_p)
     else:
         mean = s_p / alive
@@ -335,8 +367,12 @@ def pair_gradient(
                 slopes = torch.where(gap < 0, -above, (below - above) / 2)
                 dz = q * torch.where(gap > 0, below, slopes)
             else:
-                _, q, log_q_m = _mixture(d_q - log_q[rows], d_p - log_p[rows], pair.blend)
-                dz = q * (log_q_m - mean[rows])
+                logs = d_q - log_q[rows], d_p - log_p[rows]
+                if pair.kind == "jsd":
+                    _, q, g = _mixture(*logs, pair.blend)
+                else:
+                    _, q, g = _skewed(*logs, pair.blend, pair.kind)
+                dz = q * (g - mean[rows])
         dz *= gain[rows]
         dx[rows] = (dz if slope is None else dz.mul_(slope)).to(dx.dtype)
     fill_ignored(dx, live, before=False)

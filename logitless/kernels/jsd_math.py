@@ -1,14 +1,14 @@
-"""The terms of the Jensen-Shannon divergence (JSD) for each column.
+"""The terms of the Jensen-Shannon divergence (JSD) and of the skewed KL for each column.
 
 The JSD compares the teacher's probabilities p and the student's probabilities q with the mixture
-M = βp + (1-β)q.
+M = βp + (1-β)q. The skewed KL compares one of p and q with a mixture (`skewed`).
 """
 
 import triton
 import triton.language as tl
 from triton.language.target_info import is_cuda
 
-from .numerics import INF
+from .numerics import INF, LN2
 
 
 @triton.jit
@@ -57,6 +57,25 @@ def mixture(log_q, log_p, beta, IN: tl.constexpr):
     q, log_q_m = tl.where(more, large, small), tl.where(more, 0.0, fall) - log_mu
     p, log_p_m = tl.where(more, small, large), tl.where(more, fall, 0.0) - log_mu
     return q, log_q_m, p, log_p_m
+
+
+@triton.jit
+def skewed(log_q, log_p, alpha, IN: tl.constexpr, FORWARD: tl.constexpr):
+    """Returns q, the derivative g, and the term of a skewed KL for each column, in nats.
+
+    Forward KL is Σ p log(p / M) with M = αp + (1-α)q. Reverse KL is Σ q log(q / M) with
+    M = αq + (1-α)p. The divergence of a distribution r from M is Σ (r log(r / M) + M - r), and each
+    of these terms is at least 0. So the sum over some columns of a row is at least 0 too. g is the
+    derivative of the divergence by q, up to a constant, and is 0 for p = q.
+    """
+    if FORWARD:
+        q, _, p, log_p_m = mixture(log_q, log_p, alpha, IN)
+        g = (alpha - 1.0) * (tl.exp2(log_p_m) - 1.0)
+        return q, g, p * log_p_m * LN2 + (1.0 - alpha) * (q - p)
+    else:
+        p, log_p_m, q, log_q_m = mixture(log_p, log_q, alpha, IN)
+        g = log_q_m * LN2 + (1.0 - alpha) * (tl.exp2(log_p_m) - 1.0)
+        return q, g, q * log_q_m * LN2 + (1.0 - alpha) * (p - q)
 
 
 def safe_beta(beta: float) -> float:

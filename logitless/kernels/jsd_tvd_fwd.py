@@ -1,6 +1,7 @@
-"""Computes the Jensen-Shannon divergence (JSD) or the total variation (TVD) in two passes.
+"""Computes the Jensen-Shannon divergence (JSD), a skewed KL, or the total variation (TVD).
 
     JSD = β Σ p log(p/M) + (1-β) Σ q log(q/M), with teacher p, student q and M = βp + (1-β)q
+    skewed KL = Σ p log(p/(αp + (1-α)q)), or Σ q log(q/(αq + (1-α)p))
     TVD = ½ Σ |p - q|
 
 Each term of the sums needs the normalisers of the student's row and of the teacher's row. Therefore
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ..contract import PAIR_SUMS, Pair, Reading
 from . import config
-from .jsd_math import bits, mixture, safe_beta
+from .jsd_math import bits, mixture, safe_beta, skewed
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, split_row
 from .numerics import LN2, LOG2E, finite, inverse_temperature, load
@@ -59,11 +60,14 @@ class Norms(NamedTuple):
 
 
 class Second(NamedTuple):
-    """The state of the second pass of JSD: the normalisers, and two sums per column of a block."""
+    """The state of the second pass: the normalisers, and two sums per column of a block.
+
+    The sums are in bits for JSD, and in nats for a skewed KL.
+    """
 
     norms: tl.tensor
-    of_q: tl.tensor  # Σ q log2(q / M)
-    of_p: tl.tensor  # Σ p log2(p / M)
+    of_q: tl.tensor  # Σ q log2(q / M) for JSD; Σ q g for a skewed KL (see jsd_math.py)
+    of_p: tl.tensor  # Σ p log2(p / M) for JSD; the divergence for a skewed KL
 
 
 class Apart(NamedTuple):
@@ -101,6 +105,26 @@ def _fold_second(state, both, start, offs, mask):
 
 
 @triton.jit
+def _fold_skewed(state, both, start, offs, mask, FORWARD: tl.constexpr):
+    """Adds one block to the two sums of a skewed KL (second pass)."""
+    norms = state.norms
+    log_q = (student(both, start + offs, mask) - norms.shift_q) * both.rate - norms.log_q
+    log_p = (teacher(both, start + offs, mask) - norms.shift_p) * both.rate - norms.log_p
+    q, g, term = skewed(log_q, log_p, both.blend, both.X.dtype.element_ty, FORWARD)
+    return Second(norms, state.of_q + q * g, state.of_p + term)
+
+
+@triton.jit
+def _fold_skewed_forward(state, both, start, offs, mask):
+    return _fold_skewed(state, both, start, offs, mask, True)
+
+
+@triton.jit
+def _fold_skewed_reverse(state, both, start, offs, mask):
+    return _fold_skewed(state, both, start, offs, mask, False)
+
+
+@triton.jit
 def _fold_apart(state, both, start, offs, mask):
     """Adds one block to the three sums of the TVD (second pass)."""
     shift_q, shift_p, scale = state.shift_q, state.shift_p, state.scale
@@ -118,14 +142,18 @@ def _second_sweep(
 ):  # fmt: skip
     """Returns three sums over the columns [lo, hi).
 
-    For JSD, the sums are the student's Σ q log2(q / M), the teacher's Σ p log2(p / M), and 0. For
-    TVD, the sums are Σ |p - q|, and the student's masses above and below the teacher. All sums of
-    TVD are multiplied by s_q.
+    For JSD, the sums are the student's Σ q log2(q / M), the teacher's Σ p log2(p / M), and 0. For a
+    skewed KL, the sums are Σ q g, the divergence, and 0. For TVD, the sums are Σ |p - q|, and the
+    student's masses above and below the teacher. All sums of TVD are multiplied by s_q.
     """
     zero = tl.zeros((BLOCK_V,), tl.float32)
-    if KIND == "jsd":
+    if KIND != "tvd":
+        fold: tl.constexpr = (
+            _fold_second if KIND == "jsd"
+            else _fold_skewed_forward if KIND == "skewed_forward" else _fold_skewed_reverse
+        )  # fmt: skip
         sums = Second(Norms(m_q, bits(s_q), m_p, bits(s_p)), zero, zero)
-        sums = walk_both(_fold_second, sums, both, head, body, lo, hi, ALIGNED, T_ALIGNED, BLOCK_V)
+        sums = walk_both(fold, sums, both, head, body, lo, hi, ALIGNED, T_ALIGNED, BLOCK_V)
         return tl.sum(sums.of_q, axis=0), tl.sum(sums.of_p, axis=0), 0.0
     else:
         sums = Apart(m_q, m_p, to_student(s_q, s_p), zero, zero, zero)
@@ -138,7 +166,7 @@ def _divergence(first, second, third, s_q, s_p, blend, KIND: tl.constexpr):
     """Returns the divergence of a row, and the last number of its state (see pair_state.py).
 
     `first`, `second` and `third` are the sums of `_second_sweep` over all columns. The divergence
-    is in nats, and the sums of JSD are in bits.
+    is in nats. The sums of JSD are in bits, and the sums of a skewed KL are in nats.
     """
     # If all logits of the student's or the teacher's row are -inf, `bits` returns inf for the row's
     # normaliser, and the term 0 · inf makes the divergence NaN.
@@ -147,6 +175,9 @@ def _divergence(first, second, third, s_q, s_p, blend, KIND: tl.constexpr):
     # NaN.
     if KIND == "jsd":
         value = ((1.0 - blend) * first + blend * second) * LN2 + no_row
+        return tl.where(value < 0, 0.0, value), first
+    elif KIND != "tvd":
+        value = second + no_row
         return tl.where(value < 0, 0.0, value), first
     else:
         value = 0.5 * first / s_q + no_row
@@ -298,7 +329,7 @@ def read_jsd_tvd(
 ) -> None:  # fmt: skip
     """Writes the divergence of each row to `value`, and the state of each row to `state`.
 
-    `pair.kind` is "jsd" or "tvd". If `known`, `state` already holds the shifts and the normalisers,
+    `pair.kind` is in PAIR_SUMS. If `known`, `state` already holds the shifts and the normalisers,
     and the kernel computes only the sums over the columns of x (see eager/pair.py). pair_state.py
     describes the state.
     """

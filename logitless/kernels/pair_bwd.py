@@ -7,6 +7,7 @@ each loss, the gradient of the student's logits z is:
     cross-entropy    q Σ v - v
     reverse KL       q (log(q/p) - Σ q log(q/p))
     JSD              (1-β) q (log(q/M) - Σ q log(q/M))
+    skewed KL        q (g - Σ q g), with the g of jsd_math.py
     TVD              ½ q (sign(q-p) - Σ q sign(q-p)), computed without cancellation (tvd_math.py)
 
 In these formulas, q is the student's probability, p is the teacher's probability, v is the target
@@ -29,7 +30,7 @@ from torch import Tensor
 from ..contract import Pair, Reading
 from . import config
 from .bwd_tile import row_gain
-from .jsd_math import bits, mixture, safe_beta
+from .jsd_math import bits, mixture, safe_beta, skewed
 from .launch import REMEMBERED, Launch
 from .layout import Rows, fringe_tile, numbers, row_offset, rows_of, split_row
 from .numerics import INF, LN2, LOG2E, capped, inverse_temperature, load
@@ -54,8 +55,8 @@ class Terms(NamedTuple):
 
     shift_q: tl.tensor
     shift_p: tl.tensor
-    norm_q: tl.tensor  # log2 of the student's normaliser, for JSD
-    norm_p: tl.tensor  # log2 of the teacher's normaliser for JSD; s_q / s_p for TVD
+    norm_q: tl.tensor  # log2 of the student's normaliser, for JSD and a skewed KL
+    norm_p: tl.tensor  # log2 of the teacher's normaliser, in the same cases; s_q / s_p for TVD
     mean: tl.tensor  # s_p / s_q for "forward" and "soft"; else the saved mean (see pair_state.py)
     gain: tl.tensor  # multiplies the gradient of the whole row
 
@@ -72,6 +73,9 @@ def _row_terms(STATE, row, g, inv_t, blend, KIND: tl.constexpr):
     elif KIND == "jsd":
         norm_q, norm_p = bits(s_q), bits(s_p)
         gain = gain * (1.0 - blend) * LN2 + 0.0 * (norm_q + norm_p)
+    elif KIND == "skewed_forward" or KIND == "skewed_reverse":
+        norm_q, norm_p = bits(s_q), bits(s_p)
+        gain = gain + 0.0 * (norm_q + norm_p)
     elif KIND == "tvd":
         norm_p = to_student(s_q, s_p)
         gain = gain / alive + 0.0 * (bits(s_q) + bits(s_p))
@@ -101,11 +105,13 @@ def _write_tile(DX, both, terms, cols, mask, KIND: tl.constexpr):
             e_q, e_p = tl.exp2(d_q * both.rate), tl.exp2(d_p * both.rate)
             dz = gradient_of(e_q, e_p, terms.norm_p, terms.mean)
         else:
-            q, log_q_m, _, _ = mixture(
-                d_q * both.rate - terms.norm_q, d_p * both.rate - terms.norm_p, both.blend,
-                both.X.dtype.element_ty,
-            )  # fmt: skip
-            dz = q * (log_q_m - terms.mean)
+            IN: tl.constexpr = both.X.dtype.element_ty
+            log_q, log_p = d_q * both.rate - terms.norm_q, d_p * both.rate - terms.norm_p
+            if KIND == "jsd":
+                q, g, _, _ = mixture(log_q, log_p, both.blend, IN)
+            else:
+                q, g, _ = skewed(log_q, log_p, both.blend, IN, KIND == "skewed_forward")
+            dz = q * (g - terms.mean)
     # The modifier ".cs" marks the gradient as the first data that the cache evicts, because no
     # kernel reads the gradient soon. So the cache has room for the logits of the next tiles.
     dx = (dz * terms.gain * slope).to(DX.dtype.element_ty)
@@ -239,7 +245,7 @@ def _plan(
         (
             *number, *rows.strides, t_rows.stride_b, t_rows.stride_t,
             d_rows.stride_b, d_rows.stride_t, rows.vocab,
-            vocab, softcap, safe_beta(blend) if kind == "jsd" else blend, ignore_index,
+            vocab, softcap, blend if kind == "soft" else safe_beta(blend), ignore_index,
         ),
         num_warps=cut.num_warps, KIND=kind,
         CONSTANTS=_Constants(

@@ -13,7 +13,7 @@ of soft cross-entropy, and T is the temperature. For the student (suffix _q) and
 KL and cross-entropy need one pass over student and teacher. When a later block changes the max of a
 row, the kernel corrects c, because all d of the earlier blocks change by the same number. If
 student and teacher are equal, the divergence is exactly 0. JSD and the total variation need two
-passes (jsd_tvd_fwd.py).
+passes (jsd_tvd_fwd.py), and so does a skewed KL.
 """
 
 import functools
@@ -188,8 +188,8 @@ def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
 def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
 
-    For "jsd" and "tvd", the returned loss and the mean in the returned state are 0, because loss
-    and mean need another pass over the logits.
+    For the kinds in PAIR_SUMS, the returned loss and the mean in the returned state are 0, because
+    loss and mean need another pass over the logits.
     """
     value, state = finish_in_torch(partial, kind, inv_t)
     if inv_t is not None:  # converts the mean from nats to the unit of the logits y

@@ -9,7 +9,8 @@ The saved state has shape (N, PAIR_STATE) and holds five numbers per row: the st
 normaliser, the teacher's shift and normaliser, and a mean. A shift is the max, or 0 if the max is
 infinite. The mean is an expectation under the student's probabilities. For reverse KL, the mean is
 Σ q (d_q - d_p), which is not divided by the temperature. For JSD, the mean is Σ q log2(q / M), in
-bits, where M is the mixture of student and teacher. For the total variation (TVD), the state holds
+bits, where M is the mixture of student and teacher. For a skewed KL, the mean is Σ q g, in nats
+(see jsd_math.py). For the total variation (TVD), the state holds
 the ratio of tvd_math.py instead of the mean. For other losses, the mean is 0. eager/pair.py saves
 the mean in nats. The different units cause no conflict, because a backend never reads the state of
 the other backend.
@@ -62,7 +63,7 @@ class Both(NamedTuple):
     V: tl.tensor
     rate: tl.tensor  # log2 e / temperature
     softcap: tl.tensor  # the student's softcap, or None; the teacher has no softcap
-    blend: tl.tensor  # β for "jsd", the label smoothing ε for "soft"
+    blend: tl.tensor  # α for a skewed KL, β for "jsd", the label smoothing ε for "soft"
     vocab: tl.tensor  # size of the whole vocabulary, even if the rows are only a shard
 
 

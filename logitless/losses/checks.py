@@ -121,9 +121,10 @@ def dense_teacher(
     option_checks.softcap(softcap)
 
 
-def direction(student, direction) -> None:
-    """Checks the direction of kl_div."""
+def kl_div(student, direction, skew) -> None:
+    """Checks the options of kl_div that no other loss has."""
     tensor_checks.one_of("direction", direction, option_checks.DIRECTIONS)
+    option_checks.skew(skew)
 
 
 def gathered_kl(logits, teacher, mask, renormalise, temperature, row_weight, reduction) -> None:

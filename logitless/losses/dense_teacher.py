@@ -1,7 +1,7 @@
 """Losses against a dense teacher, which has logits or probabilities for the whole vocabulary.
 
 Each loss is one number per row. One pass over the logits of student and teacher computes the loss;
-JSD and TVD need two passes. The gradient is the only new tensor with V columns.
+JSD, TVD and the skewed KL need two passes. The gradient is the only new tensor with V columns.
 """
 
 from dataclasses import dataclass
@@ -75,6 +75,7 @@ def kl_div(
     teacher: Tensor,
     *,
     direction: str,
+    skew: float = 0.0,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     t_squared: bool = False,
@@ -91,7 +92,18 @@ def kl_div(
 
     For forward KL, a class with p = 0 adds 0 to the loss, and a class with p > 0 and q = 0 makes
     the loss +inf. For reverse KL, a class with q = 0 adds 0, and a class with q > 0 and p = 0 makes
-    the loss +inf. The softcap applies only to the student. With `t_squared=True`, value and
+    the loss +inf.
+
+    With skew=α, the KL divergence is skewed, as in DistiLLM: the second distribution is replaced by
+    its mixture with the first distribution.
+
+        direction="forward" computes Σ p log(p / (α p + (1-α) q)).
+        direction="reverse" computes Σ q log(q / (α q + (1-α) p)).
+
+    The skewed KL is at most -log α, so it is finite even if p or q is 0. DistiLLM uses α = 0.1. The
+    skewed KL reads student and teacher twice, as `jsd` does.
+
+    The softcap applies only to the student. With `t_squared=True`, value and
     gradient are multiplied by T², so that the gradient does not shrink as T grows.
 
     `temperature` (T) is one number, or a tensor with one number per row. Rows for which `mask` is
@@ -103,10 +115,10 @@ def kl_div(
     ...        direction="forward")
     tensor(0.6931)
     """
-    call.check_once(checks.direction, student, direction)
+    call.check_once(checks.kl_div, student, direction, skew)
     return _compared(
-        student, teacher, direction, 0.0, temperature, softcap, t_squared, mask, row_weight,
-        reduction,
+        student, teacher, f"skewed_{direction}" if skew else direction, skew, temperature, softcap,
+        t_squared, mask, row_weight, reduction,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from ..losses.cross_entropy import cross_entropy
 from ..losses.dense_teacher import jsd, kl_div, tvd
 from ..losses.sparse_teacher import topk_distill
 from ..targets.sparse import SparseTargets
-from . import checks
+from . import training_checks
 from .device import on_cpu
 from .reader import Store
 
@@ -55,7 +55,7 @@ def distill_loss(
     >>> options = {"divergence": "forward_kl", "support": "tail"}
     >>> distill_loss(model(input_ids).logits, input_ids, targets, **options).loss.backward()
     """
-    checks.labels_of(labels, targets)
+    training_checks.labels_of(labels, targets)
     ignore = options.get("ignore_index", -100)
     next_tokens = F.pad(labels[..., 1:], (0, 1), value=ignore)
     reduction = "mean" if num_items is None else "sum"
@@ -98,7 +98,7 @@ def whole_loss(
     }  # fmt: skip
     weighted = [
         weight * _whole_divergence(name, logits, teacher_logits, beta, options)
-        for name, weight in checks.divergences(divergence).items()
+        for name, weight in training_checks.divergences(divergence).items()
     ]
     kd = torch.stack(weighted).sum()
     ce, loss = None, kd_weight * kd

@@ -42,6 +42,7 @@ RANK = Argument(constant(True), constant(1, "yes", None))
 RANK_OF_IDS = Argument({"of ids": lambda m: m.kind("ids") is not None}, RANK.bad)
 SOFTCAP = Argument(constant(5.0, 2, 0.7, np.float32(3.0)), POSITIVE | constant("1", True, [1.0]))
 FRACTION = Argument(constant(0.0, 0.1, 0.5, 1, 1.0), constant(-0.1, 1.5, math.nan) | NO_NUMBER)
+SKEW = Argument(constant(0.0, 0.1, 0.9), constant(-0.1, 1.0, math.nan) | NO_NUMBER)
 Z_LOSS = Argument(constant(0.0, 1e-4, 0.1, 1), constant(-1, math.inf, math.nan) | NO_NUMBER)
 COEFFICIENT = Argument(constant(0.0, 1.0, 0.3, -2), constant(math.inf, math.nan) | NO_NUMBER)
 CE_WEIGHT = Argument(

@@ -149,8 +149,9 @@ def tensor_of(teacher):
     return teacher if isinstance(teacher, Tensor) else teacher.materialize().detach()
 
 
-def kl_div(x, teacher, *, direction, **how):
-    return oracle.dense_divergence(x, tensor_of(teacher), f"{direction}_kl", **how)
+def kl_div(x, teacher, *, direction, skew=0.0, **how):
+    kind = f"skewed_{direction}" if skew else f"{direction}_kl"
+    return oracle.dense_divergence(x, tensor_of(teacher), kind, beta=skew, **how)
 
 
 def jsd(x, teacher, **how):
@@ -275,7 +276,9 @@ CROSS_ENTROPY = SCORE | REDUCED | {
 DENSE = READ | REDUCED | {
     "teacher": teachers.TEACHER, "mask": teachers.ROW_MASK, "t_squared": args.FLAG,
 }  # fmt: skip
-KL_DIV = DENSE | {"direction": args.choice("forward", "reverse", needed=True)}
+KL_DIV = DENSE | {
+    "direction": args.choice("forward", "reverse", needed=True), "skew": args.SKEW,
+}  # fmt: skip
 JSD = DENSE | {"beta": args.FRACTION}
 SOFT = READ | REDUCED | {
     "probs": teachers.PROBS, "mask": teachers.ROW_MASK, "weight": args.CLASS_WEIGHT,

@@ -14,6 +14,7 @@ WIDTHS = [(20, 17), (9, 0, 28), (0, 5, 31, 1)]
 
 BY_KERNELS = (  # between them, every kernel that a shard launches; the interpreter takes its time
     "row_stats", "cross_entropy, every option", "cross_entropy, in place", "kl_div, reverse", "jsd",
+    "kl_div, skewed", "kl_div, skewed reverse",
     "tvd", "cross_entropy_and_scores, in place", "soft_cross_entropy", "topk_distill",
     "topk_distill, with labels", "topk_distill, tvd", "capture_topk",
 )  # fmt: skip
@@ -46,6 +47,7 @@ SENT = {
     "kept_scores, mass": [3 + K],
     "row_stats": [9 + K, 1],
     "kl_div": [5],
+    "kl_div, skewed": [5, 2],
     "jsd": [5, 2],
     "tvd": [5, 3],
     "topk_distill": [5 + K],

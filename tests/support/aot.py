@@ -264,7 +264,7 @@ def launch_of_a_head(x, reading: Reading, found, coefficients, one, v: Variant) 
             kernels.one_pass(x, reading, coefficients, one, into)
 
 
-PAIRS = ("forward", "reverse", "jsd", "tvd", "soft")
+PAIRS = ("forward", "reverse", "skewed_forward", "skewed_reverse", "jsd", "tvd", "soft")
 
 
 def launch_pairs(x: torch.Tensor, reading: Reading, full: bool) -> None:

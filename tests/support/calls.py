@@ -117,6 +117,12 @@ def calls_of(ll) -> dict[str, Callable]:
         "kl_div, reverse": lambda x: (
             ll.kl_div(x, TEACHER, direction="reverse", temperature=ROWS, t_squared=True),
         ),
+        "kl_div, skewed": lambda x: (
+            ll.kl_div(x, TEACHER, direction="forward", skew=0.1, mask=MASK, reduction="none"),
+        ),
+        "kl_div, skewed reverse": lambda x: (
+            ll.kl_div(x, TEACHER, direction="reverse", skew=0.3, temperature=ROWS),
+        ),
         "jsd": lambda x: (ll.jsd(x, TEACHER, beta=0.3, temperature=2.0, t_squared=True),),
         "tvd": lambda x: (ll.tvd(x, TEACHER, temperature=ROWS, mask=MASK, reduction="none"),),
         "soft_cross_entropy": lambda x: (

@@ -14,7 +14,7 @@ def naive(x, teacher, loss, **how):
     name, beta = loss
     if name == "soft":
         return oracle.soft_cross_entropy(x, teacher, **how)
-    kind = name if name in ("jsd", "tvd") else f"{name}_kl"
+    kind = f"{name}_kl" if name in ("forward", "reverse") else name
     return oracle.dense_divergence(x, teacher, kind, beta=beta, **how)
 
 
@@ -26,12 +26,16 @@ def ours(x, teacher, loss, **how):
         return jsd(x, teacher, beta=beta, **how)
     if name == "tvd":
         return tvd(x, teacher, **how)
+    if name.startswith("skewed"):
+        return kl_div(x, teacher, direction=name.removeprefix("skewed_"), skew=beta, **how)
     return kl_div(x, teacher, direction=name, **how)
 
 
 LOSSES = {
     "forward": ("forward", None),
     "reverse": ("reverse", None),
+    "skewed forward": ("skewed_forward", 0.1),
+    "skewed reverse": ("skewed_reverse", 0.1),
     "jsd 0.1": ("jsd", 0.1),
     "jsd 0.5": ("jsd", 0.5),
     "tvd": ("tvd", None),

@@ -151,6 +151,10 @@ def divergence(log_p, log_q, kind, beta=0.5):
         return expected(p, log_p - log_q)
     if kind == "reverse_kl" or (kind == "jsd" and beta == 1):
         return expected(q, log_q - log_p)
+    if kind.startswith("skewed"):  # beta is the weight of the first distribution in the mixture
+        log_a, log_b = (log_p, log_q) if kind == "skewed_forward" else (log_q, log_p)
+        mix = beta * log_a.exp() + (1 - beta) * log_b.exp()
+        return expected(log_a.exp(), log_a - torch.where(mix == 0, 1.0, mix).log())
     assert kind == "jsd", kind
     neither = (p == 0) & (q == 0)
     log_m = torch.logaddexp(

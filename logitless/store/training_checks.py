@@ -1,0 +1,116 @@
+"""Checks of the arguments of training with a store or with a teacher model (training.py, hf.py).
+
+The errors have the form `<argument> must <rule>, got <value>.`
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..core import option_checks as _option_checks
+from ..core import tensor_checks as _checks
+
+
+def labels_of(labels: Any, targets: Any) -> None:
+    _checks._integer("labels", labels)
+    if tuple(labels.shape) != tuple(targets.shape):
+        raise ValueError(
+            f"labels must have the shape of targets, {tuple(targets.shape)},"
+            f" got {tuple(labels.shape)}. Pass labels without a shift: distill_loss shifts them."
+        )
+
+
+def own_loss(compute_loss_func: Any) -> None:
+    if compute_loss_func is not None:
+        raise ValueError(
+            "compute_loss_func must be None, because DistillTrainer computes the loss itself, got"
+            f" {compute_loss_func!r:.80}. Use Trainer with ll.store.distill_loss for a loss of"
+            " your own."
+        )
+
+
+def trainer_arguments(args: Any) -> None:
+    """Refuses options of TrainingArguments that would have no effect or would replace the loss."""
+    if args is None:
+        return
+    if args.label_smoothing_factor:
+        raise ValueError(
+            "label_smoothing_factor must be 0, because DistillTrainer's cross-entropy has no label"
+            f" smoothing, got {args.label_smoothing_factor}. The teacher's distribution replaces"
+            " label smoothing."
+        )
+    if getattr(args, "use_liger_kernel", False):
+        raise ValueError(
+            "use_liger_kernel must be False, because Liger's models return no logits in training,"
+            " got True. DistillTrainer fuses the head itself."
+        )
+
+
+def batch_of_trainer(inputs: Any) -> None:
+    for name in ("input_ids", "labels"):
+        if inputs.get(name) is None:
+            raise ValueError(
+                f"a batch must have {name}, got {sorted(inputs)}. Use a data_collator that"
+                " returns both, such as DataCollatorForLanguageModeling(tokenizer, mlm=False)."
+            )
+
+
+def one_teacher(store: Any, teacher: Any) -> None:
+    if (store is None) == (teacher is None):
+        got = "neither" if store is None else "both"
+        raise ValueError(f"a teacher must be given as store= or as teacher=, got {got}.")
+
+
+def divergences(divergence: Any) -> dict[str, float]:
+    """Returns the weight of each divergence of whole rows.
+
+    `divergence` is the name of a divergence, or a mapping from names to weights.
+    """
+    if not isinstance(divergence, Mapping):
+        _option_checks.check(divergence=divergence)
+        return {divergence: 1.0}
+    if not divergence:
+        raise ValueError("divergence must name at least one divergence, got an empty mapping.")
+    for name, weight in divergence.items():
+        _option_checks.check(divergence=name)
+        _option_checks.factor(f"divergence[{name!r}]", weight)
+    return dict(divergence)
+
+
+def sparse_options(divergence: Any, support: Any) -> None:
+    """Checks the options of DistillTrainer that compare the top-k of each row."""
+    _checks.one_of("support", support, (*_option_checks.SUPPORTS, "whole"))
+    if isinstance(divergence, Mapping):
+        raise ValueError(
+            "divergence must be one name, because only support='whole' adds several divergences,"
+            f" got {divergence!r:.100}."
+        )
+    _option_checks.check(divergence=divergence)
+
+
+def live_teacher(store: Any, support: Any, on_policy: Any, generation_config: Any) -> None:
+    """Refuses combinations of DistillTrainer's arguments that need a teacher model."""
+    _option_checks.fraction("on_policy", on_policy)
+    if store is not None and support == "whole":
+        raise ValueError(
+            "support must be one of the supports of topk_distill with store=, because a store has"
+            " only the top-k of each row, got 'whole'. Pass the teacher model as teacher=."
+        )
+    if store is not None and on_policy:
+        raise ValueError(
+            "on_policy must be 0 with store=, because a store has no targets for sampled tokens,"
+            f" got {on_policy}. Pass the teacher model as teacher=."
+        )
+    if generation_config is not None and not on_policy:
+        raise ValueError(
+            "generation_config must be None without on_policy, because nothing is sampled, got"
+            f" on_policy={on_policy}."
+        )
+
+
+def whole_vocabulary(student: int | None, teacher: int | None) -> None:
+    """Checks that the teacher has a logit for each token of the student."""
+    if student is not None and teacher is not None and teacher < student:
+        raise ValueError(
+            f"teacher must have at least the student's {student} logits per token with"
+            f" support='whole', got {teacher}."
+        )

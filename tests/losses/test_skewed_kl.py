@@ -1,0 +1,126 @@
+"""The skewed KL: its identities and bounds, two heads, and exactness at the extremes.
+
+tests/losses/test_dense_teacher.py compares kl_div(skew=...) with its definition, as every loss
+against a dense teacher, and tests/parallel/test_shard.py splits it over ranks.
+"""
+
+import math
+
+import pytest
+import torch
+
+import logitless as ll
+from tests.support import oracle
+from tests.support.dense_teachers import ROWS, make
+from tests.support.laws import FLOOR, error, value_and_grad
+
+SKEWED = ("skewed_forward", 0.1)
+both_directions = pytest.mark.parametrize("direction", ["forward", "reverse"])
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.8])
+def test_jsd_is_the_sum_of_two_skewed_divergences(beta, impl, device):
+    """JSD = β KL(p || βp + (1-β)q) + (1-β) KL(q || (1-β)q + βp), in values and gradients."""
+    x, t = make(SKEWED, device=device)
+    upstream = torch.randn(ROWS, device=device)
+
+    def parts(x):
+        of_p = ll.kl_div(x, t, direction="forward", skew=beta, reduction="none")
+        of_q = ll.kl_div(x, t, direction="reverse", skew=1 - beta, reduction="none")
+        return beta * of_p + (1 - beta) * of_q
+
+    got = value_and_grad(parts, x, upstream)
+    want = value_and_grad(lambda x: ll.jsd(x, t, beta=beta, reduction="none"), x, upstream)
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b) < 4e-6
+
+
+@both_directions
+def test_a_small_skew_approaches_the_kl_divergence(direction, impl, device):
+    x, t = make(SKEWED, device=device, scale=1.0)
+    upstream = torch.randn(ROWS, device=device)
+    one, other = (
+        value_and_grad(
+            lambda x, s=s: ll.kl_div(x, t, direction=direction, skew=s, reduction="none"),
+            x, upstream,
+        )
+        for s in (1e-6, 0.0)
+    )  # fmt: skip
+    for a, b in zip(one, other, strict=True):
+        assert error(a, b) < 1e-4
+
+
+@both_directions
+@pytest.mark.parametrize("skew", [1e-6, 1e-3, 0.5, 0.999])
+def test_disjoint_rows_reach_the_bound(direction, skew, impl, device):
+    """Nothing in common: the divergence is -log α, the gradient is finite."""
+    x = torch.tensor([[4.0, 1.0, -torch.inf, -torch.inf]], device=device)
+    t = torch.tensor([[-torch.inf, -torch.inf, 2.0, 0.0]], device=device)
+    value, grad = value_and_grad(
+        lambda x: ll.kl_div(x, t, direction=direction, skew=skew), x, torch.ones((), device=device)
+    )
+    assert value.item() == pytest.approx(-math.log(skew), rel=3e-6, abs=1e-7)
+    assert grad.isfinite().all()
+
+
+@both_directions
+def test_equal_rows(direction, impl, device):
+    x, _ = make(SKEWED, device=device)
+    value, grad = value_and_grad(
+        lambda z: ll.kl_div(z, x, direction=direction, skew=0.2), x, torch.ones((), device=device)
+    )
+    assert value.item() < 1e-7
+    assert (grad == 0).all()
+
+
+@both_directions
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_two_heads(direction, reduction, impl, device):
+    """Student and teacher are heads of different widths; neither has its logits materialised."""
+    torch.manual_seed(3)
+    shapes = {"hidden": (7, 5), "weight": (53, 5)}
+    parts = {name: torch.randn(s, device=device) for name, s in shapes.items()}
+    teacher = torch.randn(7, 9, device=device), torch.randn(53, 9, device=device) / 2
+    upstream = torch.rand(7 if reduction == "none" else (), device=device)
+
+    def trained(dtype, by):
+        leaves = [t.detach().to(dtype, copy=True).requires_grad_() for t in parts.values()]
+        value = by(*leaves, *(t.to(dtype) for t in teacher))
+        value.backward(upstream.to(value.dtype))
+        return [value.detach(), *(t.grad for t in leaves)]
+
+    def naive(h, w, th, tw):
+        kind = f"skewed_{direction}"
+        return oracle.dense_divergence(h @ w.T, th @ tw.T, kind, beta=0.1, reduction=reduction)
+
+    def ours(h, w, th, tw):
+        student, wanted = ll.LinearLogits(h, w, workspace=512), ll.LinearLogits(th, tw)
+        return ll.kl_div(student, wanted, direction=direction, skew=0.1, reduction=reduction)
+
+    got, torchs, want = (
+        trained(torch.float32, ours), trained(torch.float32, naive), trained(torch.float64, naive)
+    )  # fmt: skip
+    for a, b, c in zip(got, torchs, want, strict=True):
+        assert error(a, c) <= 2 * error(b, c) + FLOOR[torch.float32]
+
+
+@both_directions
+def test_gradcheck(direction):
+    x, t = make(SKEWED, rows=(2,), vocab=6, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda x: ll.kl_div(x, t, direction=direction, skew=0.3, temperature=1.7),
+        x.requires_grad_(),
+    )
+
+
+def test_refusals(device):
+    x, t = make(SKEWED, device=device)
+    for bad, words in ((1.0, r"skew must be in \[0, 1\), got 1\.0"), (-0.1, "got -0.1")):
+        with pytest.raises(ValueError, match=words):
+            ll.kl_div(x, t, direction="forward", skew=bad)
+        with pytest.raises(ValueError, match=words):
+            ll.nn.KLDivLoss(direction="forward", skew=bad)
+    with pytest.raises(TypeError, match=r"skew must be a number, got '0.1'"):
+        ll.kl_div(x, t, direction="forward", skew="0.1")
+    module = ll.nn.KLDivLoss(direction="reverse", skew=0.1)
+    assert torch.equal(module(x, t), ll.kl_div(x, t, direction="reverse", skew=0.1))
