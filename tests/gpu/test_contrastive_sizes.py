@@ -5,6 +5,8 @@ import torch
 
 import logitless as ll
 from tests.support.contrastive import FUNCTIONS, gradients
+from tests.support.contrastive_ranks import ring_on_the_gpu
+from tests.support.forked import together
 from tests.support.laws import host_reads_nothing
 from tests.support.sizes import DEVICE, sized
 
@@ -67,6 +69,13 @@ def test_memory_and_no_waiting(name):
     assert torch.cuda.max_memory_allocated() - before < 1.5 * 2**30
     assert a.grad.isfinite().all()
     assert b.grad.isfinite().all()
+
+
+@pytest.mark.gpu("GPU tensors over gloo")
+def test_a_ring_of_two_processes_on_one_gpu():
+    """Both processes use the first GPU. gloo sends their tensors through the CPU."""
+    for errors in together(2, ring_on_the_gpu):
+        assert max(errors.values()) < 1e-4
 
 
 @pytest.mark.gpu("more than 2**31 similarities in one chunk")

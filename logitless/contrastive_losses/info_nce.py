@@ -15,10 +15,10 @@ from ..contract import PRECISION
 from ..core import call
 from ..core.autograd import Node, refuse_second
 from ..eager.contrastive import Block
-from ..heads.products import autocasts, cast_by_autocast, without_autocast
+from ..heads.products import without_autocast
 from . import checks
 from .ring import Ring
-from .similarities import Gradients, Similarities, picked, times
+from .similarities import Gradients, Similarities, cast_embeddings, picked, times
 
 
 @call.named()
@@ -89,6 +89,7 @@ def _evaluate(
 ) -> Tensor:  # fmt: skip
     checks.supported("contrastive")
     of_a, of_b = checks.split_labels(labels)
+    a, b = cast_embeddings(a, b)
     ring = Ring(group)
     ring.check(
         checks.contrastive, a, b, scale, symmetric, positives, mask, of_a, of_b, ignore_index,
@@ -98,8 +99,6 @@ def _evaluate(
     ring.exchange_sizes(a, b)
     if mask is not None:
         checks.pair_mask(mask, a, sum(ring.columns))
-    if autocasts(a.device):
-        a, b = cast_by_autocast(a), cast_by_autocast(b)
     if not isinstance(scale, Tensor):
         scale = torch.full((), float(scale), device=a.device, dtype=PRECISION[a.dtype])
     how = How(ring, symmetric, ignore_index, reduction, averaged, workspace)

@@ -16,7 +16,7 @@ from ..core.choose_backend import backend_of
 from ..eager.contrastive import Block
 from ..heads.choose_cut import default_workspace, even_chunk
 from ..heads.gradient_sums import Sum, clear_padding
-from ..heads.products import add_product
+from ..heads.products import add_product, autocasts, cast_by_autocast
 
 # Rows of similarities are padded to a multiple of PACK columns. The kernels then read 16 bytes at a
 # time, because Triton vectorises a load only if the stride is a multiple of 16.
@@ -108,6 +108,13 @@ def times(total: Tensor | None, factor: Tensor, like: Tensor) -> Tensor | None:
         return None
     out = total if total.dtype == like.dtype else torch.empty_like(total, dtype=like.dtype)
     return torch.mul(total, factor, out=out)
+
+
+def cast_embeddings(a: Any, b: Any) -> tuple[Any, Any]:
+    """Casts embeddings to the dtype of autocast, if autocast is on and both are tensors."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and autocasts(a.device):
+        return cast_by_autocast(a), cast_by_autocast(b)
+    return a, b
 
 
 def picked(chunk: Chunk, valid: Tensor | None) -> Tensor | None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.contrastive import similarities
+from logitless.contrastive_losses import similarities
 from logitless.heads import gradient_sums, products
 from tests.support.contrastive import FUNCTIONS, embeddings
 from tests.support.laws import host_reads_nothing
@@ -232,6 +232,9 @@ def test_autocast(name, device):
     loss.backward()
     assert a.grad.dtype == torch.float32
     assert torch.equal(loss, function(a.bfloat16(), b.bfloat16(), scale=3.0))
+    with torch.autocast(device, torch.bfloat16):
+        mixed = function(a, b.bfloat16(), scale=3.0)  # towers can return different dtypes
+    assert torch.equal(loss, mixed)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
