@@ -48,7 +48,7 @@ CONTRASTIVE = (
     Bug("ignored rows in a mean", ROOM, INFO_NCE_PY,
         "count = (~ignored).sum().double()", "count = count", (INFO_NCE,)),
     Bug("the backend of backward", ROOM, INFO_NCE_PY,
-        "Similarities(pairs.a, how.ring.largest, how.workspace, backend)",
+        "Similarities(pairs.a, how.ring.largest, how.workspace, ctx.backend)",
         "Similarities(pairs.a, how.ring.largest, how.workspace)", (CALLS,)),
     Bug("stale gradients in a second backward", ROOM, SIGMOID_PY,
         "sums, ctx.sums = ctx.sums, None", "sums = ctx.sums", (SIGMOID,)),
