@@ -24,6 +24,9 @@ PACK = 16
 # On a CPU, the eager backend allocates up to four tensors of the size of a chunk. So a chunk gets
 # only a part of the default workspace.
 EAGER_PART = 8
+# The largest number of rows of a chunk. CUDA allows 65,535 programs along the second dimension of a
+# grid, and a program of the kernels computes at least 64 rows.
+MOST_ROWS = 1 << 21
 
 
 class Chunk(NamedTuple):
@@ -50,7 +53,7 @@ class Similarities:
         limit = workspace or default_workspace(max(width, 1), a.device.type)
         if workspace is None and self.backend is eager:
             limit //= EAGER_PART
-        self.step = even_chunk(len(a), limit // max(width, 1))
+        self.step = min(even_chunk(len(a), limit // max(width, 1)), MOST_ROWS)
         size = min(self.step, len(a)) * _padded(most)
         self.memory = torch.empty(size, device=a.device, dtype=self.a.dtype)
 

@@ -78,6 +78,16 @@ def test_a_ring_of_two_processes_on_one_gpu():
         assert max(errors.values()) < 1e-4
 
 
+@pytest.mark.gpu("more rows than programs fit into a grid")
+def test_many_rows_and_few_columns():
+    a, b = (torch.randn(rows, 8, device=DEVICE) for rows in (5_000_000, 16))
+    positives = torch.randint(0, 16, (len(a),), device=DEVICE)
+    how = {"symmetric": False, "positives": positives, "reduction": "none"}
+    got = ll.contrastive(a, b, **how)
+    torch.testing.assert_close(got, FUNCTIONS["contrastive"][1](a, b, **how), rtol=1e-4, atol=1e-4)
+    assert ll.sigmoid_contrastive(a, b, positives=positives).isfinite()
+
+
 @pytest.mark.gpu("more than 2**31 similarities in one chunk")
 def test_a_large_workspace():
     a, b = (t.requires_grad_() for t in embeddings(50000, 50000, 64))
