@@ -97,7 +97,7 @@ def train(loss: Callable, data: Data, pairs: int, steps: int) -> tuple[float, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=2048, help="pairs per batch")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     data = Data(device)

@@ -15,7 +15,7 @@ FLOORS = (  # from the lowest; a room imports from lower floors alone
     ("core",),
     ("heads", "targets"),
     ("losses", "parallel"),
-    ("contrastive", "lazy"),
+    ("contrastive_losses", "lazy"),
     ("nn", "on_policy", "store", "trl_head"),
     ("__init__", "hf"),
     ("cli",),
@@ -23,7 +23,7 @@ FLOORS = (  # from the lowest; a room imports from lower floors alone
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 # Rooms that export nothing.
-INNER = ("core", "heads", "targets", "losses", "parallel", "contrastive", "lazy")
+INNER = ("core", "heads", "targets", "losses", "parallel", "contrastive_losses", "lazy")
 
 # Imports inside functions: which file imports from which room, and why not at its head.
 INSIDE_FUNCTIONS = {

@@ -5,6 +5,8 @@ import torch
 
 import logitless as ll
 from tests.support.contrastive import FUNCTIONS, gradients
+from tests.support.contrastive_ranks import ring_on_the_gpu
+from tests.support.forked import together
 from tests.support.laws import host_reads_nothing
 from tests.support.sizes import DEVICE, sized
 
@@ -67,6 +69,23 @@ def test_memory_and_no_waiting(name):
     assert torch.cuda.max_memory_allocated() - before < 1.5 * 2**30
     assert a.grad.isfinite().all()
     assert b.grad.isfinite().all()
+
+
+@pytest.mark.gpu("GPU tensors over gloo")
+def test_a_ring_of_two_processes_on_one_gpu():
+    """Both processes use the first GPU. gloo sends their tensors through the CPU."""
+    for errors in together(2, ring_on_the_gpu):
+        assert max(errors.values()) < 1e-4
+
+
+@pytest.mark.gpu("more rows than programs fit into a grid")
+def test_many_rows_and_few_columns():
+    a, b = (torch.randn(rows, 8, device=DEVICE) for rows in (5_000_000, 16))
+    positives = torch.randint(0, 16, (len(a),), device=DEVICE)
+    how = {"symmetric": False, "positives": positives, "reduction": "none"}
+    got = ll.contrastive(a, b, **how)
+    torch.testing.assert_close(got, FUNCTIONS["contrastive"][1](a, b, **how), rtol=1e-4, atol=1e-4)
+    assert ll.sigmoid_contrastive(a, b, positives=positives).isfinite()
 
 
 @pytest.mark.gpu("more than 2**31 similarities in one chunk")

@@ -1,6 +1,7 @@
 """A contrastive loss over ranks, compared with the same loss in one process."""
 
 import itertools
+import os
 from typing import NamedTuple
 
 import torch
@@ -64,7 +65,9 @@ def options_of(case: str, rank: int, shares: Shares) -> tuple[dict, dict]:
     return own, whole
 
 
-def largest_error(case: str, group, rank: int, ranks: int, dtype=torch.float64) -> float:
+def largest_error(
+    case: str, group, rank: int, ranks: int, dtype=torch.float64, device="cpu"
+) -> float:
     """The largest error of the value and of the gradients on this rank.
 
     The oracle's loss over the rows of all ranks is computed on every rank, from the same seed. The
@@ -89,10 +92,13 @@ def largest_error(case: str, group, rank: int, ranks: int, dtype=torch.float64) 
         naive, a.double(), b.double(), upstream, numbers,
         **whole, **{k: t.double() for k, t in numbers.items()},
     )  # fmt: skip
+    own = {k: moved(value, device) for k, value in (own | numbers).items()}
     got, *found = gradients(
-        ours, a[rows], b[columns], upstream[rows] if by_row else upstream, numbers,
-        **own, **numbers, group=group, workspace=4 * 32 * 8,
+        ours, a[rows].to(device), b[columns].to(device),
+        (upstream[rows] if by_row else upstream).to(device), numbers,
+        **own, group=group, workspace=4 * 32 * 8,
     )  # fmt: skip
+    got, found = got.cpu(), [t.cpu() for t in found]
     factor = ranks if how.get("averaged", True) and not by_row else 1
     # The sum over ranks of the gradients of scale and bias is the whole gradient.
     found[2:] = [gathered_sum(group, t) for t in found[2:]]
@@ -102,21 +108,35 @@ def largest_error(case: str, group, rank: int, ranks: int, dtype=torch.float64) 
     return max(errors)
 
 
+def moved(value, device):
+    """The tensors of an option, on a device."""
+    if isinstance(value, tuple):
+        return tuple(t.to(device) for t in value)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
 def gathered_sum(group, t):
     from logitless.parallel.ranks import ranks_of
 
     return t if group is None else ranks_of(group).gather(t).sum(0)
 
 
-def all_errors(rank: int, ranks: int) -> dict[str, float]:
+def all_errors(rank: int, ranks: int, dtype=torch.float64, device="cpu") -> dict[str, float]:
     """The errors of all cases on this rank of a gloo group."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     try:
-        return {case: largest_error(case, dist.group.WORLD, rank, ranks) for case in CASES}
+        world = dist.group.WORLD
+        return {case: largest_error(case, world, rank, ranks, dtype, device) for case in CASES}
     finally:
         dist.destroy_process_group()
+
+
+def ring_on_the_gpu(rank: int) -> dict[str, float]:
+    """The errors of all cases in fp32. All ranks use the first GPU, which `together` hides."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    return all_errors(rank, 2, torch.float32, "cuda")
 
 
 def trained_by_ddp(rank: int, ranks: int) -> list[float]:

@@ -2,8 +2,12 @@
 
 from tests.support.planted_bug import Bug
 
-INFO_NCE, SIGMOID = (f"tests/contrastive/test_{x}.py" for x in ("info_nce", "sigmoid"))
-CALLS, RING = "tests/contrastive/test_calls.py", "tests/contrastive/test_ring.py"
+ROOM = "contrastive_losses"
+INFO_NCE_PY, SIGMOID_PY, RING_PY, MODULES_PY = (
+    f"logitless/{ROOM}/{x}.py" for x in ("info_nce", "sigmoid", "ring", "modules")
+)
+INFO_NCE, SIGMOID = (f"tests/contrastive_losses/test_{x}.py" for x in ("info_nce", "sigmoid"))
+CALLS, RING = "tests/contrastive_losses/test_calls.py", "tests/contrastive_losses/test_ring.py"
 FWD, BWD = (f"logitless/kernels/contrastive_{x}.py" for x in ("fwd", "bwd"))
 TILE, OF_SIGMOIDS = (
     f"logitless/kernels/{x}.py" for x in ("contrastive_tile", "sigmoid_contrastive")
@@ -33,29 +37,29 @@ CONTRASTIVE = (
     Bug("the sign of a positive's gradient", "kernels", OF_SIGMOIDS,
         "dz = tl.where(positive, -dz, dz)", "dz = tl.where(positive, dz, dz)", (SIGMOID,)),
 
-    # contrastive/
+    # contrastive_losses/
     Bug("the diagonal of a later chunk", "eager", "logitless/eager/contrastive.py",
         "diagonal=None if diagonal is None else diagonal + rows.start", "diagonal=diagonal",
         (INFO_NCE,)),
-    Bug("the scale of the gradient", "contrastive", "logitless/contrastive/info_nce.py",
+    Bug("the scale of the gradient", ROOM, INFO_NCE_PY,
         "factored = factor * pairs.scale", "factored = factor", (INFO_NCE,)),
-    Bug("half of a symmetric loss", "contrastive", "logitless/contrastive/info_nce.py",
+    Bug("half of a symmetric loss", ROOM, INFO_NCE_PY,
         "0.5 if how.symmetric else 1.0", "1.0", (INFO_NCE,)),
-    Bug("ignored rows in a mean", "contrastive", "logitless/contrastive/info_nce.py",
+    Bug("ignored rows in a mean", ROOM, INFO_NCE_PY,
         "count = (~ignored).sum().double()", "count = count", (INFO_NCE,)),
-    Bug("the backend of backward", "contrastive", "logitless/contrastive/info_nce.py",
-        "Similarities(pairs.a, how.ring.largest, how.workspace, backend)",
+    Bug("the backend of backward", ROOM, INFO_NCE_PY,
+        "Similarities(pairs.a, how.ring.largest, how.workspace, ctx.backend)",
         "Similarities(pairs.a, how.ring.largest, how.workspace)", (CALLS,)),
-    Bug("stale gradients in a second backward", "contrastive", "logitless/contrastive/sigmoid.py",
+    Bug("stale gradients in a second backward", ROOM, SIGMOID_PY,
         "sums, ctx.sums = ctx.sums, None", "sums = ctx.sums", (SIGMOID,)),
-    Bug("sums that stay on another rank", "contrastive", "logitless/contrastive/ring.py",
+    Bug("sums that stay on another rank", ROOM, RING_PY,
         "sums = self.ranks.shift(sums, coming, len(given)).wait()",
         "sums = sums if step == self.count - 1 else self.ranks.shift(sums, coming).wait()",
         (RING,)),
-    Bug("columns of the mask of another rank", "contrastive", "logitless/contrastive/ring.py",
+    Bug("columns of the mask of another rank", ROOM, RING_PY,
         "return sum(self.columns[:owner])", "return 0", (RING,)),
-    Bug("gradients that DDP averages", "contrastive", "logitless/contrastive/info_nce.py",
+    Bug("gradients that DDP averages", ROOM, INFO_NCE_PY,
         "factor = factor * pairs.ring.count", "factor = factor * 1", (RING,)),
-    Bug("a scale beyond its bound", "contrastive", "logitless/contrastive/modules.py",
+    Bug("a scale beyond its bound", ROOM, MODULES_PY,
         "self.log_scale.clamp_(max=math.log(self.max_scale))", "pass", (CALLS,)),
 )  # fmt: skip

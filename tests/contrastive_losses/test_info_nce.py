@@ -176,6 +176,18 @@ def test_the_same_bits_every_time(device):
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.usefixtures("impl")
+def test_backward_twice(symmetric, device):
+    """The second backward computes the gradients again."""
+    a, b = (t.requires_grad_() for t in embeddings(9, 9, torch.float32, device))
+    loss = 3 * ll.contrastive(a, b, symmetric=symmetric, workspace=SMALL)
+    first = [t.clone() for t in torch.autograd.grad(loss, (a, b), retain_graph=True)]
+    for x, y in zip(first, torch.autograd.grad(loss, (a, b)), strict=True):
+        torch.testing.assert_close(x, y)
+        assert x.any()
+
+
 @pytest.mark.usefixtures("impl")
 def test_strided_inputs(device):
     wide = torch.randn(N, 2 * 24, device=device)

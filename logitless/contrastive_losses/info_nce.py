@@ -3,6 +3,10 @@
 Forward computes the similarities once, in chunks, and keeps two numbers per row and per column.
 Backward computes the similarities again, turns each chunk in place into its gradient, and adds the
 chunk's part of both gradients. Both passes together take four GEMMs, for one direction or for both.
+
+The gradient of one direction needs only the statistics of whole rows, which each chunk contains. So
+the mean or sum of one direction computes its gradients in forward, in three GEMMs. Over several
+ranks, a row is complete only after the last step of the ring, and the loss takes four GEMMs.
 """
 
 from collections.abc import Sequence
@@ -15,10 +19,10 @@ from ..contract import PRECISION
 from ..core import call
 from ..core.autograd import Node, refuse_second
 from ..eager.contrastive import Block
-from ..heads.gemms import autocasts, cast_by_autocast, without_autocast
+from ..heads.gemms import without_autocast
 from . import checks
 from .ring import Ring
-from .similarities import Gradients, Similarities, picked, times
+from .similarities import Gradients, Similarities, cast_embeddings, picked, times
 
 
 @call.named()
@@ -43,8 +47,8 @@ def contrastive(
 
         log Σ_j e^(z_ij) - z_ip      where p is the positive of row i
 
-    With `symmetric`, a and b have the same number of rows, the positive of row i is column i, and
-    the loss of pair i is the mean of the cross-entropies of row i and of column i. With
+    With `symmetric`, a and b have the same number of rows, and the positive of row i is column i.
+    The loss of pair i is the mean of the cross-entropies of row i and of column i. With
     symmetric=False, the loss has one direction, and b can have more rows than a, for example hard
     negatives. Then `positives` (N,) holds a row of b for each row of a. The default is row i for
     row i. A row whose positive is `ignore_index` does not count.
@@ -59,7 +63,8 @@ def contrastive(
 
     `reduction` is "mean", "sum", or "none" for one loss per row. The loss is fp32 (fp64 for fp64
     embeddings). Neither the logits nor their gradient exist as a whole. `workspace` bounds the
-    bytes of logits in memory. Forward and backward together take four GEMMs.
+    bytes of logits in memory. Forward and backward together take four GEMMs. In one process, the
+    mean or sum of one direction takes three.
 
     If `group` is a process group or a DeviceMesh, each rank passes its own rows of a and b. The
     rows of b on all ranks are negatives of each row of a. "mean" and "sum" are over the rows of all
@@ -89,6 +94,7 @@ def _evaluate(
 ) -> Tensor:  # fmt: skip
     checks.supported("contrastive")
     of_a, of_b = checks.split_labels(labels)
+    a, b = cast_embeddings(a, b)
     ring = Ring(group)
     ring.check(
         checks.contrastive, a, b, scale, symmetric, positives, mask, of_a, of_b, ignore_index,
@@ -98,11 +104,11 @@ def _evaluate(
     ring.exchange_sizes(a, b)
     if mask is not None:
         checks.pair_mask(mask, a, sum(ring.columns))
-    if autocasts(a.device):
-        a, b = cast_by_autocast(a), cast_by_autocast(b)
     if not isinstance(scale, Tensor):
         scale = torch.full((), float(scale), device=a.device, dtype=PRECISION[a.dtype])
-    how = How(ring, symmetric, ignore_index, reduction, averaged, workspace)
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in (a, b, scale))
+    early = grad and not symmetric and reduction != "none" and ring.count == 1
+    how = How(ring, symmetric, ignore_index, reduction, averaged, workspace, early)
     return _Contrastive.apply(a, b, scale, positives, mask, of_a, of_b, how)  # pyright: ignore
 
 
@@ -115,6 +121,15 @@ class How(NamedTuple):
     reduction: str
     averaged: bool
     workspace: int | None
+    early: bool  # whether forward computes the gradients
+
+
+class Sums(NamedTuple):
+    """The gradients of the sum of all losses, before the factors `scale`, upstream and mean."""
+
+    a: Tensor | None
+    b: Tensor | None
+    scale: Tensor | None
 
 
 class Pairs(NamedTuple):
@@ -125,21 +140,23 @@ class Pairs(NamedTuple):
     scale: Tensor  # (), fp32 or fp64
     positives: Tensor | None  # int64, -1 for ignored rows
     ignored: Tensor | None  # (N,), bool
+    bad: Tensor | None  # (N,), bool; rows that are ignored, or whose positive is out of range
     mask: Tensor | None
     labels: tuple[Tensor, ...]  # () or (labels of a, labels of b)
     ring: Ring
 
     @staticmethod
     def of(a, b, scale, positives, mask, of_a, of_b, how: How) -> "Pairs":
-        ignored = None
+        ignored = bad = None
         if positives is not None:
             # The embeddings of ignored rows are not used, because they can be infinite or NaN.
             ignored = positives == how.ignore_index
             positives = torch.where(ignored, -1, positives.long())
+            bad = (positives < 0) | (positives >= len(b))
             a = torch.where(ignored.unsqueeze(1), 0.0, a)
         labels = () if of_a is None else (of_a.long(), of_b.long())
         scale = scale.detach().reshape(()).to(PRECISION[a.dtype])
-        return Pairs(a, b, scale, positives, ignored, mask, labels, how.ring)
+        return Pairs(a, b, scale, positives, ignored, bad, mask, labels, how.ring)
 
     def block(self, owner: int, labels: Sequence[Tensor]) -> Block:
         """Returns the options of the similarities of this rank's a with the b of rank `owner`."""
@@ -162,7 +179,8 @@ class _Contrastive(Node):
         with without_autocast(a.device):
             pairs = Pairs.of(a, b, scale, positives, mask, of_a, of_b, how)
             similarities = Similarities(pairs.a, how.ring.largest, how.workspace)
-            losses, rows, columns = _losses(similarities, pairs, how)
+            needs = ctx.needs_input_grad if how.early else None
+            losses, rows, columns, ctx.sums = _losses(similarities, pairs, how, needs)
         ctx.how, ctx.share, ctx.backend = how, None, similarities.backend
         if how.reduction != "none":
             losses, ctx.share = _reduced(losses, pairs.ignored, how)
@@ -173,54 +191,78 @@ class _Contrastive(Node):
     def backward(ctx, upstream):  # pyright: ignore
         Node.refuse_vmap((upstream,))
         *tensors, rows, columns = ctx.saved_tensors
-        a, b, scale = tensors[:3]
+        (a, b, scale, *_), how = tensors, ctx.how
+        sums, ctx.sums = ctx.sums, None  # a second backward computes the sums again
         with torch.no_grad(), without_autocast(a.device):
-            pairs = Pairs.of(*tensors, ctx.how)  # pyright: ignore
-            how, backend = ctx.how, ctx.backend
-            similarities = Similarities(pairs.a, how.ring.largest, how.workspace, backend)
-            d_a, d_b, d_scale = _gradients(
-                similarities, pairs, how, ctx.share, rows, columns, upstream, ctx.needs_input_grad
-            )
-        if d_scale is not None:
-            d_scale = d_scale.to(scale.dtype).reshape(scale.shape)
-        gradients = d_a, d_b, d_scale
+            pairs = Pairs.of(*tensors, how)  # pyright: ignore
+            if sums is None:
+                similarities = Similarities(pairs.a, how.ring.largest, how.workspace, ctx.backend)
+                by_row = upstream.contiguous() if ctx.share is None else None
+                needs = ctx.needs_input_grad
+                sums = _sums(similarities, pairs, how, rows, columns, by_row, needs)
+            gradients = _scaled(sums, pairs, how, ctx.share, upstream, scale)
         if torch.is_grad_enabled():
             gradients = refuse_second(gradients, (a, b, scale, upstream))
         return *gradients, None, None, None, None, None
 
 
 def _losses(
-    similarities: Similarities, pairs: Pairs, how: How
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the loss of each row, and the normalisers of rows and columns."""
-    ring, backend = pairs.ring, similarities.backend
+    similarities: Similarities, pairs: Pairs, how: How, needs: Sequence[bool] | None
+) -> tuple[Tensor, Tensor, Tensor | None, Sums | None]:
+    """Returns the loss of each row, and the normalisers of rows and columns.
+
+    With `needs`, also returns the gradients.
+    """
+    backend, gradients = similarities.backend, None
     rows, columns = (_no_logits(len(t), pairs.scale) for t in (pairs.a, pairs.b))
     of_positives = torch.zeros(len(pairs.a), device=pairs.a.device, dtype=similarities.a.dtype)
-    bad = None  # rows that are ignored, or whose positive is out of range
-    if pairs.positives is not None:
-        bad = (pairs.positives < 0) | (pairs.positives >= len(pairs.b))
+    d_b = d_scale = None
+    if needs is not None:
+        for_a, for_b, for_scale, *_ = needs
+        gradients = Gradients(similarities, for_a)
+        d_b = gradients.zeros_like(pairs.b) if for_b else None
+        d_scale = torch.zeros_like(pairs.scale) if for_scale else None
 
     def visit(owner: int, given: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         b, *labels = given
         for chunk in similarities.chunks(b, pairs.block(owner, labels)):
             at = chunk.rows
-            found = picked(chunk, None if bad is None else ~bad[at])
+            found = picked(chunk, None if pairs.bad is None else ~pairs.bad[at])
             if found is not None:
                 of_positives[at] = found
             backend.contrastive_read(chunk.x, chunk.block, rows[at], sums[0] if sums else None)
+            if gradients is not None:
+                _, lse = _finished(backend, rows, of_positives, pairs, at)
+                more = backend.contrastive_gradient(
+                    chunk.x, chunk.block, lse, None, d_scale=d_scale is not None
+                )
+                if d_scale is not None:
+                    d_scale.add_(more)
+                gradients.add(chunk, b, d_b)
 
     given = (similarities.working(pairs.b), *pairs.labels[1:])
-    columns = ring.around(given, (columns,) if how.symmetric else (), visit)
-    loss, rows = backend.contrastive_finish(rows, of_positives, pairs.scale)
+    columns = pairs.ring.around(given, (columns,) if how.symmetric else (), visit)
+    loss, rows = _finished(backend, rows, of_positives, pairs, slice(None))
     if how.symmetric:
         other, lse = backend.contrastive_finish(columns[0], of_positives, pairs.scale)
-        return (loss + other) / 2, rows, lse
-    if bad is not None and pairs.ignored is not None:
-        loss, rows = loss.masked_fill(bad, torch.nan), rows.masked_fill(bad, torch.nan)
-        loss, rows = (
-            loss.masked_fill(pairs.ignored, 0.0), rows.masked_fill(pairs.ignored, torch.inf),
-        )  # fmt: skip
-    return loss, rows, None
+        return (loss + other) / 2, rows, lse, None
+    return loss, rows, None, gradients and Sums(gradients.d_a, d_b, d_scale)
+
+
+def _finished(
+    backend: Any, rows: Tensor, of_positives: Tensor, pairs: Pairs, at: slice
+) -> tuple[Tensor, Tensor]:
+    """Returns the losses and the normalisers of some rows.
+
+    The loss of an ignored row is 0, and its normaliser is inf, so that its gradient is 0. If the
+    positive of a row is out of range, its loss and its normaliser are NaN.
+    """
+    loss, lse = backend.contrastive_finish(rows[at], of_positives[at], pairs.scale)
+    if pairs.bad is not None and pairs.ignored is not None:
+        bad, ignored = pairs.bad[at], pairs.ignored[at]
+        loss = loss.masked_fill(bad, torch.nan).masked_fill(ignored, 0.0)
+        lse = lse.masked_fill(bad, torch.nan).masked_fill(ignored, torch.inf)
+    return loss, lse
 
 
 def _reduced(losses: Tensor, ignored: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
@@ -233,27 +275,19 @@ def _reduced(losses: Tensor, ignored: Tensor | None, how: How) -> tuple[Tensor, 
     return (total * share).to(losses.dtype), share.to(losses.dtype)
 
 
-def _gradients(
+def _sums(
     similarities: Similarities,
     pairs: Pairs,
     how: How,
-    share: Tensor | None,
     rows: Tensor,
     columns: Tensor | None,
-    upstream: Tensor,
+    by_row: Tensor | None,  # (N,), the upstream gradient, or None for ones
     needs: Sequence[bool],  # of a, b, scale, and of other arguments
-) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of a, b and scale."""
+) -> Sums:
+    """Computes the similarities again, and returns the gradients of a, b and scale."""
     for_a, for_b, for_scale, *_ = needs
     backend, gradients = similarities.backend, Gradients(similarities, for_a)
-    factor, by_row = pairs.scale.new_full((), 0.5 if how.symmetric else 1.0), None
-    if share is None:
-        by_row = upstream.to(pairs.scale.dtype).contiguous()
-    else:
-        factor = factor * share * upstream
-        if how.averaged:
-            factor = factor * pairs.ring.count
-    d_scale = torch.zeros_like(factor)
+    d_scale = torch.zeros_like(pairs.scale) if for_scale else None
 
     def visit(owner: int, given: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         b, *rest = given
@@ -265,7 +299,7 @@ def _gradients(
                 chunk.x, chunk.block, rows[at], of_columns,
                 None if by_row is None else by_row[at], by_column, for_scale,
             )  # fmt: skip
-            if found is not None:
+            if d_scale is not None:
                 d_scale.add_(found)
             gradients.add(chunk, b, sums[0] if sums else None)
 
@@ -274,15 +308,26 @@ def _gradients(
     given += [by_row] if columns is not None and by_row is not None else []
     sums = [gradients.zeros_like(pairs.b)] if for_b else []
     d_b = pairs.ring.around((*given, *pairs.labels[1:]), sums, visit)
+    return Sums(gradients.d_a, d_b[0] if d_b else None, d_scale)
+
+
+def _scaled(
+    sums: Sums, pairs: Pairs, how: How, share: Tensor | None, upstream: Tensor, scale: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Multiplies the sums by their factors, and returns the gradients of a, b and scale."""
+    factor = pairs.scale.new_full((), 0.5 if how.symmetric else 1.0)
+    if share is not None:
+        factor = factor * share * upstream
+        if how.averaged:
+            factor = factor * pairs.ring.count
     factored = factor * pairs.scale
-    d_a = times(gradients.d_a, factored, pairs.a)
+    d_a, d_b = times(sums.a, factored, pairs.a), times(sums.b, factored, pairs.b)
     if d_a is not None and pairs.ignored is not None:
         d_a = d_a.masked_fill_(pairs.ignored.unsqueeze(1), 0.0)
-    return (
-        d_a,
-        times(d_b[0] if d_b else None, factored, pairs.b),
-        d_scale * factor if for_scale else None,
-    )
+    d_scale = None
+    if sums.scale is not None:
+        d_scale = (sums.scale * factor).to(scale.dtype).reshape(scale.shape)
+    return d_a, d_b, d_scale
 
 
 def _no_logits(count: int, like: Tensor) -> Tensor:

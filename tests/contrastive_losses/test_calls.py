@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.contrastive import similarities
+from logitless.contrastive_losses import similarities
 from logitless.heads import gradient_sums, products
 from tests.support.contrastive import FUNCTIONS, embeddings
 from tests.support.laws import host_reads_nothing
@@ -180,18 +180,22 @@ def test_the_host_reads_nothing(name, device):
 
 
 GEMMS = {
-    ("contrastive", "mean"): 4,
-    ("contrastive", "none"): 4,
-    ("sigmoid_contrastive", "mean"): 3,
-    ("sigmoid_contrastive", "none"): 4,
+    ("contrastive", "mean", True): 4,
+    ("contrastive", "none", True): 4,
+    ("contrastive", "mean", False): 3,
+    ("contrastive", "none", False): 4,
+    ("sigmoid_contrastive", "mean", None): 3,
+    ("sigmoid_contrastive", "none", None): 4,
 }
 
 
-@pytest.mark.parametrize(("name", "reduction"), GEMMS)
-def test_number_of_gemms(name, reduction, device):
+@pytest.mark.parametrize(("name", "reduction", "symmetric"), GEMMS)
+def test_number_of_gemms(name, reduction, symmetric, device):
     """Counted in one chunk. Every chunk is smaller than the workspace, and none is kept."""
     a, b = (t.requires_grad_() for t in embeddings(64, 64, torch.float32, device))
-    calls, sizes = [], []
+    calls, sizes, how = [], [], {"reduction": reduction}
+    if symmetric is not None:
+        how["symmetric"] = symmetric
 
     def counted(function):
         def call(*args, **how):
@@ -210,14 +214,14 @@ def test_number_of_gemms(name, reduction, device):
         mock.patch.object(similarities, "add_product", counted(products.add_product)),
         mock.patch.object(gradient_sums.Sum, "add", one_sum),
     ):
-        FUNCTIONS[name][0](a, b, reduction=reduction).sum().backward()
-        assert len(calls) == GEMMS[name, reduction]
+        FUNCTIONS[name][0](a, b, **how).sum().backward()
+        assert len(calls) == GEMMS[name, reduction, symmetric]
         calls.clear()
         sizes.clear()
         with torch.no_grad():
-            FUNCTIONS[name][0](a, b, reduction=reduction)
+            FUNCTIONS[name][0](a, b, **how)
         assert len(calls) == 1
-        FUNCTIONS[name][0](a, b, reduction=reduction, workspace=16 * 64 * 4).sum().backward()
+        FUNCTIONS[name][0](a, b, **how, workspace=16 * 64 * 4).sum().backward()
         assert max(sizes) == 16 * 64
 
 
@@ -232,6 +236,9 @@ def test_autocast(name, device):
     loss.backward()
     assert a.grad.dtype == torch.float32
     assert torch.equal(loss, function(a.bfloat16(), b.bfloat16(), scale=3.0))
+    with torch.autocast(device, torch.bfloat16):
+        mixed = function(a, b.bfloat16(), scale=3.0)  # towers can return different dtypes
+    assert torch.equal(loss, mixed)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

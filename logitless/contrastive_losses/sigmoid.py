@@ -16,10 +16,10 @@ from ..contract import PRECISION
 from ..core import call
 from ..core.autograd import Node, refuse_second
 from ..eager.contrastive import Block
-from ..heads.gemms import autocasts, cast_by_autocast, without_autocast
+from ..heads.gemms import without_autocast
 from . import checks
 from .ring import Ring
-from .similarities import Gradients, Similarities, times
+from .similarities import Gradients, Similarities, cast_embeddings, times
 
 
 @call.named()
@@ -63,12 +63,11 @@ def sigmoid_contrastive(
 
 def _evaluate(a, b, scale, bias, positives, reduction, group, averaged, workspace) -> Tensor:
     checks.supported("sigmoid_contrastive")
+    a, b = cast_embeddings(a, b)
     ring = Ring(group)
     ring.check(checks.sigmoid, a, b, scale, bias, positives, reduction, averaged, workspace)
     checks.values(positives, b, None)
     ring.exchange_sizes(a, b)
-    if autocasts(a.device):
-        a, b = cast_by_autocast(a), cast_by_autocast(b)
     full = PRECISION[a.dtype]
     scale, bias = (
         t if isinstance(t, Tensor) else torch.full((), float(t), device=a.device, dtype=full)

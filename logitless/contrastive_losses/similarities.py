@@ -15,7 +15,7 @@ from ..contract import PRECISION
 from ..core.choose_backend import backend_of
 from ..eager.contrastive import Block
 from ..heads.choose_cut import default_workspace, even_chunk
-from ..heads.gemms import add_product
+from ..heads.gemms import add_product, autocasts, cast_by_autocast
 from ..heads.gradient_sums import Sum, clear_padding
 
 # Rows of similarities are padded to a multiple of PACK columns. The kernels then read 16 bytes at a
@@ -24,6 +24,9 @@ PACK = 16
 # On a CPU, the eager backend allocates up to four tensors of the size of a chunk. So a chunk gets
 # only a part of the default workspace.
 EAGER_PART = 8
+# The largest number of rows of a chunk. CUDA allows 65,535 programs along the second dimension of a
+# grid, and a program of the kernels computes at least 64 rows.
+MOST_ROWS = 1 << 21
 
 
 class Chunk(NamedTuple):
@@ -50,7 +53,7 @@ class Similarities:
         limit = workspace or default_workspace(max(width, 1), a.device.type)
         if workspace is None and self.backend is eager:
             limit //= EAGER_PART
-        self.step = even_chunk(len(a), limit // max(width, 1))
+        self.step = min(even_chunk(len(a), limit // max(width, 1)), MOST_ROWS)
         size = min(self.step, len(a)) * _padded(most)
         self.memory = torch.empty(size, device=a.device, dtype=self.a.dtype)
 
@@ -108,6 +111,13 @@ def times(total: Tensor | None, factor: Tensor, like: Tensor) -> Tensor | None:
         return None
     out = total if total.dtype == like.dtype else torch.empty_like(total, dtype=like.dtype)
     return torch.mul(total, factor, out=out)
+
+
+def cast_embeddings(a: Any, b: Any) -> tuple[Any, Any]:
+    """Casts embeddings to the dtype of autocast, if autocast is on and both are tensors."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and autocasts(a.device):
+        return cast_by_autocast(a), cast_by_autocast(b)
+    return a, b
 
 
 def picked(chunk: Chunk, valid: Tensor | None) -> Tensor | None:

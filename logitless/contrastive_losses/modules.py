@@ -55,7 +55,7 @@ class _ContrastiveModule(nn.Module):
 class ContrastiveLoss(_ContrastiveModule):
     """`logitless.contrastive` as a module, with a scale that can be trained.
 
-    The scale is exp(log_scale). It starts at `scale` and is at most `max_scale`, as in CLIP. Like
+    The scale is exp(log_scale). The scale starts at `scale`, and is at most `max_scale`. As in
     CLIP, the module stores the logarithm, because an optimiser then changes the scale by a factor.
     With trainable=False, the scale is constant. The embeddings are used as they are: normalise them
     before the call. `group` is not stored in a state_dict. The other options are the same as in
