@@ -1,5 +1,7 @@
 """Draws against an inversion in fp64, their distribution, and the gradient that they estimate."""
 
+import math
+
 import pytest
 import torch
 
@@ -131,6 +133,19 @@ def test_an_id_without_probability_is_never_drawn(offset, impl, device):
     assert counts.sum() == len(numbers)
 
 
+@pytest.mark.parametrize("power", [19, 22, 30])
+def test_ids_of_small_probability(power, impl, device):
+    """599 ids, each 2^-power times as probable as the first id, are drawn in their places."""
+    x = torch.full((1, 600), -power * math.log(2), device=device)
+    x[0, 0] = 0
+    wanted = torch.tensor([1, 2, 300, 511, 512, 513, 599], dtype=torch.float64, device=device)
+    places = (1 + (wanted - 0.5) * 2.0**-power) / (1 + 599 * 2.0**-power)
+    numbers = torch.cat((torch.zeros_like(places[:1]), places))[None]
+    ids, _, mask = captured(x, Sampled(numbers, 1.0), 1.0, None)
+    assert bool(mask.all())
+    assert ids[0].tolist() == [0, *wanted.long().tolist()]
+
+
 def test_shapes(impl, device):
     assert draw(torch.zeros(3, 1, device=device), 5).mask.sum(-1).tolist() == [1, 1, 1]
     assert draw(torch.zeros(0, 4, 9, device=device), 5).ids.shape == (0, 4, 5)
@@ -224,6 +239,22 @@ def test_on_triton_ranks():
     assert torch.equal(found.ids, want.ids)
     assert torch.equal(found.mask, want.mask)
     torch.testing.assert_close(found.logprobs, want.logprobs, equal_nan=True)
+
+
+@pytest.mark.parametrize("proposal", [1.0, 0.5])
+def test_what_is_sent(proposal):
+    """Numbers per row: n uniforms, the max, mass and start, n ids, and n logits for weights."""
+    x, n = normal(4, VOCAB, seed=1), 6
+
+    def work(ranks):
+        start, width = ((0, 7), (7, VOCAB - 7))[ranks.index]
+        shard = ll.VocabShard(x[:, start : start + width], ranks)
+        draw(shard, n, proposal=proposal)
+        return ranks.calls
+
+    for calls in on_ranks(2, work):
+        (_, *counts) = [count // 4 for _, count in calls]  # the first exchanges the widths
+        assert counts == [n, 1, 2, n] + [n] * (proposal != 1)
 
 
 def test_dtensor():
