@@ -13,9 +13,9 @@ seed differ only by the rounding errors of their losses:
 - LoRA: adapters of rank 8 in every linear layer of a model that was trained before, in bf16
 - FSDP2: bf16 through `fully_shard`, in one process
 
-Every run is a process of its own. FOLDER gets training-curves.json, with the loss and the norm of
-the gradient as means of STRIDE steps, and training-curves.md. The option --plot draws
-training-curves.png from the JSON file.
+Every run is a process of its own. FOLDER gets training-curves.md and training-curves.jsonl. Each
+line of training-curves.jsonl is one run, with the loss and the norm of the gradient as means of
+STRIDE steps. The option --plot draws training-curves.png from training-curves.jsonl.
 """
 
 import argparse
@@ -236,7 +236,8 @@ def report(results: list[dict], steps: int) -> str:
 def plot(folder: Path) -> None:
     from matplotlib.figure import Figure
 
-    runs = json.loads((folder / "training-curves.json").read_text())
+    lines = (folder / "training-curves.jsonl").read_text().splitlines()
+    runs = [json.loads(line) for line in lines]
     cases = list(dict.fromkeys(r["case"] for r in runs))
     figure = Figure(figsize=(3.2 * len(cases), 4.6), layout="constrained")
     axes = figure.subplots(2, len(cases), sharex=True, squeeze=False, sharey="row")
@@ -289,7 +290,8 @@ def main() -> int:
     text = report(results, args.steps)
     for run in results:
         run["loss"], run["norm"] = means(run["loss"]), means(run["norm"])
-    (args.out / "training-curves.json").write_text(json.dumps(results, separators=(",", ":")))
+    lines = [json.dumps(run, separators=(",", ":")) for run in results]
+    (args.out / "training-curves.jsonl").write_text("\n".join(lines) + "\n")
     (args.out / "training-curves.md").write_text(text)
     print(text)
     return int(len(results) < len(args.cases) * args.seeds * 2)

@@ -10,6 +10,7 @@ from .lazy.fuse import fuse, is_fused, unfuse
 from .lazy.fused_head import lazy_logits
 from .lazy.linear_logits import LinearLogits
 from .lazy.report import report
+from .losses.capture import capture_sampled, capture_topk
 from .losses.cross_entropy import (
     cross_entropy,
     cross_entropy_and_scores,
@@ -19,7 +20,7 @@ from .losses.dense_teacher import jsd, kl_div, soft_cross_entropy, tvd
 from .losses.kept_scores import KeptScores, kept_scores
 from .losses.row_loss import row_loss
 from .losses.slot_loss import slot_loss
-from .losses.sparse_teacher import capture_topk, gathered_kl, topk_distill
+from .losses.sparse_teacher import gathered_kl, topk_distill
 from .losses.statistics import (
     Partial,
     RowStats,
@@ -50,6 +51,7 @@ __all__ = [
     "Scores",
     "SparseTargets",
     "VocabShard",
+    "capture_sampled",
     "capture_topk",
     "cross_entropy",
     "cross_entropy_and_scores",

@@ -29,8 +29,8 @@ PER_ROW = "per row"  # shape (...) or (..., K), sliced together with the rows of
 PER_CLASS = "per class"  # shape (V,), never sliced, not even for a shard of the vocabulary
 TEACHER = "teacher"  # shape (..., V), sliced together with the rows and the columns of the logits
 
-# The names of all row statistics. Every statistic except argmax is fp32 (fp64 for fp64 logits). A
-# statistic has one number per row, unless its comment gives the shape (..., K).
+# The names of all row statistics. Every statistic except argmax and rank is fp32 (fp64 for fp64
+# logits). A statistic has one number per row, unless its comment gives the shape (..., K).
 STATISTICS = (
     "lse",  # log Σ e^z
     "picked",  # z at the ids, (..., K), or z at the label if there are no ids
@@ -40,6 +40,7 @@ STATISTICS = (
     "total",  # Σ v z, where v are the class weights
     "log_total",  # Σ v log p
     "argmax",  # int64, the lowest column that holds the max; -1 for ignored rows
+    "rank",  # int64, the number of logits greater than the label's, or the first id's (see `above`)
     "tail",  # log of the softmax mass outside the ids
     "logprob_t1",  # log p of the label at temperature 1
 )
@@ -50,21 +51,21 @@ class Reading(NamedTuple):
 
     The logits of the softmax are z = softcap · tanh(x / softcap) / temperature.
 
-    `label` holds one integer per row, which is a class id or an entry of a mask. If `label` is a
-    mask, its entries are 1 for rows that count and 0 for ignored rows, and ignore_index is 0. A row
-    is ignored if its label is ignore_index. An ignored row is not read. The statistics and the
-    gradient of an ignored row are 0, and its argmax is -1.
+    `label` holds one integer per row. A row is ignored if its integer is ignore_index. The integers
+    are class ids, or the entries of a mask of rows. In a mask, ignored rows have the entry 0, all
+    other rows have the entry 1, and ignore_index is 0. An ignored row is not read. The statistics
+    and the gradient of an ignored row are 0, and its argmax and rank are -1.
     """
 
     vocab: int  # V, the size of the whole vocabulary, even if the logits are only a shard
     label: Tensor | None = None  # (...), int8, int32 or int64
-    ids: Tensor | None = None  # (..., K), int32 or int64; a masked slot holds NO_ID
+    ids: Tensor | None = None  # (..., K), int32 or int64; NO_ID marks a position without an id
     class_weight: Tensor | None = None  # (V,), the weights v in "total" and "log_total"
     row_temperature: Tensor | None = None  # (...), one temperature per row; replaces `temperature`
     temperature: float | None = 1.0  # None if row_temperature is given
     softcap: float | None = None
     ignore_index: int | None = None
-    wants: tuple[str, ...] = ()  # names of STATISTICS
+    wants: tuple[str, ...] = ()  # the requested names from STATISTICS
     # Whether the results and the gradient of a row must have the same bits in every batch (see
     # core/invariant.py).
     invariant: bool = False
@@ -89,7 +90,7 @@ class Reading(NamedTuple):
         return sums_of(self.wants, self.at_temperature_1)
 
     def fold_scale(self, scale: float, softcap: float | None) -> "Reading":
-        """Returns a Reading that reads the logits x and computes the statistics of scale · x.
+        """Returns a Reading that requests, for logits x, the statistics of the logits scale · x.
 
         The softcap of `self` is replaced by the argument `softcap`, which applies to scale · x.
         """
@@ -128,9 +129,9 @@ class Reading(NamedTuple):
 class RowStats(NamedTuple):
     """The statistics of each row, in fp32 (fp64 for fp64 logits).
 
-    All statistics except argmax are differentiable. A statistic that was not requested is None.
-    Here, z are the logits after softcap and temperature, and p = softmax(z). If a large constant is
-    added to all logits, `logprob` stays exact, but `picked - lse` does not.
+    All statistics except argmax and rank are differentiable. A statistic that was not requested is
+    None. Here, z are the logits after softcap and temperature, and p = softmax(z). If a large
+    constant is added to all logits, `logprob` stays exact, but `picked - lse` does not.
     """
 
     lse: Tensor | None = None  # (...)      log Σ e^z
@@ -139,6 +140,7 @@ class RowStats(NamedTuple):
     total: Tensor | None = None  # (...)      Σ z
     argmax: Tensor | None = None  # (...)     int64, the lowest column that holds the max
     logprob: Tensor | None = None  # like ids  log p[ids]
+    rank: Tensor | None = None  # (...)       int64, how many logits are greater than the first id's
 
 
 class Statistics(NamedTuple):
@@ -156,6 +158,7 @@ class Statistics(NamedTuple):
     total: Tensor | None = None
     log_total: Tensor | None = None
     argmax: Tensor | None = None
+    rank: Tensor | None = None
     tail: Tensor | None = None
     logprob_t1: Tensor | None = None
 
@@ -174,9 +177,9 @@ STATE = 6
 class Partials(NamedTuple):
     """Partial statistics of the logits, for several disjoint sets of columns.
 
-    A set of columns is a block of a head, the part of a row that one program reads (a split), or
-    the shard of one rank. Partial statistics can be merged in any order. For an empty set of
-    columns, the max M is -inf, and all sums are 0.
+    A set of columns is the part of a row that one program reads (a split), a block of columns that
+    a head computes at once, or the shard of one rank. Partial statistics can be merged in any
+    order. For an empty set of columns, the max M is -inf, and all sums are 0.
     """
 
     state: Tensor  # (N, number of sets, part_width); the fields M, ..., REF are listed below
@@ -184,8 +187,9 @@ class Partials(NamedTuple):
 
 
 # Fields of Partials.state, where y = z · temperature, m is the max of y over the set of columns,
-# and d = y - m. Partials.state starts with the fields that most losses need, and ends with the last
-# field that a requested statistic needs. A field that no requested statistic needs is undefined.
+# and d = y - m. The order of the fields is fixed, and the fields that most losses need come first.
+# Partials.state ends after the last field that a requested statistic needs. An earlier field that
+# no requested statistic needs is undefined.
 M = 0  # max y
 S = 1  # Σ e^(d / temperature)
 Y_LABEL = 2  # y at the label; 0 if the label is outside these columns
@@ -266,9 +270,9 @@ FIELDS = ("a", "b", "label", "total", "a_ids", "logprob_t1")
 # The tail is the log of the softmax mass outside the ids. In a column i outside the ids, the
 # gradient of the tail has the term p_i / e^tail. If e^tail is very small, p_i underflows to 0 in
 # fp32, and 1 / e^tail overflows to infinity. Let `lift` be min(tail - LEAST_TAIL, 0), or 0 if the
-# tail is -inf. To avoid the underflow and the overflow, a loss with the coefficient "a_ids"
-# replaces p_i by p_i · e^-lift, and the coefficient a by a · e^lift, in the columns outside the
-# ids. So the product a · p_i is unchanged. The field A of such a loss holds a · e^lift.
+# tail is -inf. To avoid the underflow and the overflow, a loss with the coefficient "a_ids" uses
+# two other numbers in the columns outside the ids: p_i · e^-lift instead of p_i, and a · e^lift
+# instead of a. The product a · p_i does not change. The field A of such a loss holds a · e^lift.
 LEAST_TAIL = -32.0
 
 NO_ID = -(2**31)  # the id of a masked slot; a masked slot is not read and has no gradient
@@ -344,11 +348,11 @@ class Pair(NamedTuple):
 # under the student's probabilities. eager/pair.py defines this mean for each loss.
 PAIR_STATE = 5
 
-# The kinds of `Pair` whose loss needs two passes, because each term of the loss needs the
-# normalisers of the student's row and of the teacher's row. If the columns of a row are divided
-# into parts, the second pass computes PAIR_SUMS[kind] sums over the columns of each part. The first
-# sum is the loss of the part's columns. The other sums are the last columns of the state (see
-# eager/pair.py).
+# The kinds of `Pair` whose loss needs two passes over the logits. The second pass computes the
+# terms of the loss, which need the normalisers of the student's row and of the teacher's row. If
+# the columns of a row are divided into parts, the second pass computes PAIR_SUMS[kind] sums for
+# each part. The first sum is the loss of the part's columns. The other sums are written to the last
+# columns of the state (see eager/pair.py).
 PAIR_SUMS = {"jsd": 2, "tvd": 3}
 
 # The dtype of statistics and losses for each dtype of logits.
@@ -361,7 +365,7 @@ PRECISION = {
 
 
 class made_once(dict, Generic[T]):
-    """A cache of small constant tensors. cache[key] is make(key), or make(*key) if key is a tuple.
+    """A cache of small constants. cache[key] is make(key), or make(*key) if the key is a tuple.
 
     Tensors are created outside of inference mode, because autograd cannot save inference tensors. A
     tensor created while a CUDA graph is captured belongs to that graph and is not cached.

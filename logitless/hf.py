@@ -1,10 +1,12 @@
 """`ll.hf.DistillTrainer`: distillation with the Trainer of Transformers.
 
-This module needs the package transformers. The loss is computed in store/training.py. The module
+This module needs the package transformers. The loss is computed in store/training.py. on_policy.py
+samples the completions of on-policy distillation, and this module exports its `sample`. The module
 also exports `use_in_trl` and `unuse_in_trl` from trl_head/adapter.py.
 """
 
 import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,13 +22,15 @@ except ModuleNotFoundError as error:
 
 from .core import option_checks as _option_checks
 from .lazy.fuse import fuse, guards_of
+from .losses.capture import capture_topk
 from .losses.cross_entropy import cross_entropy
-from .losses.sparse_teacher import capture_topk
+from .on_policy import check_model, checked_config, draws_on_policy, seed_of
+from .on_policy import sample as sample
 from .store import checks, file_checks
 from .store.capture import lazy_head
 from .store.reader import Store
 from .store.tokenizer import tokenizer_hash
-from .store.training import Collator, batch_targets, distill_loss
+from .store.training import Collator, DistillLosses, batch_targets, distill_loss, whole_loss
 from .targets.sparse import SparseTargets
 from .trl_head.adapter import unuse_in_trl as unuse_in_trl
 from .trl_head.adapter import use_in_trl as use_in_trl
@@ -43,7 +47,20 @@ class DistillTrainer(Trainer):
     docs/distillation.md explains them. `temperature` applies to student and teacher. With a store,
     `temperature` must be the temperature at which the store was captured.
 
-    Training steps log `ce_loss` and `kd_loss`. Evaluations log `eval_ce_loss` and `eval_kd_loss`.
+    With a teacher model, `support="whole"` compares whole rows: student and teacher over the whole
+    vocabulary, without `k`. Then `divergence` can also be a mapping from names to weights, such as
+    {"reverse_kl": 0.8, "tvd": 0.2}. The divergence of a token is the weighted sum.
+
+    `on_policy` is the probability that the student samples a training batch (λ of GKD). For such a
+    batch, `sample` draws completions of the batch's prompts with `generation_config`, and the
+    teacher model scores these completions. The prompt of a row is all tokens before the first label
+    that is not -100. The loss of such a batch is kd_weight · divergence over the sampled tokens.
+    This loss has no cross-entropy, because the labels are the student's own samples. The draws
+    depend only on the seed, the step and the rank. So a resumed run draws the same batches and
+    samples, and all ranks sample in the same steps.
+
+    Training steps log `ce_loss` and `kd_loss` of batches from the dataset, and `on_policy_kd_loss`
+    of sampled batches. Evaluations read the dataset, and log `eval_ce_loss` and `eval_kd_loss`.
     With `eval_teacher=False`, evaluation computes only the cross-entropy, so that the evaluation
     dataset can contain documents that are not in the store.
 
@@ -57,8 +74,10 @@ class DistillTrainer(Trainer):
         store: Store | str | os.PathLike | None = None,
         teacher: nn.Module | None = None,
         k: int = 64,
-        divergence: str,
+        divergence: str | Mapping[str, float],
         support: str,
+        on_policy: float = 0.0,
+        generation_config: Any = None,
         ce_weight: float = 0.5,
         kd_weight: float = 0.5,
         temperature: float = 1.0,
@@ -68,12 +87,21 @@ class DistillTrainer(Trainer):
         **kwargs: Any,
     ):
         checks.one_teacher(store, teacher)
+        checks.live_teacher(store, support, on_policy, generation_config)
         self.loss_options = {
-            "divergence": divergence, "support": support, "ce_weight": ce_weight,
-            "kd_weight": kd_weight, "temperature": temperature, "beta": beta,
+            "ce_weight": ce_weight, "kd_weight": kd_weight, "temperature": temperature,
+            "beta": beta,
         }  # fmt: skip
         _option_checks.check(**self.loss_options)
-        self.loss_options["t_squared"] = t_squared
+        self.loss_options |= {"t_squared": t_squared, "divergence": divergence}
+        self.whole = support == "whole"
+        if self.whole:
+            checks.divergences(divergence)
+        else:
+            checks.sparse_options(divergence, support)
+            self.loss_options["support"] = support
+        self.on_policy = on_policy
+        self.generation_config = checked_config(generation_config) if on_policy else None
         self.teacher, self.k, self.eval_teacher = teacher, k, eval_teacher
         checks.own_loss(kwargs.pop("compute_loss_func", None))
         checks.trainer_arguments(kwargs.get("args", args[1] if len(args) > 1 else None))
@@ -84,12 +112,20 @@ class DistillTrainer(Trainer):
             self.data_collator = Collator(self.store, self.data_collator)
         if teacher is not None:
             teacher.to(self.args.device).eval().requires_grad_(False)
-        self._targets: SparseTargets | None = None
-        # `_sums` has the key True for training and the key False for evaluation. Each value is a
-        # list with one tensor per batch. The tensor holds three numbers: the sum of the
-        # cross-entropy over tokens, the sum of the divergence over tokens, and the number of
-        # tokens.
-        self._sums: dict[bool, list[Tensor]] = {True: [], False: []}
+        if self.whole:
+            checks.whole_vocabulary(_vocabulary_of(self.model), _vocabulary_of(teacher))
+            if not any(guards_of(teacher)):
+                fuse(teacher)
+        if on_policy:
+            check_model(self.model)
+        # The teacher's targets of the present batch: the top-k, or the logits of whole rows.
+        self._targets: SparseTargets | Tensor | None = None
+        self._is_sampled = False  # whether the student sampled the present batch
+        # `_sums` has the keys "", "eval_" and "on_policy_": batches of the dataset in training,
+        # batches of an evaluation, and sampled batches. Each value is a list with one tensor per
+        # batch. Each tensor holds three numbers: the cross-entropy summed over the tokens, the
+        # divergence summed over the tokens, and the number of tokens.
+        self._sums: dict[str, list[Tensor]] = {"": [], "eval_": [], "on_policy_": []}
 
     def _fuse_student(self) -> None:
         if not any(guards_of(self.model)):
@@ -115,8 +151,28 @@ class DistillTrainer(Trainer):
 
     def _vocabulary(self) -> int | None:
         """The size of the student's vocabulary, or None if the student's head is unknown."""
-        head = getattr(self.model, "get_output_embeddings", lambda: None)()
-        return getattr(head, "out_features", None)
+        return _vocabulary_of(self.model)
+
+    def get_batch_samples(self, epoch_iterator: Iterable, *args: Any, **kwargs: Any):
+        """Returns the batches of one optimizer step, and the number of their labels.
+
+        The student samples its batches here, so that the number of labels includes the sampled
+        tokens. The weights do not change until the end of the step.
+        """
+        if self.on_policy:
+            epoch_iterator = (self._drawn(i, batch) for i, batch in enumerate(epoch_iterator))
+        return super().get_batch_samples(epoch_iterator, *args, **kwargs)  # pyright: ignore
+
+    def _drawn(self, i: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the batch, or with the probability `on_policy` the student's samples."""
+        place = self.args.seed, self.state.global_step, i
+        if not draws_on_policy(self.on_policy, *place):
+            return batch
+        seed = seed_of(*place, rank=self.args.process_index)
+        model = self.accelerator.unwrap_model(self.model)
+        with self.compute_loss_context_manager():
+            sampled = sample(model, batch, generation_config=self.generation_config, seed=seed)
+        return sampled | {"on_policy": True}
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any):
         """Returns the evaluation batches.
@@ -141,43 +197,60 @@ class DistillTrainer(Trainer):
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any):
         inputs = dict(inputs)
         checks.batch_of_trainer(inputs)
+        self._is_sampled = inputs.pop("on_policy", False)
         targets = inputs.pop("targets", None)
         if model.training or self.eval_teacher:
             targets = self._targets_of(inputs) if targets is None else targets
             self._targets = targets.to(inputs["input_ids"].device)
-        else:
-            self._targets = None
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self._targets = None  # frees the teacher's hidden states
 
-    def _targets_of(self, inputs: dict[str, Any]) -> SparseTargets:
-        """Returns the teacher's targets for a batch, from the store or from the teacher model."""
+    def _targets_of(self, inputs: dict[str, Any]) -> SparseTargets | Tensor:
+        """Returns the teacher's targets for a batch, from the store or from the teacher model.
+
+        With support="whole", the targets are lazy logits.
+        """
         if self.store is not None:
             return batch_targets(self.store, inputs)
         inputs = {name: t for name, t in inputs.items() if name != "labels"}
         with torch.no_grad(), self.compute_loss_context_manager(), lazy_head(self.teacher):
             logits = self.teacher(**inputs, use_cache=False).logits  # pyright: ignore
             logits = logits[..., : self._vocabulary()]  # the teacher's head can have padded columns
+            if self.whole:
+                return logits
             return capture_topk(logits, self.k, temperature=self.loss_options["temperature"])
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         training = torch.is_grad_enabled()
         count = (labels[..., 1:] != -100).sum()
+        prefix = "eval_" if not training else "on_policy_" if self._is_sampled else ""
         if self._targets is None:
             next_tokens = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
             ce = cross_entropy(outputs.logits, next_tokens)
-            self._keep(training, ce * count, ce * 0, count)
+            self._keep(prefix, ce * count, ce * 0, count)
             return ce
-        losses = distill_loss(
-            outputs.logits, labels, self._targets, num_items=num_items_in_batch,
-            parts=not training or self._is_logged(), **self.loss_options,
-        )  # fmt: skip
+        losses = self._losses(outputs.logits, labels, num_items_in_batch, training)
         if losses.ce is not None:
             items = count if num_items_in_batch is None else num_items_in_batch
-            self._keep(training, losses.ce * items, losses.kd * items, count)
+            self._keep(prefix, losses.ce * items, losses.kd * items, count)
         return losses.loss
 
-    def _keep(self, training: bool, ce: Tensor, kd: Tensor, count: Tensor) -> None:
-        self._sums[training].append(torch.stack((ce.detach(), kd.detach(), count)).double())
+    def _losses(self, logits: Tensor, labels: Tensor, num_items: Any, training: bool):
+        """The loss of a batch against its targets, and its parts if they are logged."""
+        loss_of: Any = whole_loss if self.whole else distill_loss
+        options: dict[str, Any] = {**self.loss_options, "num_items": num_items}
+        if not self._is_sampled:
+            parts = not training or self._is_logged()
+            return loss_of(logits, labels, self._targets, parts=parts, **options)
+        loss = loss_of(logits, labels, self._targets, **(options | {"ce_weight": 0.0})).loss
+        scale = options["kd_weight"]
+        kd = loss.detach() / scale if scale else torch.zeros_like(loss)
+        return DistillLosses(loss, torch.zeros_like(kd), kd)
+
+    def _keep(self, prefix: str, ce: Tensor, kd: Tensor, count: Tensor) -> None:
+        self._sums[prefix].append(torch.stack((ce.detach(), kd.detach(), count)).double())
 
     def _is_logged(self) -> bool:
         """Whether Trainer logs the losses after the current training step."""
@@ -186,23 +259,32 @@ class DistillTrainer(Trainer):
         return first or (self.state.global_step + 1) % every == 0
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        training = "loss" in logs
-        if training or "eval_loss" in logs:
-            logs.update(self._means(training))
+        if "loss" in logs:
+            logs.update(self._means("") | self._means("on_policy_"))
+        elif "eval_loss" in logs:
+            logs.update(self._means("eval_"))
         super().log(logs, *args, **kwargs)
 
-    def _means(self, training: bool) -> dict[str, float]:
+    def _means(self, prefix: str) -> dict[str, float]:
         """The mean cross-entropy and the mean divergence per token, over all batches in `_sums`.
 
         The means cover the batches of all ranks.
         """
-        sums, self._sums[training] = self._sums[training], []
+        sums, self._sums[prefix] = self._sums[prefix], []
         if not sums:
             return {}
         total = self.accelerator.reduce(torch.stack(sums).sum(0), "sum")
         ce, kd, count = torch.as_tensor(total).tolist()  # as_tensor is for type checkers only
-        prefix, count = "" if training else "eval_", max(count, 1)
-        means = {f"{prefix}ce_loss": ce / count}
-        if training or self.eval_teacher:
-            means[f"{prefix}kd_loss"] = kd / count
+        count = max(count, 1)
+        means = {f"{prefix}ce_loss": ce / count, f"{prefix}kd_loss": kd / count}
+        if prefix == "on_policy_":
+            del means["on_policy_ce_loss"]  # the loss of sampled batches has no cross-entropy
+        elif prefix == "eval_" and not self.eval_teacher:
+            del means["eval_kd_loss"]
         return means
+
+
+def _vocabulary_of(model: Any) -> int | None:
+    """The number of logits per token of a model, or None if the model's head is unknown."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return getattr(head, "out_features", None)

@@ -38,7 +38,7 @@ def __dir__() -> list[str]:
 
 
 class _LogitsModule(nn.Module):
-    """The base class of all modules, which stores temperature and softcap."""
+    """The base class of all modules except FusedHead. It stores temperature and softcap."""
 
     @_call.named()
     def __init__(self, temperature: float | Tensor = 1.0, softcap: float | None = None):

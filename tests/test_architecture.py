@@ -16,7 +16,7 @@ FLOORS = (  # from the lowest; a room imports from lower floors alone
     ("heads", "targets"),
     ("losses", "parallel"),
     ("lazy",),
-    ("nn", "store", "trl_head"),
+    ("nn", "on_policy", "store", "trl_head"),
     ("__init__", "hf"),
     ("cli",),
     ("__main__",),
@@ -158,7 +158,7 @@ KINDS = {
     "LinearLogits", "VocabShard", "LazyLogits", "DTensor", "Logits", "Source", "Head", "Shard",
 }  # fmt: skip
 TRAITS = {  # attributes that one kind of logits has
-    "evaluate", "evaluate_in_place", "capture_topk", "as_teacher", "materialize", "placements",
+    "evaluate", "evaluate_in_place", "capture", "as_teacher", "materialize", "placements",
     "recipe", "hidden", "ranks",
 }  # fmt: skip
 

@@ -23,17 +23,20 @@ Run = Callable[[Any], Any]
 
 
 def repetitions(budget: float, one: float, least: int = 5, most: int = 500) -> int:
-    """The number of calls of `one` ms each that fit into `budget` ms, within [least, most]."""
+    """The number of calls that fit into `budget` ms, if each call takes `one` ms.
+
+    The result is clamped to [least, most].
+    """
     return max(least, min(most, int(budget / max(one, 1e-3))))
 
 
 def device_time(prepare: Prepare, run: Run, budget: float) -> float:
     """Device time of a call with a cold L2 cache, measured by events before and after the call.
 
-    The cache is flushed by *reading* a large buffer. Zeroing a buffer would leave modified lines in
-    the cache (60 MB on an H200). Writing these lines back to memory would add to the measured time.
-    Reading the buffer takes a quarter of a millisecond. While the GPU reads the buffer, the host
-    queues the call, so the result does not include host time. `host_time` measures host time.
+    The cache is flushed by *reading* a large buffer. Zeroing a buffer would fill the cache (60 MB
+    on an H200) with modified lines. Writing these lines back to memory would add to the measured
+    time. Reading the buffer takes a quarter of a millisecond. While the GPU reads the buffer, the
+    host queues the call, so the result does not include host time. `host_time` measures host time.
     """
     flush = torch.ones(L2_FLUSH_BYTES // 4, device="cuda")
 
@@ -54,7 +57,7 @@ def device_time(prepare: Prepare, run: Run, budget: float) -> float:
 
 
 def graph_time(run: Run, x: Tensor, budget: float, *, cold: bool) -> float:
-    """Time per call in a replayed CUDA graph of many calls of `run`.
+    """Time per call of `run`, measured in the replay of a CUDA graph that holds many calls.
 
     If `cold` is false, x is in the L2 cache. If `cold` is true, each call reads a different copy of
     x that is not in the L2 cache. All copies together are about twice as large as the L2 cache, but

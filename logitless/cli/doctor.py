@@ -1,9 +1,9 @@
 """`logitless doctor`: describes the machine and the backend, and checks the library's results.
 
 The output is plain text without host name or paths, so that users can paste the output into a bug
-report. The self-check (selfcheck.py) calls every public function on a few error-prone shapes. The
-self-check launches every kernel that this device can run. Values and gradients are compared with a
-naive formula in fp64. The upstream gradients are random. The exit status is 1 if a check fails.
+report. The self-check (selfcheck.py) calls every public function on a few error-prone shapes, and
+launches every kernel that this device can run. Values and gradients, for random upstream gradients,
+are compared with a naive formula in fp64. The exit status is 1 if a check fails.
 
 With --json, the command prints the same facts and results as one JSON object.
 """

@@ -33,7 +33,7 @@ def cpu_name() -> str:
 
 
 def driver() -> str | None:
-    """The version of the GPU driver, or None if it is unknown."""
+    """The version of the GPU driver, or None if the version is unknown."""
     if torch.version.hip:
         return f"ROCm {torch.version.hip}"
     printed = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -50,7 +50,7 @@ def versions() -> dict[str, str | None]:
 
 
 def installed(module: str) -> str | None:
-    """The version of the package that provides a module, or None if it is unknown."""
+    """The version of the package that provides a module, or None if the version is unknown."""
     try:
         return importlib.metadata.version(module)
     except importlib.metadata.PackageNotFoundError:

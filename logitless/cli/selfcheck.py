@@ -199,7 +199,7 @@ def of_scores(x, ids, _):
 
 
 def of_kept(x, ids, _):
-    """Returns the three scores of rows that keep two ids, with one empty slot."""
+    """Returns three scores. Each row keeps two ids, and has one repeated and one empty slot."""
     kept = F.pad(three_ids(ids, x.shape[1]), (0, 1), value=-1)
     return torch.stack(tuple(ll.kept_scores(x, ids, kept, mass=True)), -1)
 

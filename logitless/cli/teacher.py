@@ -4,6 +4,7 @@
     import     reads the output of vLLM or SGLang
     verify     checks a store
     info       describes a store
+    index      writes the files that readers of a remote store need
     merge      joins several stores into one
     size       computes how large a store will be
 
@@ -18,7 +19,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,6 +28,7 @@ from . import teacher_data as _data
 from .progress import bar
 from .report import table
 
+STORE = "folder of a store, or an address such as s3://bucket/targets"
 SIZES = (16, 32, 64, 128, 256)  # values of K in the table of the command `size`
 
 
@@ -86,16 +87,19 @@ def add_parser(subparsers) -> None:
     add("--tokenizer", help="name or folder; training must use the same tokenizer")
 
     verify = commands.add_parser("verify", help="check checksums, ids, masses and alignment")
-    verify.add_argument("store", type=Path)
+    verify.add_argument("store", type=_store, help=STORE)
 
     info = commands.add_parser("info", help="describe a store")
-    info.add_argument("store", type=Path)
+    info.add_argument("store", type=_store, help=STORE)
     info.add_argument("--plot", type=Path, help="file for a plot of mass, entropy and rank")
+
+    index = commands.add_parser("index", help="write the files that a remote store needs")
+    index.add_argument("store", type=Path, help="folder of the store")
 
     merge = commands.add_parser("merge", help="join several stores into one")
     add = merge.add_argument
     add("out", type=Path, help="folder of the new store")
-    add("stores", type=Path, nargs="+")
+    add("stores", type=_store, nargs="+", help=STORE)
     add(
         "--shard-bytes",
         type=_positive,
@@ -109,6 +113,11 @@ def add_parser(subparsers) -> None:
     add("--vocab", "--vocab-size", type=_positive, required=True, help="size of the vocabulary")
     add("--k", type=_positive, nargs="+", default=SIZES, help="values of K; default: a table")
     _add_values(size)
+
+
+def _store(text: str) -> Path | str:
+    """A folder, or an address, which a Path would change."""
+    return text if "://" in text else Path(text)
 
 
 def _positive(text: str) -> int:
@@ -134,6 +143,10 @@ def _add_input(parser: argparse.ArgumentParser, text: str) -> None:
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the store")
+    parser.add_argument(
+        "--upload",
+        help="address to which finished files are uploaded too, such as s3://bucket/targets",
+    )
     parser.add_argument(
         "--k",
         type=_positive,
@@ -189,7 +202,7 @@ def capture(args: argparse.Namespace) -> None:
         raise ValueError(f"--vocab-size {rule}, got {args.vocab_size}.")
     vocab_size = args.vocab_size or head
     with (
-        store.Writer(args.out, vocab_size=vocab_size, **fields) as writer,
+        store.Writer(args.out, vocab_size=vocab_size, upload=args.upload, **fields) as writer,
         bar("capture", _data.size(args.data)) as advance,
     ):
         documents = (
@@ -232,7 +245,7 @@ def import_(args: argparse.Namespace) -> None:
     header |= {"teacher": args.teacher, "tokenizer": _tokenizer_hash(args.tokenizer)}
     store.Header(**header)
     with (
-        store.Writer(args.out, **header) as writer,
+        store.Writer(args.out, upload=args.upload, **header) as writer,
         bar("import", _data.size(args.data)) as advance,
     ):
         completion = True if args.completions else None
@@ -276,41 +289,23 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def info(args: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from .teacher_info import print_info
 
-    from logitless.store import Store
-    from logitless.store.summary import summary
-
-    store = Store(args.store)
-    statistics = summary(store)
-    size = sum(shard.path.stat().st_size for shard in store.shards)
-    table = Table("", "", title=str(args.store), show_header=False)
-    rows = {"documents": f"{len(store):,}", "tokens": f"{store.tokens:,}"}
-    rows |= {
-        "bytes per token": f"{size / max(store.tokens, 1):.1f}",
-        "files": f"{len(store.shards)}",
-    }
-    rows |= {name: str(value) for name, value in vars(store.info).items()}
-    k = store.info.k
-    rows[f"mass of the {k} slots"] = f"{float(statistics.covered[-1]):.4f}"
-    entropy = f"{float(statistics.entropy.mean()):.3f} nats" if statistics.rows else "-"
-    rows["entropy, the tail as one token"] = entropy
-    rows["next token is the first slot"] = f"{statistics.within(1):.1%}"
-    rows["next token is among the slots"] = f"{statistics.within(k):.1%}"
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console().print(table)
+    print_info(args.store, args.plot)
     _print_unfinished(args.store)
-    if args.plot is not None:
-        require("teacher", "matplotlib")
-        _plot(statistics, k, args.plot)
-        print(f"plot: {args.plot}")
 
 
-def _print_unfinished(path: Path) -> None:
+def index(args: argparse.Namespace) -> None:
+    from logitless.store import write_index
+
+    print(f"{write_index(args.store)} documents in {args.store / 'store.index'}")
+
+
+def _print_unfinished(path: Path | str) -> None:
     from ..store.journal import unfinished
 
+    if isinstance(path, str):
+        return
     if size := unfinished(path):
         print(f"up to {size:,} bytes of documents are not in the store yet, because a writer is")
         print("open or was stopped; run the capture again to add these documents")
@@ -319,7 +314,7 @@ def _print_unfinished(path: Path) -> None:
 def merge(args: argparse.Namespace) -> None:
     from logitless import store
 
-    for path in args.stores:
+    for path in (path for path in args.stores if isinstance(path, Path)):
         store.recover(path)  # adds the documents of writers that were killed
     stores = [store.Store(path) for path in args.stores]
     with bar("merge", sum(s.tokens for s in stores)) as advance:
@@ -331,8 +326,8 @@ def merge(args: argparse.Namespace) -> None:
 
 
 ACTIONS: dict[str, Callable[[argparse.Namespace], int | None]] = {
-    "capture": capture, "import": import_, "verify": verify, "info": info, "merge": merge,
-    "size": size,
+    "capture": capture, "import": import_, "verify": verify, "info": info, "index": index,
+    "merge": merge, "size": size,
 }  # fmt: skip
 
 
@@ -350,24 +345,3 @@ def _tokenizer_hash(name: str | None) -> str:
     from logitless.store import tokenizer_hash
 
     return tokenizer_hash(AutoTokenizer.from_pretrained(name))
-
-
-def _plot(statistics: Any, k: int, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    covered, entropy, rank = figure.subplots(1, 3)
-    covered.plot(range(1, k + 1), statistics.covered.tolist())
-    covered.set(title="Which K?", ylabel="teacher's mass on the K most probable ids")
-    entropy.hist(statistics.entropy.tolist(), bins=50)
-    entropy.set(title="How certain is the teacher?", ylabel="rows")
-    entropy.set(xlabel="entropy per row in nats, with the tail as one token")
-    shares = [statistics.within(n) for n in range(1, k + 1)]
-    rank.plot(range(1, k + 1), shares)
-    rank.set(title="How often is the teacher right?", ylabel="share of next tokens among the K")
-    for axes in (covered, rank):
-        axes.set(xscale="log", xlabel="K", ylim=(0, 1.02))
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-    entropy.yaxis.set_major_formatter("{x:,.0f}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=150)

@@ -18,7 +18,7 @@ AT_ONCE = 4096  # documents are added to the store as soon as they have this man
 
 
 class Group(NamedTuple):
-    """Documents that are added together, each with the file and line that it was read from."""
+    """Documents that are added together. Each document comes with its file and line."""
 
     documents: list[tuple[str, Document]]
     size: int  # size of the lines in bytes

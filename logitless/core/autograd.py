@@ -27,7 +27,7 @@ class Node(torch.autograd.Function):
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raises if a tensor has a tangent. Forward-mode differentiation must be active."""
+    """Raises if a tensor has a tangent. Call this only inside forward-mode differentiation."""
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         tensor_checks.only_in_reverse()
 

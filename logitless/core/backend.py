@@ -6,13 +6,14 @@ partial statistics of several sets of columns. OnChipBackend (heads/on_chip.py) 
 structs in the signatures are defined in contract.py. choose_backend.py chooses the backend.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..contract import Coefficients, Pair, Partials, Reading, Slots, Statistics
+from ..eager.sampled import Sampling
 
 
 class Backend(Protocol):
@@ -66,7 +67,14 @@ class Backend(Protocol):
     ) -> Statistics:
         """Computes the statistics of whole rows from the `Partials` of all columns.
 
-        The statistic `tail` cannot be computed from Partials.
+        The statistics `tail` and `rank` cannot be computed from Partials.
+        """
+        ...
+
+    def above(self, x: Tensor, reading: Reading, y0: Tensor) -> Tensor:
+        """Returns, for each row, how many logits of x are greater than y0 (N,), as int64 (N,).
+
+        The softcap of `reading` is applied to x. A NaN in x, or in y0, counts as greater.
         """
         ...
 
@@ -78,19 +86,22 @@ class Backend(Protocol):
         ...
 
     def with_repeats(self, state: Tensor, ids: Tensor) -> Tensor:
-        """Fills the field REPEATS of the state: 1 if two ids of the row are equal, otherwise 0."""
+        """Returns the state with the field REPEATS filled, if this backend reads the field.
+
+        REPEATS is 1 if two ids of the row are equal, and 0 otherwise.
+        """
         ...
 
     # --- cross-entropy
 
     @property
     def one_pass(self) -> Any:
-        """A function that computes -log p of the label and the gradient in one pass, or None.
+        """The function that computes -log p of the label and the gradient in one pass, or None.
 
         The signature of the function is (x, reading, coefficients, factor, into, mean=False). The
-        function writes the gradient to `into` and returns -log p of each row's label. The function
-        returns None if one pass over these logits is not possible. `one_pass` is None if the
-        backend never computes loss and gradient in one pass.
+        function writes the gradient to `into` and returns -log p of each row's label. If one pass
+        over these logits is not possible, the function returns None. The property itself is None if
+        the backend has no such function.
         """
         ...
 
@@ -121,8 +132,8 @@ class Backend(Protocol):
         """Returns the factor that turns a sum over rows into a mean, as a scalar tensor.
 
         The factor is 1 / Σ mass, where `mass` holds the class weight of each row's label. If `mass`
-        is None, the factor is 1 divided by the number of rows that count. If the divisor is 0, the
-        factor is 1.
+        is None, the factor is 1 divided by the number of rows that are not ignored. If the divisor
+        is 0, the factor is 1.
         """
         ...
 
@@ -164,7 +175,10 @@ class Backend(Protocol):
         logprob_t1: Tensor | None = None,
         temperature: float | Tensor | None = None,
     ) -> tuple[Tensor, Coefficients]:
-        """Returns each row's loss against a sparse teacher, and its gradient's coefficients."""
+        """Returns the loss of each row against a sparse teacher.
+
+        The second result holds the coefficients of the backward formula.
+        """
         ...
 
     def gather(self, x: Tensor, reading: Reading) -> Tensor:
@@ -220,6 +234,21 @@ class Backend(Protocol):
         """
         ...
 
+    def sampled(
+        self,
+        x: Tensor,
+        uniforms: Tensor,
+        how: Sampling,
+        join: Callable[[Tensor], Tensor] | None = None,
+        start: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Distinct ids that are drawn at random, their log-weights, and a mask.
+
+        If the columns are sharded over ranks, x holds the columns from `start` on, and `join` is an
+        all-gather.
+        """
+        ...
+
     # --- GEMMs
 
     def row_gemm(
@@ -237,9 +266,10 @@ class Backend(Protocol):
         ...
 
     def can_accumulate(self, hidden: Tensor, weight: Tensor) -> bool:
-        """Whether the backend can sum this weight's gradient in block floating point.
+        """Whether the backend can store the sum for this weight's gradient in block floating point.
 
-        The function that computes the sum is `accumulate` (kernels/blockfp_gemm.py).
+        The function `accumulate` (kernels/blockfp_gemm.py) computes the sum, one chunk of rows per
+        call.
         """
         ...
 

@@ -2,10 +2,10 @@
 
 Checks read shapes, dtypes, devices and Python numbers, which are the same in every step of a
 training loop. Therefore `check_once` checks each combination of shapes, dtypes, devices and numbers
-only once. Each folder of public functions has a file with the rules for their arguments, for
-example losses/checks.py. Only `check_values` reads the values of tensors. `check_values` always
-reads tensors on a CPU, because no synchronisation is needed. `check_values` reads tensors on a GPU
-only if LOGITLESS_CHECK=1 is set.
+only once. Each folder with public functions has a file that holds the rules for the arguments of
+these functions, for example losses/checks.py. Only `check_values` reads the values of tensors.
+Tensors on a CPU are always read, because reading them needs no synchronisation. Tensors on a GPU
+are read only if LOGITLESS_CHECK=1 is set.
 """
 
 import functools
@@ -73,7 +73,7 @@ def _refuse_on_ranks(logits: Any, error: Exception) -> None:
 def named(*others: Callable) -> Callable[[F], F]:
     """Decorator that raises for unknown options and for too many positional arguments.
 
-    The decorated function takes its own keyword-only options and the options of `others`.
+    The allowed options are the keyword-only arguments of the decorated function and of `others`.
 
     The error for an unknown option suggests the closest option name. The error for too many
     positional arguments lists the allowed positional arguments.
@@ -126,7 +126,7 @@ def as_bool(mask: Tensor) -> Tensor:
 
 
 def as_label(mask: Tensor | None) -> Tensor | None:
-    """Converts a mask of rows to labels: 1 for rows that count, 0 (the ignore_index) for others."""
+    """Converts a mask of rows to labels. Rows whose mask is 0 get the label 0, the ignore_index."""
     return None if mask is None else as_bool(mask).view(torch.int8)
 
 
@@ -192,7 +192,7 @@ def reads_label(loss) -> bool:
     wants = loss.reading.wants
     if loss.labels_are_ids or "nll" in wants or "logprob_t1" in wants:
         return True
-    return loss.reading.ids is None and ("picked" in wants or "logprob" in wants)
+    return loss.reading.ids is None and bool({"picked", "logprob", "rank"} & {*wants})
 
 
 def under_transform() -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import eager
 from . import tensor_checks
 from .backend import Backend
+from .capture import Capture, Captured
 from .invariant import aligned, is_invariant
 
 CHOICES = ("triton", "eager")
@@ -63,11 +64,11 @@ def backend_of(x: Tensor) -> Backend:
     return _kernels()
 
 
-def topk_of(x: Tensor, k: int, temperature: float, softcap: float | None) -> tuple:
-    """Calls the function `topk` of the tensor's backend."""
-    if not is_invariant():
-        return backend_of(x).topk(x, k, temperature, softcap)
-    return backend_of(x).topk(aligned(x), k, temperature, softcap, True)
+def captured(x: Tensor, capture: Capture, temperature: float, softcap: float | None) -> Captured:
+    """Returns the results of a capture of plain logits."""
+    invariant = is_invariant()
+    x = aligned(x) if invariant else x
+    return capture.of(backend_of(x), x, temperature, softcap, invariant)
 
 
 @functools.cache

@@ -7,17 +7,19 @@ by `evaluate_in_place`. If several conditions are true, the first route in this 
   gradient.
 - The route "compiled" is used if a compiler, a dispatch mode or torch.func is active. An operator
   (operators.py) computes values and gradient. The operators do not support `invariant`
-  (invariant.py). Inside `invariant`, torch.compile breaks the graph and uses another route.
+  (invariant.py). Therefore, inside `invariant`, torch.compile breaks the graph, and another route
+  evaluates the loss.
 - The route "in place" is used if inplace=True and a gradient is needed. Forward overwrites the
   logits with the gradient (in_place.py).
 - The route "single rows" is used inside `invariant` if the backend is `eager`. Each row is
   evaluated as a batch of one row.
 - The route "values alone" is used if no gradient is needed.
 - The route "gradient in forward" is used if the loss has saves_gradient=True, which means that its
-  forward always computes the gradient. On a GPU, this route is also used for a mean or sum over at
-  most SMALL logits, if the loss has no row_inputs and row_weight requires no gradient. Inside
-  `invariant`, this route is used only for saves_gradient=True. Forward computes the gradient for an
-  upstream gradient of 1. Backward multiplies this gradient by the upstream gradient.
+  forward always computes the gradient. On a GPU, this route is also used for the reductions "mean"
+  and "sum" if there are at most SMALL logits, the loss has no row_inputs, and row_weight requires
+  no gradient. Inside `invariant`, this route is used only for saves_gradient=True. Forward computes
+  the gradient for an upstream gradient of 1. Backward multiplies this gradient by the upstream
+  gradient.
 - The route "gradient in backward" is used in all other cases. Backward computes the gradient from
   the logits and from the tensors that forward saved.
 
@@ -177,7 +179,7 @@ def mass_and_share(
 ) -> tuple[Tensor | None, Tensor]:
     """Returns `mass`, whose sum is the divisor of a mean, and `share`, which is 1 / divisor.
 
-    If `mass` is None, the divisor is the number of rows that count.
+    If `mass` is None, the divisor is the number of rows that are not ignored.
     """
     weighted = loss.reading.class_weight is not None
     mass = loss.mass(backend, like.dtype) if weighted else None
@@ -193,7 +195,7 @@ def _reduced(backend: Backend, x: Tensor, loss: RowLoss, value: Tensor, row_weig
 
 
 def scaled(
-    gradient: Tensor,  # (..., V), for an upstream gradient of 1, in the dtype of losses
+    gradient: Tensor,  # (..., V), for an upstream gradient of 1, in fp32 or fp64
     x: Tensor,
     upstream: Tensor,  # () or (...)
     factor: Tensor | None,  # one number, or one number per row
@@ -276,7 +278,7 @@ class GradientInBackward(Node):
 def finish(
     ctx, x: Tensor, tensors: Sequence, upstream: tuple, wanted: bool, into: Tensor | None = None
 ) -> tuple[Tensor | None, tuple]:
-    """Computes backward. `tensors` are the tensors that GradientInBackward saved, except x.
+    """Computes the gradients in backward. `tensors` holds all tensors that forward saved, except x.
 
     Returns the gradient of the logits (None if not `wanted`), and the gradients of row_inputs. The
     gradient of the logits is written to `into` if possible.

@@ -3,8 +3,8 @@
 Forward computes the loss and the gradient for an upstream gradient of 1. Backward multiplies the
 gradient by the upstream gradient, on the device. Autograd records that the logits are overwritten.
 If an earlier operation saved the logits, the backward of that operation raises. If a later
-operation uses the overwritten logits, the backward of that operation raises too. Autograd cannot
-detect a later use of logits that are a leaf or a slice of a larger tensor.
+operation uses the overwritten logits and is differentiated, the backward of the loss raises. This
+later use is not detected if the logits are a leaf or a slice of a larger tensor.
 """
 
 import torch

@@ -35,10 +35,10 @@ def invariant():
     """Inside a `with` block, results and gradients of a row have the same bits in every batch.
 
     The bits do not depend on the other rows of the batch, on the number and the order of the rows,
-    on `workspace`, or on ignored rows. In all losses and statistics of this library, this is true
-    for the results per row, and for the gradients of logits and hidden states. The bits of the
-    gradients of weight and bias do depend on the batch, because these gradients are sums over the
-    batch. Backward can run outside of the block. `invariant` applies to all threads of the process.
+    on `workspace`, or on ignored rows. This holds for the results per row of all losses and
+    statistics, and for the gradients of logits and hidden states. The bits of the gradients of
+    weight and bias do depend on the batch, because these gradients are sums over the batch.
+    Backward can run outside of the block. `invariant` applies to all threads of the process.
 
     >>> import logitless as ll
     >>> z = torch.randn(8, 1000)
@@ -106,7 +106,7 @@ def starts_aligned(x: Tensor) -> bool:
 def aligned_memory(x: Tensor) -> Tensor | None:
     """Allocates memory (N, V) for the gradient of x, with rows that start on 16-byte boundaries.
 
-    The result is None if the rows of contiguous memory already start on 16-byte boundaries.
+    The result is None if no padding is needed, because each row has a multiple of 16 bytes.
     """
     vocab, pad = x.shape[-1], -x.shape[-1] % (16 // x.element_size())
     if not pad:

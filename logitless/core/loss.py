@@ -24,9 +24,9 @@ statistics. ColumnBackend (parallel/rank_merge.py) merges the statistics of rank
 (heads/on_chip.py) merges the statistics of a narrow head's ranges of columns. See Backend in
 backend.py.
 
-`flatten` separates the tensors that backward reads from the other fields of a loss, and `rebuild`
-puts the tensors back. `map_tensors` applies a different function to each of three kinds of
-tensors: PER_ROW, PER_CLASS and TEACHER (contract.py).
+`flatten` removes the tensors that backward reads from a loss and returns them, and `rebuild` puts
+them back. `map_tensors` applies a different function to each of three kinds of tensors: PER_ROW,
+PER_CLASS and TEACHER (contract.py).
 """
 
 import math
@@ -57,14 +57,14 @@ class RowLoss:
     # True if the loss has several results per row, none of which is ever reduced. Every
     # floating-point result is then differentiable.
     multiple_outputs: ClassVar[bool] = False
-    # The names of the extras. The extra "argmax" is int64. `extras` is None if the number of extras
-    # is known only after forward.
+    # The names of the extras. The extras "argmax" and "rank" are int64. `extras` is None if the
+    # number of extras is known only after forward.
     extras: ClassVar[tuple[str, ...] | None] = ()
-    # Whether the labels are class ids even if no statistic at the labels is requested.
+    # Whether the labels are class ids, even if no requested statistic reads the logit at the label.
     labels_are_ids: ClassVar[bool] = False
     # Whether forward computes and saves the gradient, for an upstream gradient of 1.
     saves_gradient: ClassVar[bool] = False
-    # The names of the fields of the loss that are structs of contract.py.
+    # The names of the fields that hold structs of contract.py.
     structs: ClassVar[tuple[str, ...]] = ("reading",)
     # The names of the label and of the ids in error messages. In a subclass, `names` can be a
     # property.
@@ -97,9 +97,9 @@ class RowLoss:
         raise NotImplementedError
 
     def mass(self, backend: Backend, dtype: torch.dtype) -> Tensor | None:
-        """Returns a tensor (N,) with one number per row, whose sum is the divisor of a mean.
+        """Returns a tensor (N,) with one number per row. Their sum is the divisor of a mean.
 
-        The result is None if the divisor is the number of rows that count.
+        The result is None if the divisor is the number of rows that are not ignored.
         """
         return None
 
@@ -157,12 +157,13 @@ class RowLoss:
     def merges(self) -> bool:
         """Whether the loss can be computed from merged partial statistics.
 
-        All statistics can be merged, except `tail`.
+        All statistics can be merged, except `tail` and `rank`.
         """
-        return type(self).forward is RowLoss.forward and "tail" not in self.reading.wants
+        whole_rows = {"tail", "rank"} & {*self.reading.wants}
+        return type(self).forward is RowLoss.forward and not whole_rows
 
     def fold_scale(self, scale: float, softcap: float | None) -> "RowLoss | None":
-        """Returns a new loss whose value for x is the value of this loss for scale · x.
+        """Returns a new loss f with f(x) = g(scale · x), where g is this loss.
 
         The new loss divides the temperature and `softcap` by `scale`. The result is None if a term
         of the loss always uses temperature 1.
@@ -182,9 +183,9 @@ class RowLoss:
 
         The result is differentiable.
 
-        "mean" divides by the sum of `mass`, or by the number of rows that count if `mass` is None.
-        If `values` is the tuple of all outputs, only the first output is reduced. The result is
-        then (value, *extras), or only the value if there are no extras.
+        "mean" divides by the sum of `mass`. If `mass` is None, "mean" divides by the number of rows
+        that are not ignored. If `values` is the tuple of all outputs, only the first output is
+        reduced. The result is then (value, *extras), or only the value if there are no extras.
         """
         if isinstance(values, tuple):
             value, *extras = values

@@ -21,7 +21,8 @@ from .call import check_values, in_func
 from .choose_backend import backend_of
 from .invariant import refuse_operator
 
-# Schema of the operator's arguments for each field of a loss. A struct has one argument per field.
+# For each field of a loss, the schema of the operator's arguments. A struct becomes one argument
+# per field of the struct.
 _ARGUMENTS = {
     "reading": "SymInt vocab, Tensor? label, Tensor? ids, Tensor? class_weight,"
     " Tensor? row_temperature, float? temperature, float? softcap, int? ignore_index, str wants",
@@ -78,8 +79,8 @@ def outputs_of(loss) -> tuple[str, ...]:
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns int64 for the output "argmax", and `dtype` for all other outputs."""
-    return torch.int64 if name == "argmax" else dtype
+    """Returns int64 for the outputs "argmax" and "rank", and `dtype` for all other outputs."""
+    return torch.int64 if name in ("argmax", "rank") else dtype
 
 
 class Operator:

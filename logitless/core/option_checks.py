@@ -35,6 +35,11 @@ def temperature(value: Any) -> None:
     _between("temperature", value, LEAST, MOST)
 
 
+def proposal(value: Any) -> None:
+    """Checks the exponent of the probabilities from which `capture_sampled` draws."""
+    _between("proposal", value, LEAST, MOST)
+
+
 def softcap(value: Any) -> None:
     if value is not None:
         _between("softcap", value, LEAST, MOST)

@@ -24,8 +24,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .capture import Capture, Captured
+
 F = TypeVar("F", bound=Callable)
-TopK = tuple[Tensor, Tensor, Tensor]  # ids, log-probabilities, log of the remaining mass
 
 
 class Logits:
@@ -89,8 +90,8 @@ class Source:
         """Like `evaluate`, but the gradient is allowed to overwrite logits that are in memory."""
         return self.evaluate(loss, reduction, row_weight)
 
-    def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
-        """The top k ids of each row, their log-probabilities, and the log of the remaining mass."""
+    def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
+        """Returns the results of a capture of all rows. capture.py lists the captures."""
         raise NotImplementedError
 
     def materialize(self, rows: slice | Tensor | None = None) -> Tensor:
@@ -105,7 +106,7 @@ class Source:
         return self.materialize(slice(None)).view(self.shape)
 
     def in_columns(self, shard: Any) -> "Source":
-        """Returns a source for the logits of all ranks that computes only this rank's columns.
+        """Returns a source that represents all columns, but computes only the columns of this rank.
 
         `shard` is the Shard (parallel/shard.py) that wraps this source.
         """
@@ -221,6 +222,6 @@ def flat_teacher(teacher: Any) -> tuple[tuple[Tensor | None, ...], Any]:
 def scaled_teacher(teacher: Any, factor: float) -> Any:
     """Returns a dense teacher with its logits multiplied by `factor`, or None.
 
-    The result is None if the teacher is a Tensor, because multiplying a Tensor would copy it.
+    The result is None if the teacher is a Tensor, because the product would be a copy.
     """
     return None if is_dense(teacher) else teacher.times(factor)

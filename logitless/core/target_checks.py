@@ -1,4 +1,4 @@
-"""Checks of targets and ids: integers, one or K per row, each in [0, V).
+"""Checks of targets and ids, which hold integers in [0, V), one per row or K per row.
 
 All checks read only shapes and dtypes, except `in_range`, which reads values. call.py explains when
 the checks run.
@@ -48,6 +48,14 @@ def ids(t: Any, x: Tensor) -> None:
     _same_device("ids", t, x)
 
 
+def has_first_id(t: Tensor | None, x: Tensor) -> None:
+    """Checks that every row has an id, for the statistic "rank"."""
+    if t is None:
+        raise ValueError("ids must be given if rank=True, got None.")
+    if t.dim() == len(x.shape) and t.shape[-1] == 0:
+        raise ValueError(f"ids must hold at least one id per row if rank=True, got {_shape(t)}.")
+
+
 def ids_of_rows(name: str, t: Any, x: Tensor) -> None:
     """Checks the dtype, shape and device of t, which has K ids per row in the last dimension."""
     _integer(name, t)
@@ -62,7 +70,7 @@ def ids_of_rows(name: str, t: Any, x: Tensor) -> None:
 def in_range(
     ids: Tensor, V: int, counts: Tensor | None, name: str, ignore_index: int | None
 ) -> None:
-    """Raises if an id is outside [0, V), unless `counts` is False for this id.
+    """Raises if an id is outside [0, V). Ids for which the mask `counts` is False are not checked.
 
     The error message names the row.
     """

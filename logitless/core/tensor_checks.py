@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..eager.sampled import MOST_COLUMNS
 from .source import is_dtensor, is_over_ranks, is_source
 
 LOGIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
+MOST_DRAWS = 1 << 16  # the largest number of draws per row in `capture_sampled`
 
 
 def one_of(name: str, value: Any, legal: Sequence[str]) -> None:
@@ -236,9 +238,9 @@ def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
 
 
 def _mask(t: Any) -> None:
-    """Checks a mask that says which rows, or which ids of a teacher, count.
+    """Checks a mask of rows, or a mask of a teacher's ids.
 
-    The mask is bool, or 0 and 1.
+    The mask holds booleans, or the numbers 0 and 1.
     """
     if not isinstance(t, Tensor):
         raise TypeError(f"mask must be a Tensor, got {type(t).__name__}.")
@@ -304,6 +306,30 @@ def how_many(k: Any, x: Tensor) -> None:
         raise TypeError(f"k must be an int, got {k!r}.")
     if not 1 <= k <= x.shape[-1]:
         raise ValueError(f"k must be in [1, {x.shape[-1]}], got {k}.")
+
+
+def draws(n: Any, x: Tensor) -> None:
+    """Checks n, the number of draws per row, and the number of columns to draw from."""
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"n must be an int, got {n!r}.")
+    if not 1 <= n <= MOST_DRAWS:
+        raise ValueError(f"n must be in [1, {MOST_DRAWS}], got {n}.")
+    if x.shape[-1] > MOST_COLUMNS:
+        raise ValueError(
+            f"logits must have at most {MOST_COLUMNS} columns for draws, got {tuple(x.shape)}."
+        )
+
+
+def generator(where: Any, x: Tensor) -> None:
+    """Checks the device `where` of a generator. None means the default generator."""
+    if where is None:
+        return
+    if not isinstance(where, torch.device):
+        kind = type(where).__name__
+        raise TypeError(f"generator must be a torch.Generator or None, got {kind}.")
+    there = x.device
+    if where.type != there.type or (where.index or 0) != (there.index or 0):
+        raise ValueError(f"generator must be on the device of logits, {there}, got {where}.")
 
 
 def beside_rows(name: str, t: Any, x: Any) -> None:

@@ -4,6 +4,7 @@ from .gather import gather, gather_gradient
 from .pair import merge_pairs, pair_finish, pair_gradient, pair_join, pair_partial, pair_read
 from .row_gemm import row_gemm
 from .rows import reduce, scale_, scale_two_, share, zero_ignored
+from .sampled import sampled
 from .slot_divergence import slots
 from .smoothing_z_loss import (
     can_accumulate,
@@ -16,10 +17,11 @@ from .smoothing_z_loss import (
 )
 from .stats_bwd import gradient
 from .stats_coefficients import coefficients
-from .stats_fwd import finish, merge, outside, partial, read, with_repeats
+from .stats_fwd import above, finish, merge, outside, partial, read, with_repeats
 from .topk import topk
 
 __all__ = [
+    "above",
     "can_accumulate",
     "coefficients",
     "cross_entropy",
@@ -43,6 +45,7 @@ __all__ = [
     "read",
     "reduce",
     "row_gemm",
+    "sampled",
     "scale_",
     "scale_two_",
     "share",

@@ -36,9 +36,9 @@ from .rows import (
     written_to,
 )
 
-# The chunk size of each kind of loss is divided by the number in _DIVISORS, which is 1 by default.
-# JSD needs smaller chunks, because JSD keeps about twenty tensors of a chunk's size in memory. TVD
-# keeps about ten such tensors, and the other losses keep six.
+# The default chunk size is divided by the number that _DIVISORS gives for the kind of loss. JSD and
+# TVD need smaller chunks, because they keep more tensors of a chunk's size in memory: JSD keeps
+# about twenty such tensors, TVD about ten, and the other losses six.
 _DIVISORS = {"jsd": 8, "tvd": 2}
 
 
@@ -95,7 +95,7 @@ def _probabilities(d: Tensor, s: Tensor) -> Tensor:
 
 
 def _above(q: Tensor, gap: Tensor) -> Tensor:
-    """Returns the part of each q that counts as above the teacher's p, where gap = q - p.
+    """Returns the part of each q that belongs to the mass above the teacher, where gap = q - p.
 
     The part is q if q > p, q / 2 if q = p, and 0 otherwise.
     """
@@ -105,8 +105,8 @@ def _above(q: Tensor, gap: Tensor) -> Tensor:
 def ratio(above: Tensor, below: Tensor) -> Tensor:
     """Returns the student's mass above the teacher divided by the student's mass below the teacher.
 
-    `above` is Σ q over the columns with q > p, and `below` is Σ q over the columns with q < p. Half
-    of the mass of the columns with q = p counts as above, and half as below.
+    `above` is Σ q over the columns with q > p, and `below` is Σ q over the columns with q < p. For
+    a column with q = p, one half of q is added to `above`, and the other half to `below`.
     """
     return torch.where(below == 0, torch.inf, above / torch.where(below == 0, 1.0, below))
 
@@ -130,10 +130,11 @@ def pair_read(
 ) -> tuple[Tensor, Tensor]:
     """Returns the loss of each row, and the state (N, PAIR_STATE) that the backward needs.
 
-    If `norms` is given, the loss and the last column of the state are sums over the columns of x.
-    For TVD, the last two columns of the returned state are sums: the masses `above` and `below`
-    (see `ratio`). The caller adds the sums of all ranks. From the added sums, `pair_join` computes
-    the loss and the last column of the final state.
+    If `norms` is given, x holds only some columns of each row. Then the returned loss and the last
+    column of the returned state are sums over these columns. For TVD, the last two columns of the
+    returned state are sums: the masses `above` and `below` (see `ratio`). The caller adds the sums
+    of all ranks. From the added sums, `pair_join` computes the loss and the last column of the
+    final state.
     """
     results = _by_chunks(x, reading, pair, 1 + PAIR_STATE, norms, _value_and_state)
     value, state = results.split((1, PAIR_STATE), 1)
@@ -233,8 +234,8 @@ def pair_join(sums: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
 
-    For "jsd" and "tvd", the returned loss is 0, and the mean in the returned state is 0, because
-    both need another pass over the logits. The argument inv_t (N, 1) is 1 / temperature. This
+    For "jsd" and "tvd", the returned loss and the mean in the returned state are 0, because loss
+    and mean need another pass over the logits. The argument inv_t (N, 1) is 1 / temperature. This
     function does not use inv_t. The function pair_finish in kernels/ uses inv_t to convert the mean
     from nats to the unit of the logits y.
     """

@@ -66,12 +66,12 @@ def lift_of(tail: Tensor) -> Tensor:
 
 
 def tail_coefficients(a: Tensor, d: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds the terms of d, the gradient of the tail, to `a`. Returns the new `a`, and `a_ids`.
+    """Adds the terms of d to the coefficient `a`, and returns the new `a`, and `a_ids`.
 
-    The tail is the log of the mass of p = softmax(z) outside the ids. The derivative of the tail
-    with respect to the logit z_i is -p_i if column i is among the ids. For all other columns, the
-    derivative is p_i / e^tail - p_i. An empty tail has the gradient 0. The returned `a` is
-    multiplied by e^lift (contract.py).
+    Here, d is the gradient of the tail. The tail is the log of the mass of p = softmax(z) outside
+    the ids. The derivative of the tail with respect to the logit z_i is -p_i if column i is among
+    the ids. For all other columns, the derivative is p_i / e^tail - p_i. An empty tail has the
+    gradient 0. The returned `a` is multiplied by e^lift (contract.py).
     """
     d = torch.where(tail == -torch.inf, 0.0, d)
     a_ids = a - d
@@ -162,7 +162,7 @@ def written_back(flat: Tensor, into: Tensor) -> Tensor:
 
 
 def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
-    """Whether e^y is as exact as e^(y - m), so that subtracting the max m is not necessary.
+    """Whether e^y is as exact as e^(y - m), where m is the max. If so, m need not be subtracted.
 
     The result is always False on a GPU, because the host would have to wait for the values of m.
     """

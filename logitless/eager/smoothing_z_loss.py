@@ -84,8 +84,8 @@ def _rows(main: Tensor, a: Tensor) -> Tensor:
 
 
 # The Triton backend has a function `one_pass`, which computes loss and gradient in one read of the
-# logits. This backend has no such function. On a CPU, a second read of the logits costs little,
-# because the rows are in the cache.
+# logits. This backend needs no such function, because a CPU has the rows in its cache when it reads
+# the logits again.
 one_pass = None
 
 

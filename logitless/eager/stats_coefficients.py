@@ -16,17 +16,18 @@ from .rows import tail_coefficients
 
 
 class Term(NamedTuple):
-    """Adds sign · d · times to one coefficient, where d is the gradient of a statistic."""
+    """A term of one coefficient: sign · d · times, where d is the gradient of a statistic."""
 
     coefficient: str  # a name of contract.FIELDS
     sign: int
-    # "" stands for 1, "entropy" for the row's entropy, and "classes" for the sum Σ v of the class
-    # weights. Without class weights, this sum is V.
+    # The name of a factor: "" stands for 1, "entropy" for the row's entropy, and "classes" for the
+    # sum Σ v of the class weights, or V without class weights.
     times: str = ""
 
 
 # The terms of each statistic that has a gradient, except the tail. A new statistic needs one line
-# in RULES. If there are K ids per row, a term for "label" is added to the coefficients of the ids.
+# in RULES. If there are K ids per row, the terms for "label" are added to the coefficients of the
+# ids instead.
 RULES: dict[str, tuple[Term, ...]] = {
     "lse": (Term("a", 1),),  # d lse / dz_i = p_i
     "picked": (Term("label", 1),),  # d z[id] / dz_i = [i = id]
@@ -52,10 +53,11 @@ def fields_of(wants: tuple[str, ...], has_ids: bool) -> tuple[str, ...]:
 
 @made_once
 def of_one(name: str, device: torch.device, dtype: torch.dtype) -> Coefficients | None:
-    """Returns the coefficients if the statistic `name` has the gradient 1 in every row.
+    """Returns the coefficients for the case that the gradient of `name` is 1 in every row.
 
-    The other statistics have no gradient. All rows share the coefficients. The result is None if
-    the coefficients depend on the row or on the class weights.
+    `name` is a statistic, and the gradients of all other statistics are 0. The coefficients are the
+    same for all rows. If the coefficients would depend on the row or on the class weights, the
+    result is None.
     """
     rule = RULES.get(name)
     if rule is None or any(term.times for term in rule):

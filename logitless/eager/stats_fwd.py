@@ -43,6 +43,7 @@ class _Sums(NamedTuple):
     log_total: Tensor | None = None  # Σ v d
     tail: Tensor | None = None  # log Σ e^d over the columns outside the ids
     argmax: Tensor | None = None  # (N,), int64
+    rank: Tensor | None = None  # (N,), int64
     y_label: Tensor | None = None
     y_ids: Tensor | None = None  # (N, K)
 
@@ -50,7 +51,8 @@ class _Sums(NamedTuple):
 def _empty_sums(reading: Reading, rows: int, dtype: torch.dtype, device) -> _Sums:
     """Allocates the sums that the requested statistics need."""
     wants, ids = reading.wants, reading.ids
-    at_label = reading.label is not None and {"nll", "logprob_t1", "picked", "logprob"} & {*wants}
+    of_label = {"nll", "logprob_t1", "picked", "logprob", "rank"}
+    at_label = reading.label is not None and of_label & {*wants}
     needed = {
         "shift": True,
         "s": True,
@@ -65,6 +67,7 @@ def _empty_sums(reading: Reading, rows: int, dtype: torch.dtype, device) -> _Sum
     return _Sums(
         **{name: torch.zeros((rows, 1), **like) for name, need in needed.items() if need},
         argmax=torch.full((rows,), -1, device=device) if "argmax" in wants else None,
+        rank=torch.full((rows,), -1, device=device) if "rank" in wants else None,
         y_ids=None if ids is None else torch.zeros((rows, ids.shape[-1]), **like),
     )
 
@@ -94,14 +97,18 @@ def _add_rows(
         sums.y_label[rows] = y.gather(1, label[0][rows])
     if sums.y_ids is not None:
         sums.y_ids[rows] = y.gather(1, ids[0][rows])
+    if sums.rank is not None:
+        y0, first = (sums.y_label, label) if ids is None else (sums.y_ids, ids)
+        y0 = torch.where(first[1][rows], y0[rows], torch.nan)[:, :1]
+        sums.rank[rows] = _count_above(y, y0)
     if sums.s1 is not None:
         sums.s1[rows] = (y - m).exp_().sum(1, keepdim=True)
     if sums.total is not None:
         sums.total[rows] = _weighted_sum(y, reading.class_weight)
     only_s = sums.w is None and sums.total is None and sums.log_total is None and sums.tail is None
-    # If only s is needed, the max is not subtracted where e^y is exact enough. This sum is rounded
-    # differently. With `invariant`, the max is always subtracted, because a log-probability must
-    # not depend on the other statistics that are requested.
+    # If only s is needed, and e^y is exact enough, the max is not subtracted. A sum without this
+    # subtraction is rounded differently. With `invariant`, the max is always subtracted, so that a
+    # log-probability has the same bits whichever other statistics are requested.
     if only_s and not reading.invariant and needs_no_centring(m, inv_t):
         y_is_copy = y.dtype != flat.dtype or reading.softcap is not None
         sums.s[rows] = torch.exp(y, out=y if y_is_copy else None).sum(1, keepdim=True) * (-m).exp()
@@ -115,6 +122,27 @@ def _add_rows(
     if sums.w is not None:
         sums.w[rows] = torch.where(e > 0, d.mul_(e), 0.0).sum(1, keepdim=True)
     sums.s[rows] = e.sum(1, keepdim=True)
+
+
+def _count_above(y: Tensor, y0: Tensor) -> Tensor:
+    """Returns the number of logits y (n, V) of each row that are greater than y0 (n, 1).
+
+    A NaN counts as greater than every logit. If y0 is NaN, all logits are counted.
+    """
+    return y.shape[1] - (y <= y0).sum(1)
+
+
+def above(x: Tensor, reading: Reading, y0: Tensor) -> Tensor:
+    """Returns, for each row, how many logits of x (..., V) are greater than y0 (N,), as int64.
+
+    The logits are compared after the softcap. A NaN in x, or in y0, counts as greater. The result
+    of an ignored row is 0.
+    """
+    flat, live = x.reshape(-1, x.shape[-1]), live_rows(reading)
+    count = torch.zeros(len(flat), device=x.device, dtype=torch.int64)
+    for rows in chunks(flat, live):
+        count[rows] = _count_above(capped(flat[rows], reading.softcap)[0], y0[rows, None])
+    return count if live is None else torch.where(live, count, 0)
 
 
 def _log_sum_outside(d: Tensor, at: Tensor, inside: Tensor) -> Tensor:
@@ -168,7 +196,7 @@ def _finish(
 ) -> Statistics:
     """Computes the statistics from the sums over whole rows.
 
-    For ignored rows, the argmax is -1, and all other statistics are 0.
+    For ignored rows, argmax and rank are -1, and all other statistics are 0.
     """
     wants, shift, s = reading.wants, sums.shift, sums.s
     rate = torch.ones_like(s) if inv_t is None else inv_t
@@ -203,11 +231,12 @@ def _finish(
     # with_repeats).
     zero = torch.zeros_like(s)
     kept = [shift, log_s, log_s1, values.get("entropy", zero), values.get("tail", zero), zero]
-    state, argmax = torch.cat(kept, 1), sums.argmax
+    state = torch.cat(kept, 1)
+    whole = {"argmax": sums.argmax, "rank": sums.rank}
     if live is not None:
         for t in (state, *values.values()):
             t.masked_fill_(~live[:, None], 0)
-        argmax = None if argmax is None else argmax.masked_fill(~live, -1)
+        whole = {n: None if t is None else t.masked_fill(~live, -1) for n, t in whole.items()}
     # The results are cloned, because autograd forbids in-place writes to a view that a custom
     # autograd function returns.
     K = () if reading.ids is None else (reading.ids.shape[-1],)
@@ -217,8 +246,7 @@ def _finish(
         for name, t in values.items()
         if name in wants
     }
-    if argmax is not None:
-        shaped["argmax"] = argmax.view(shape).clone()
+    shaped |= {name: t.view(shape).clone() for name, t in whole.items() if t is not None}
     return Statistics(state, **shaped)
 
 
@@ -298,7 +326,7 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     row[:, fields.S1] = (state[..., fields.S1] * moved.exp()).sum(1)
     c, n, ref = (state[..., field] for field in (fields.C, fields.N, fields.REF))
     # The field C is Σ v (y - REF), where v are the class weights and y are the logits. The merged
-    # REF is the largest REF of the splits whose N = Σ v is not 0. Empty splits are left out,
+    # REF is the largest REF among the splits in which N = Σ v is not 0. Empty splits are left out,
     # because their REF is 0, which can be far from the logits.
     one = torch.where(n != 0, ref, -torch.inf).amax(1, keepdim=True)
     one = torch.where(one == -torch.inf, 0.0, one)
@@ -318,6 +346,7 @@ def finish(
     reading.label. If the reading has neither ids nor a label, the shape is (N,).
     """
     assert "tail" not in reading.wants
+    assert "rank" not in reading.wants
     shape = _lead(reading, partials.state) if shape is None else shape
     whole, picked = merge([partials], reading)
     m, s, y_label, w, arg, s1, c, n, ref = whole[:, 0].split(1, 1)

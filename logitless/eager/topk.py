@@ -50,7 +50,7 @@ def topk(
 
 
 def _largest(x: Tensor, k: int) -> Tensor:
-    """Returns ids (N, k) of the k largest logits of each row of x (N, V), largest first."""
+    """Returns the ids (N, k) of the k largest logits per row, largest first. x has shape (N, V)."""
     if x.dtype == torch.float64:
         return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
     bits = torch.where(x == 0, 0.0, x).float().view(torch.int32)  # -0 equals 0

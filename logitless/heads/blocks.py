@@ -1,11 +1,12 @@
 """Computes a loss over a head in blocks of columns: first all statistics, then all gradients.
 
-`Blocks` replaces a tensor of logits, and `BlockBackend` replaces a backend. So every loss whose
-statistics can be merged works on blocks, without any code for blocks. The logits of a block are
-computed twice, once for the statistics and once for the gradient, unless they are kept in memory.
-Statistics are computed from the first block to the last. Gradients are computed from the last block
-to the first. So the first rows of the weight's gradient are written last. Until then, the memory of
-these rows can hold the logits of later blocks (kept_blocks in choose_cut.py).
+A loss gets a `Blocks` instead of a tensor of logits, and a `BlockBackend` instead of another
+backend. So every loss whose statistics can be merged works on blocks, and needs no code of its own
+for blocks. The logits of a block are computed twice, once for the statistics and once for the
+gradient, unless they are kept in memory. Statistics are computed from the first block to the last.
+Gradients are computed from the last block to the first. So the first rows of the weight's gradient
+are written last. Until then, the memory of these rows can hold the logits of later blocks
+(kept_blocks in choose_cut.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -69,7 +70,7 @@ class BlockChunks(Chunks):
             tile.release()
 
     def logits_of(self, rows: Rows, h: Tensor, sums: Any) -> Any:
-        """Returns a `Blocks`, which replaces a tensor of the logits of the hidden states h."""
+        """Returns a `Blocks`, which represents the logits of the hidden states h."""
         return Blocks(self, rows, h, sums)
 
 
@@ -120,7 +121,7 @@ class Blocks:
 
 
 class ReadsNoLogits:
-    """Wraps a backend, and offers only those of its functions that do not read logits."""
+    """Wraps a backend, and has only the functions of this backend that do not read logits."""
 
     one_pass = None  # one pass is not possible, because a gradient needs statistics of whole rows
 
@@ -142,7 +143,7 @@ class BlockBackend(ReadsNoLogits):
     def read(self, x: Blocks, reading: Reading) -> Statistics:
         """Returns the statistics of whole rows.
 
-        The partial statistics are merged after every few blocks (WAITING), which saves memory.
+        Whenever WAITING partial statistics are in memory, they are merged, which saves memory.
         """
         x.keep()
         waiting = []
@@ -195,7 +196,7 @@ class BlockSums(GradientSums):
         # Whether each element of the weight's gradient is written only once.
         self.written_once = into is None and chunks == 1
         self.hidden_sum: Sum | SumInPlace | None = None
-        self.low_rank_sum: Sum | None = None  # d_hidden in the columns for `low_rank`
+        self.low_rank_sum: Sum | None = None  # the gradient of the hidden states of `low_rank`
 
     def free_memory(self) -> Tensor | None:
         """Returns the memory of the weight's gradient, or None if this memory cannot hold logits.
@@ -207,7 +208,7 @@ class BlockSums(GradientSums):
         return d.view(-1) if free else None
 
     def start(self, rows: Rows, h: Tensor) -> None:
-        """Allocates the sum over blocks for the gradient of hidden in a group of rows."""
+        """Allocates the gradient of hidden for a group of rows, which is a sum over blocks."""
         if self.d_hidden is None:
             return
         dtype, kind = way_to_sum(self.backend, self.blocks, h, self.weight, "auto")

@@ -6,10 +6,10 @@ workspace.
 
 A split by rows takes three GEMMs. It computes the loss and the gradients of some whole rows at
 once. The weight's gradient (V, D) is summed over chunks, so every chunk reads and writes this sum.
-A split by columns takes four GEMMs. It first computes the statistics of all rows, block by block,
-and then computes the logits of every block again. It writes each row of the weight's gradient only
-once. Only the gradient of hidden (N, D) is summed over blocks. This gradient is smaller than the
-gradient of the weight.
+A split by columns takes four GEMMs. It first computes the statistics of all rows, block by block.
+It then computes the logits of every block again, for the gradients. It writes each row of the
+weight's gradient only once. Only the gradient of hidden (N, D) is summed over blocks, and this
+gradient is smaller than the weight's gradient.
 
 The unit of all costs is the time of one GEMM over all logits. A GEMM over SUM_ROWS rows takes as
 long as reading and writing the sum of the weight's gradient. STATISTICS_COST is the cost of reading
@@ -31,9 +31,8 @@ from typing import NamedTuple
 
 # The default number of bytes of logits in memory at once. On a GPU, the default is larger if one
 # row of logits takes more than 1 MiB (`default_workspace`). For fp32 logits of 16-bit hidden
-# states, the default is 1.5 times as large. With the larger default, a chunk of fp32 logits needs
-# only a few slots (see `layout`). So a loss over fp32 logits is as fast as a loss over 16-bit
-# logits on an H200.
+# states, the default is 1.5 times as large, so that a chunk of fp32 logits needs only a few slots
+# (see `layout`). On an H200, a loss over fp32 logits is then as fast as a loss over 16-bit logits.
 WORKSPACE = {"cuda": 1 << 30, "cpu": 64 << 20}
 TILE = 128  # rows per tile of a GEMM
 # Each row of logits is padded to a multiple of PACK columns, so that every row of 16-bit logits
@@ -52,14 +51,14 @@ MIN_GAIN = 0.1
 SMALL = {"cuda": 512 << 20, "cpu": 1 << 20}
 # For a small head, rows · vocabulary · (width + READ_WIDTH) is at most SMALL_WORK, where `width` is
 # the size D of the hidden states. For a head at this limit, a GPU takes about 2 ms for the loss,
-# and the host takes at least as long. READ_WIDTH stands for reading and writing the logits, which
-# takes as long as three GEMMs of a head whose D is READ_WIDTH.
+# and the host takes at least as long. READ_WIDTH accounts for the time of reading and writing the
+# logits, which equals the time of three GEMMs of a head with D = READ_WIDTH.
 SMALL_WORK = {"cuda": 2e11, "cpu": math.inf}
 READ_WIDTH = 200
 
-# Limits for heads that are computed on the chip. Each key is a limit for D, the size of the hidden
-# states, and its value is the limit for the vocabulary. Only 16-bit heads within these limits are
-# computed on the chip. On an H200, heads with a larger D are faster with logits in memory
+# Limits for heads that are computed on the chip. Each key is the largest D, the size of the hidden
+# states, and its value is the largest vocabulary for this D. Only 16-bit heads within these limits
+# are computed on the chip. On an H200, heads with a larger D are faster with logits in memory
 # (benchmarks/results/h200/narrow.md).
 ON_CHIP_VOCAB = {128: 1 << 31}
 # The kernels need sorted pairs (row, id): one pair per row for the label, and one pair for each
@@ -144,7 +143,7 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
 
 
 def default_workspace(row: int, device: str) -> int:
-    """The default workspace in bytes. `row` is the number of bytes of a row of logits.
+    """The default workspace in bytes. `row` is the size of a row of logits in bytes.
 
     On a GPU, the default workspace has room for at least 1,024 rows, unless 1,024 rows need more
     than 2 · WORKSPACE. With fewer rows per chunk, summing the weight's gradient would take much of
@@ -179,9 +178,9 @@ def is_small(
 ) -> bool:
     """Whether a head has so few logits that the host takes longer than the device.
 
-    The logits may take only a quarter of `workspace`, because a loss can take four times the memory
-    of its logits. For example, 16-bit logits, a saved fp32 gradient and a 16-bit gradient together
-    take four times the memory of the 16-bit logits.
+    The logits may take only a quarter of `workspace`, because a loss can need four times the memory
+    of its logits. For example, 16-bit logits, their saved fp32 gradient and their 16-bit gradient
+    together take four times the memory of the logits.
     """
     limit = SMALL.get(device, SMALL["cuda"])
     if workspace is not None:
@@ -218,11 +217,11 @@ def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, in
 def even_chunk(rows: int, room: int) -> int:
     """Returns the number of rows per chunk, in a workspace with room for `room` rows.
 
-    `room` is first rounded down. If `room` is at least 8 · TILE, it becomes a power of two. If it
-    is smaller, but at least TILE, it becomes a multiple of TILE. In most batches, the number of
-    rows is a power of two. If `room` is a power of two as well, all chunks of such a batch have the
-    same size. Other batches are split into chunks of nearly equal size, because even a short last
-    chunk would read the whole weight.
+    The function first rounds `room` down: to a power of two if `room` is at least 8 · TILE,
+    otherwise to a multiple of TILE if `room` is at least TILE. In most batches, the number of rows
+    is a power of two. If `room` is a power of two as well, all chunks of such a batch have the same
+    size. Other batches are split into chunks of nearly equal size, because even a short last chunk
+    would read the whole weight.
     """
     most = max(room, 1)
     if most >= 8 * TILE:
@@ -266,7 +265,7 @@ def bounds(rows: int, count: int, cut: Cut) -> tuple[tuple[int, int], ...]:
 
 
 class Slot(NamedTuple):
-    """Some rows of a chunk, whose logits are in memory at the same time."""
+    """Some rows of a chunk. The logits of these rows are in memory at the same time."""
 
     rows: slice  # a range of rows of the chunk
     at: int  # the row of the chunk's memory at which the logits begin
@@ -277,7 +276,7 @@ class Slot(NamedTuple):
 def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
     """Returns the size of a chunk's memory, and the slots of the chunk (see Slot).
 
-    The unit of the size is one row of logits in the dtype of hidden.
+    The size is counted in rows of logits in the dtype of hidden.
 
     If the gradient has the dtype of the logits, one slot holds the logits of all rows, and the
     gradient overwrites them. The 16-bit gradient of fp32 logits is written from the left end of the

@@ -36,15 +36,15 @@ class Tile:
     gradient: Any = None
 
     def release(self) -> None:
-        """Frees the tile's tensors before the next tile. The loss can hold a teacher's logits."""
+        """Frees the tile's tensors, and a teacher's logits in the loss, before the next tile."""
         self.loss = self.saved = self.logits = self.into = self.gradient = None
 
 
 class Chunks:
     """Computes the logits one chunk of rows at a time, and can leave out ignored rows.
 
-    The number of rows that are not ignored is on the GPU. The host queues the first GEMM before it
-    waits for this number, so that the GPU has work meanwhile.
+    The number of rows that are not ignored is computed on the GPU. The host queues the first GEMM
+    before it waits for this number, so that the GPU has work while the host waits.
     """
 
     blocks = (slice(None),)  # blocks of columns; Chunks has a single block with all columns
@@ -53,7 +53,7 @@ class Chunks:
         self,
         head: Head,
         cut: Cut,
-        live: Tensor | None,  # (N,), True for rows that are not ignored; None if no row is dropped
+        live: Tensor | None,  # (N,), False for rows to leave out; None if all rows are computed
     ):
         self.head, self.cut, self.lead = head, cut, head.lead
         self.weight = head.weight.detach()

@@ -20,7 +20,7 @@ class Explanation(NamedTuple):
     workspace: int  # bytes of logits in memory at once
     gemms: float  # number of GEMMs; a GEMM over some of the logits counts as a fraction
     floor: int  # the least number of GEMMs for this reduction
-    share: float  # estimated speed, as a fraction of the speed of `floor` GEMMs
+    share: float  # estimated speed, as a fraction of the speed of a loss that takes `floor` GEMMs
     rest: int  # number of last columns that a small GEMM computes (see gemms.gemm)
     title: str
 
@@ -85,10 +85,10 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
     else:  # fp32 logits of 16-bit hidden states need extra memory for the gradient
         memory = rows * cut.columns * (size + work.itemsize * work.wide)
     if cut.on_chip:
-        # For the mean of a cross-entropy, the logits are computed twice: once for the loss and the
-        # gradient of hidden, and once for the gradient of the weight. With one more GEMM for each
-        # gradient, there are four GEMMs. For results per row, the backward computes the logits once
-        # more for the gradient of hidden.
+        # For the mean of a cross-entropy, two GEMMs compute the logits: one for the loss and the
+        # gradient of hidden, and one for the gradient of the weight. Two more GEMMs compute the two
+        # gradients. For results per row, a fifth GEMM computes the logits once more in backward,
+        # for the gradient of hidden.
         way, memory, again = "on the chip", 0, (4 if mean else 5) - floor if gradient else 0
         extra = again
     else:

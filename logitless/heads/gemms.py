@@ -13,7 +13,7 @@ from .quantized import PLAIN, is_quantized, row_blocks
 SLAB = 64 << 20  # the largest number of bytes of a temporary fp32 copy on a CPU
 UNCHANGED = contextlib.nullcontext()  # a context manager that does nothing
 UNIT = 64  # if `gemm` splits a matrix, the size of the first part is a multiple of UNIT
-PADDED = 8  # the number of columns of joined hidden states is a multiple of PADDED
+PADDED = 8  # `side_by_side` pads hidden states to a multiple of PADDED columns
 
 
 def product(
@@ -25,7 +25,8 @@ def product(
     """
     if low_rank is None:
         return add_product(h, weight, bias, out)
-    # The small product is computed first, so that the large product is rounded only once.
+    # The small product is computed first. Then the large product is added in one GEMM, and its sums
+    # are rounded only once.
     first, second = two_parts(h, weight, low_rank)
     add_product(second, low_rank.to(h.dtype), bias, out)
     return add_product(first, weight, out, out)
@@ -184,9 +185,10 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
 def aligned_part(t: Tensor, dim: int) -> int:
     """Returns how many rows (dim=0) or columns (dim=1) of t the large GEMM uses.
 
-    Suppose that the rows (dim=1) or the columns (dim=0) of t start on 16-byte boundaries, but do
-    not end on 16-byte boundaries. If t.shape[dim] is also larger than UNIT, the result is a
-    multiple of UNIT. In all other cases, the result is t.shape[dim].
+    If two conditions hold, the result is t.shape[dim] rounded down to a multiple of UNIT.
+    Otherwise, the result is t.shape[dim]. The first condition is that the rows (dim=1) or the
+    columns (dim=0) of t start on 16-byte boundaries, but do not end on 16-byte boundaries. The
+    second condition is that t.shape[dim] is larger than UNIT.
     """
     size, pack = t.shape[dim], 16 // t.element_size()
     padded = size % pack and t.stride(dim) == 1 and t.stride(1 - dim) % pack == 0

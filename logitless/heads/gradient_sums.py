@@ -107,7 +107,7 @@ class GradientSums:
             self.low_rank = head.low_rank.detach().to(hidden.dtype)
         self.d_hidden = self.over_ranks = self.d_bias = self.d_low_rank = None
         if needs.hidden:
-            # Dropped rows are in no chunk, so their gradient stays 0.
+            # If ignored rows are dropped, they are in no chunk, so their gradient stays 0.
             blank = torch.empty_like if all_rows else torch.zeros_like
             # d_hidden is always contiguous, even if hidden is not.
             self.d_hidden = blank(hidden, memory_format=torch.contiguous_format)
@@ -202,11 +202,12 @@ def clear_padding(dz: Tensor) -> None:
 
 
 # Sum and SumInPlace take the same arguments. `total` is the tensor that holds the sum. `count` is
-# the number of matrix products in the sum. `fresh` is True if the first product overwrites `total`.
+# the number of matrix products in the sum. If `fresh` is True, the first product overwrites
+# `total`.
 
 
 class Sum:
-    """The sum Σ dz.T @ h over chunks, in the dtype of the tensor `total`."""
+    """The sum of dz.T @ h over chunks, in the dtype of the tensor `total`."""
 
     def __init__(self, backend: Backend, total: Tensor, count: int, fresh: bool = True):
         self.total, self.fresh = total, fresh
@@ -226,7 +227,7 @@ class Sum:
 
 
 class SumInPlace:
-    """The sum Σ dz.T @ h over chunks, in block floating point with 16 bits per number.
+    """The sum of dz.T @ h over chunks, in block floating point with 16 bits per number.
 
     Between chunks, the sum is exact to 14 bits. At the end, the sum is rounded to bf16.
     """

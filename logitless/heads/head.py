@@ -1,9 +1,9 @@
 """The tensors and the options of a head. linear.py evaluates losses over a head.
 
 `Head` represents the logits hidden @ weight.T + bias. LinearLogits and lazy logits hold a Head. A
-VocabShard holds a Head if its logits are computed by a head. `ScaledHead` represents a teacher's
-logits, without gradients. A ScaledHead can apply a scale and a softcap to the logits. The method
-`flatten` separates the options from the tensors, which autograd saves.
+VocabShard holds a Head if a head computes the logits of the shard. `ScaledHead` represents a
+teacher's logits, without gradients. A ScaledHead can apply a scale and a softcap to the logits. The
+method `flatten` separates the options from the tensors, which autograd saves.
 
 A head can have a second weight, `low_rank`, such as the matrix B of a LoRA adapter. Both weights
 together act as one weight of shape (V, D + R), but are never stored as one tensor. The hidden
@@ -221,12 +221,12 @@ class Head:
     def is_small(self, loss: RowLoss) -> bool:
         """Whether all logits are computed at once (small.py), because the logits are few.
 
-        Some heads always use chunks. A head with fp16 logits uses chunks, because chunks sum the
-        gradients in fp32. A head with a main_grad uses chunks, because small.py does not add
-        gradients to main_grad. Chunks are also used for fp32 logits of 16-bit hidden states, for
-        one rank's shard of a head, for a head with `low_rank`, for a weight that is quantised or
-        freed by FSDP, and for a loss with another head as its teacher. Inside `ll.invariant()`,
-        every head uses chunks.
+        Some heads are always computed in chunks. A head with fp16 logits is computed in chunks,
+        because chunks sum the gradients in fp32. A head with a main_grad is computed in chunks,
+        because small.py does not add gradients to main_grad. Chunks are also used for fp32 logits
+        of 16-bit hidden states, for one rank's shard of a head, for a head with `low_rank`, for a
+        weight that is quantised or freed by FSDP, and for a loss with another head as its teacher.
+        Inside `ll.invariant()`, every head uses chunks.
         """
         if loss.reading.invariant:
             return False
@@ -246,9 +246,9 @@ class Head:
         return not freed and all(is_dense(t) for t in loss.teachers)
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
-        """A bool mask (N,) of the rows that are not ignored, or None if no rows are dropped.
+        """A bool mask (N,), which is False for ignored rows. The GEMMs leave out ignored rows.
 
-        The GEMMs leave out ignored rows.
+        The result is None if the GEMMs compute all rows.
         """
         kind, reading = self.hidden.device.type, loss.reading
         unknown = kind == "meta" or (kind == "cuda" and torch.cuda.is_current_stream_capturing())
@@ -261,8 +261,8 @@ class Head:
         """Disables autocast, and keeps the weights of this head and of teacher heads in memory."""
         heads = (self, *(t.head for t in loss.teachers if isinstance(t, ScaledHead)))
         with without_autocast(self.hidden.device), contextlib.ExitStack() as stack:
-            # FSDP gathers a weight once per call, not once per chunk. All ranks must gather the
-            # weight equally often, but the number of chunks can differ between ranks.
+            # FSDP gathers a weight once per call, not once per chunk, because all ranks must gather
+            # the weight equally often, and the number of chunks can differ between ranks.
             for head in heads:
                 if is_freed(head.weight):
                     stack.enter_context(in_memory(head.weight, head.module))

@@ -5,9 +5,9 @@ one chunk of rows at a time (chunks.py), or of one block of columns at a time (b
 narrow head, whose D is small, kernels can compute the logits without writing them to memory
 (on_chip.py). choose_cut.py chooses between chunks, blocks and these kernels. All logits of a small
 head are computed at once (small.py). For a mean or sum, forward also computes the gradients
-(total.py). A mean or sum takes three GEMMs. With a split by columns, it takes up to four GEMMs. If
-no logits are written to memory, it takes four or five GEMMs. Results per row (per_row.py) take four
-GEMMs, three for a small head, and five if no logits are written to memory.
+(total.py). A mean or sum takes three GEMMs, up to four GEMMs with a split by columns, and four or
+five GEMMs if no logits are written to memory. Results per row (per_row.py) take four GEMMs, three
+GEMMs for a small head, and five GEMMs if no logits are written to memory.
 
 No code in heads/ depends on a particular loss. A RowLoss (core/loss.py) computes values and
 gradients from the logits of a chunk.
@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ..contract import Reading
 from ..core import call, tensor_checks
+from ..core.capture import Capture, Captured
 from ..core.invariant import is_invariant, uncompiled
 from ..core.loss import RowLoss
-from ..core.source import Source, TopK, is_dtensor
+from ..core.source import Source, is_dtensor
 from . import checks as rules
 from .gemms import autocasts, cast_by_autocast, side_by_side
 from .head import Head, Rows, ScaledHead
@@ -83,8 +84,8 @@ class HeadLogits(Source):
         """Returns the weighted and reduced loss, computed from one chunk of logits at a time."""
         return evaluate_head(self.head, loss, reduction, row_weight)
 
-    def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
-        return topk_of_head(self.head, k, temperature, softcap)
+    def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
+        return captured_of_head(self.head, capture, temperature, softcap)
 
     def materialize(self, rows: Rows | None = None) -> Tensor:
         """Returns the differentiable logits, as a tensor of shape (..., V).
@@ -97,11 +98,11 @@ class HeadLogits(Source):
         return ScaledHead(self.head)
 
     def in_columns(self, shard: Any) -> Source:
-        """Returns a Source of all ranks' logits. This head computes the columns of `shard`."""
+        """Returns a Source of all ranks' logits. The head computes only this shard's columns."""
         return HeadColumns(self.head, shard)
 
     def over_all_tokens(self, gather: Callable[[Tensor], Tensor]) -> "HeadLogits":
-        """Returns the same head over the hidden states of all ranks, gathered by `gather`."""
+        """Returns the same head with the hidden states of all ranks, which `gather` collects."""
         own = self.head.hidden
         hidden = gather(own.detach()).flatten(0, 1)
         return HeadLogits(self.head.replace(hidden=hidden, own_hidden=own))
@@ -126,8 +127,8 @@ class HeadColumns(Source):
         loss = self.shard.checked(loss, reduction, row_weight)
         return evaluate_head(self.head, loss, reduction, row_weight)
 
-    def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
-        return topk_of_head(self.head, k, temperature, softcap)
+    def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
+        return captured_of_head(self.head, capture, temperature, softcap)
 
 
 def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
@@ -160,18 +161,22 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
     return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
 
 
-def topk_of_head(head: Head, k: int, temperature: float, softcap: float | None) -> TopK:
-    """The top k ids of each row, their log-probabilities, and the log of the remaining mass."""
+def captured_of_head(
+    head: Head, capture: Capture, temperature: float, softcap: float | None
+) -> Captured:
+    """Returns the results of a capture, computed from one chunk of rows at a time."""
     if call.mapped(head.hidden) or call.mapped(head.weight):
         tensor_checks.not_mapped()
     invariant = is_invariant()
     head = head.replace(invariant=invariant)
     backend, width, lead = head.backend(), len(head.weight), head.lead
+    options = (temperature, softcap, invariant)
     no_rows = torch.empty((0, width), device=head.device, dtype=head.dtype)
-    results = [backend.topk(no_rows, k, temperature, softcap)]  # torch.cat needs one tensor or more
+    # torch.cat needs one tensor or more, even if there are no rows
+    results = [capture.rows(slice(0)).of(backend, no_rows, *options)]
     loss = RowLoss(Reading(head.vocab))  # a loss that ignores no rows
     with torch.no_grad(), head.ready(loss):
         for tile in chunks_of(head, loss, head.work()).tiles(loss):
-            results.append(backend.topk(tile.logits, k, temperature, softcap, invariant))
-    ids, logprobs, tail = (torch.cat(chunks) for chunks in zip(*results, strict=True))
-    return ids.view((*lead, k)), logprobs.view((*lead, k)), tail.view(lead)
+            results.append(capture.rows(tile.rows).of(backend, tile.logits, *options))
+    joined = (torch.cat(chunks) for chunks in zip(*results, strict=True))
+    return tuple(t.view(*lead, *t.shape[1:]) for t in joined)

@@ -1,11 +1,12 @@
 """Computes a loss over a narrow head, whose D is small, without writing logits to memory.
 
-`OnChip` replaces a tensor of logits, and `OnChipBackend` replaces a backend. So any loss whose
-statistics can be merged works without changes. Each kernel computes the logits again. If D, the
-size of the hidden states, is small, this takes less time than writing the logits to memory. So
-choose_cut.py chooses these kernels for a small D. The gradient of the weight takes two GEMMs. For a
-cross-entropy, the statistics and the gradient of the hidden states together take two GEMMs. For
-other losses, the statistics take one GEMM, and the gradient of the hidden states takes two.
+A loss gets an `OnChip` instead of a tensor of logits, and an `OnChipBackend` instead of another
+backend. So every loss whose statistics can be merged works without changes. Each kernel computes
+the logits again. If D, the size of the hidden states, is small, computing the logits takes less
+time than writing them to memory. So choose_cut.py chooses these kernels for a small D. The gradient
+of the weight takes two GEMMs. For a cross-entropy, the statistics and the gradient of the hidden
+states together take two GEMMs. For other losses, the statistics take one GEMM, and the gradient of
+the hidden states takes two.
 """
 
 from typing import Any
@@ -93,7 +94,7 @@ class OnChipBackend(ReadsNoLogits):
 
 
 class OnChipSums(GradientSums):
-    """The gradients of hidden, weight and bias, which the kernels write once."""
+    """The gradients of hidden, weight and bias. The kernels write each gradient only once."""
 
     def __init__(self, head: Head, hidden, needs: Needs, chunks: int, all_rows, blocks, into):
         super().__init__(head, hidden, needs, chunks, all_rows, blocks, into)

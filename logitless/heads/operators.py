@@ -313,7 +313,10 @@ def call_rows(loss: RowLoss, head: Head) -> tuple[Tensor, ...]:
 
 
 def evaluate_compiled(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> Any:
-    """Returns the weighted and reduced loss over a head, computed by operators for a compiler."""
+    """Returns the weighted and reduced loss over a head, computed by operators.
+
+    Compilers can trace operators.
+    """
     if in_func():
         tensor_checks.no_head_in_func()
     operator = HEAD_OPERATORS.get(type(loss))

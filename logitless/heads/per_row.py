@@ -68,7 +68,7 @@ def _chunks(call: Call, saved: bool) -> Chunks:
 
 @dataclass
 class Kept:
-    """The data that an autograd function keeps for backward, besides the tensors it saves."""
+    """The data that an autograd function keeps for backward, besides the saved tensors."""
 
     call: Call  # without tensors
     known: list[Saved]

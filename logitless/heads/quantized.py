@@ -33,11 +33,11 @@ def is_quantized(t: Tensor) -> bool:
 
 
 def why_not_readable(t: Any) -> str | None:
-    """The reason why a quantised weight cannot be read in blocks, or None if it can be read.
+    """The reason why a quantised weight cannot be read in blocks of rows, or None if it can.
 
     The reason is the end of a sentence whose subject is the weight. Some classes of weights also
-    quantise the input of their product. Such weights are not read in blocks, because a product with
-    the unquantised input would have other values.
+    quantise the input of their product. Such weights are not read in blocks, because their product
+    with the input would change if the input were not quantised.
     """
     if t.requires_grad:
         return "is quantised and requires a gradient"

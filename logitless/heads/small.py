@@ -2,9 +2,9 @@
 
 On a GPU, a head is small if its logits take at most 512 MiB and the GPU computes the loss in about
 2 ms or less. On a CPU, a head is small if its logits take at most 1 MiB (choose_cut.is_small). For
-so little work, the host takes longer than the device. Therefore the functions of this module call
-as few operations as possible. The GEMMs include ignored rows. To drop them, the host would have to
-wait until the GPU has counted the other rows.
+such a small loss, the host takes longer than the device. Therefore the functions of this module
+call as few operations as possible. The GEMMs include ignored rows. To drop them, the host would
+have to wait until the GPU has counted the other rows.
 
 For a mean or sum, forward computes the loss and all gradients, and backward multiplies the
 gradients by the upstream gradient. The gradient of the logits overwrites the logits. A second

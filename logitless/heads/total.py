@@ -1,10 +1,10 @@
 """The mean or sum of a loss over the rows of a head, with its gradients, in three GEMMs.
 
-`forward` computes the loss and all gradients for an upstream gradient of 1. Logits, d_hidden and
-d_weight need one GEMM each. If the head is split by columns, most logits are computed twice.
+`forward` computes the loss and all gradients for an upstream gradient of 1. The logits, d_hidden
+and d_weight take one GEMM each. If the head is split by columns, most logits are computed twice.
 `backward` multiplies the gradients by the upstream gradient. `forward` and `backward` are plain
 functions of a `Call`. The autograd functions (ReducedLoss and lazy/loss_nodes.py) and the operator
-(operators.py) only save and unpack tensors around these functions.
+(operators.py) call these two functions, and otherwise only save and unpack tensors.
 """
 
 from collections.abc import Sequence
@@ -126,9 +126,9 @@ def _values_and_gradients(
         scale = factor if factor is None or factor.dim() == 0 else factor[rows]
         if wanted:
             into = tile.into
-            # An invariant loss has the same bits with and without gradients. Without gradients,
-            # `forward` computes the loss. So `forward` computes the loss here too, instead of a
-            # kernel that computes loss and gradient in one pass.
+            # An invariant loss must have the same bits with and without gradients. Without
+            # gradients, the method `forward` computes the loss. So `forward` computes the loss here
+            # too, and the kernel that computes loss and gradient in one pass is not used.
             both = RowLoss if head.invariant else type(loss)
             outputs, tile.gradient, saved = both.value_and_gradient(
                 tile.loss, backend, z, scale, into
@@ -163,7 +163,7 @@ def put_outputs(results: list[Tensor], outputs: Sequence[Tensor], rows: Rows, co
 
 
 def outputs_of_no_rows(call: Call) -> tuple[Tensor, ...]:
-    """Returns the outputs of a loss over zero rows, with the dtypes and sizes of other outputs."""
+    """Returns outputs with zero rows. Dtypes and other sizes are the same as for real rows."""
     head, loss = call.head, call.loss
     nothing = head.hidden.detach().new_empty((0, len(head.weight)), dtype=head.dtype)
     return loss.rows(slice(0, 0), head.lead).forward(head.backend(), nothing)[0]
@@ -199,7 +199,7 @@ def backward(call: Call, share: Tensor | None, gradients: HeadGradients, upstrea
 
 @dataclass
 class Kept:
-    """The data that an autograd function keeps for backward, besides the tensors it saves."""
+    """The data that an autograd function keeps for backward, besides the saved tensors."""
 
     call: Call  # without tensors
     share: Tensor | None

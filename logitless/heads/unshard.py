@@ -1,4 +1,4 @@
-"""Keeps a head's weight in memory while a loss is computed. FSDP frees weights after a forward."""
+"""Brings a head's weight back into memory for a loss, if FSDP has freed the weight."""
 
 import contextlib
 

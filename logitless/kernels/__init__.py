@@ -3,23 +3,26 @@
 from .blockfp_gemm import accumulate, can_accumulate, exponents
 from .duplicate_ids import with_repeats
 from .gather import gather, gather_gradient
-from .host import gradient, one_pass, read, reduce, scale_, scale_two_, share
+from .host import gradient, one_pass, read, scale_, scale_two_
 from .narrow_bwd_launch import narrow_gradients
 from .narrow_fwd import narrow_partial
 from .narrow_tile import is_narrow
 from .pair_bwd import pair_gradient
 from .pair_fwd import pair_finish, pair_partial, pair_read
+from .reduce import reduce, share
 from .row_gemm import row_gemm
+from .sampled import sampled
 from .slot_divergence import slots
 from .smoothing_z_loss import cross_entropy, label_coefficients, label_mass, weighted_nll
 from .stats_coefficients import coefficients
 from .stats_merge import finish, merge
-from .stats_split_fwd import partial
+from .stats_split_fwd import above, partial
 from .tail_mass import outside
 from .topk import topk
 from .zero_ignored import zero_ignored
 
 __all__ = [
+    "above",
     "accumulate",
     "can_accumulate",
     "coefficients",
@@ -45,6 +48,7 @@ __all__ = [
     "read",
     "reduce",
     "row_gemm",
+    "sampled",
     "scale_",
     "scale_two_",
     "share",

@@ -16,8 +16,8 @@ d_logprob_t1 ([i = label] - p1_i), where d_logprob_t1 is a coefficient, and p1 =
 
 For speed, kernels compute powers of 2 instead of powers of e. With d = (y - shift) / (T ln 2),
 e = 2^d and s = Σ e, the probabilities are p = e / s. Let c0 = (a - b log_s) / (T s) and
-c1 = b ln 2 / (T s), and let g_c be already divided by T. The numbers c0, c1 and g_c are the same
-for all columns of a row. Without the term of d_logprob_t1, the gradient of y_i is:
+c1 = b ln 2 / (T s). In the next formula, g_c is already divided by T. The numbers c0, c1 and g_c
+are the same for all columns of a row. Without the term of d_logprob_t1, the gradient of y_i is:
 
     dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + the terms of label and ids
 """

@@ -27,7 +27,7 @@ class Config(NamedTuple):
     num_warps: int
     splits: int = 1  # programs per row
     span: int = 0  # columns of a row that one program reads and writes
-    registers: int | None = None  # limit of registers per thread, on NVIDIA GPUs
+    registers: int | None = None  # the largest number of registers per thread, on NVIDIA GPUs
     block_n: int = 0  # rows of a tile, if a program computes tiles of several rows
     stages: int = 0  # loop iterations whose loads are in flight at the same time
 
@@ -71,12 +71,12 @@ def stats_fwd(
     """One program computes a whole row if there are enough rows to fill the GPU.
 
     If there are too few rows to fill the GPU, several programs share a row, unless rows have at
-    most SHORT columns. A kernel is `heavy` if it computes more statistics than max and sum, or
-    applies a softcap. Heavy kernels have blocks of at most 4096 columns. If the logits are 16-bit
-    and there are at least MANY rows per multiprocessor, heavy kernels use one warp, so that no
-    reduction crosses warps. Otherwise, heavy kernels that read whole rows use four warps. `twice`
-    means that the kernel computes two normalisers: one at the temperature, and one at temperature
-    1. With two normalisers, blocks have at most 4096 columns.
+    most SHORT columns. `heavy` means that the kernel computes more than max and sum, or applies a
+    softcap. Heavy kernels have blocks of at most 4096 columns. If the logits are 16-bit and there
+    are at least MANY rows per multiprocessor, heavy kernels use one warp, so that no reduction
+    crosses warps. Otherwise, heavy kernels that read whole rows use four warps. `twice` means that
+    the kernel computes two normalisers: one at the temperature, and one at temperature 1. With two
+    normalisers, blocks have at most 4096 columns.
 
     For 16-bit logits, a kernel with a block of 8192 columns is compiled for at most 80 registers
     per thread. Without the limit of 80 registers, fewer programs fit on each multiprocessor, and
@@ -142,9 +142,9 @@ def blockfp_gemm() -> Config:
     return overridden(Config(128, 8))
 
 
-# The tile sizes of row_gemm.py: rows, columns, columns of the first matrix per step, warps, stages.
-# The key is the number of bytes per element, and whether the GPU has at least as much shared memory
-# as Hopper.
+# The tile sizes of row_gemm.py. A key is (bytes per element, whether the GPU has at least as much
+# shared memory as Hopper). A value is (rows, columns, columns of the first matrix per step, warps,
+# stages).
 ROW_GEMM = {
     (2, True): (128, 256, 64, 8, 3), (2, False): (128, 128, 32, 4, 2),
     (4, True): (64, 128, 16, 8, 3), (4, False): (64, 64, 16, 4, 2),
@@ -193,8 +193,8 @@ def pair_bwd(vocab: int, itemsize: int) -> Config:
 # states, padded to a power of two. Each entry is (rows, columns, warps, stages). An optional fifth
 # number limits the registers per thread. "fwd_expected" is the variant of the forward kernel that
 # also computes the sums of narrow_expected.py. "fwd_expected" and the backward kernels also
-# accumulate a sum of D columns. Therefore, at D = 256, they have smaller tiles of logits than
-# "fwd". At D = 512, only the backward kernels have smaller tiles.
+# accumulate a sum of D columns. Therefore these kernels have smaller tiles of logits than "fwd" at
+# D = 256. At D = 512, only the backward kernels have smaller tiles than "fwd".
 NARROW = {
     ("fwd", 2): {
         64: (128, 64, 4, 4), 128: (128, 64, 8, 4), 256: (128, 64, 8, 3), 512: (64, 64, 4, 2),
@@ -258,11 +258,12 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
 def narrow_splits(
     cut: Config, rows: int, vocab: int, width: int, processors: int, limit: int | None = None
 ) -> Config:
-    """Returns `cut` with the field `splits` chosen so that the GPU is as busy as possible.
+    """Returns the Config `cut` with the number of splits that keeps the GPU busiest.
 
     `splits` is the number of splits of the vocabulary. The function assumes that a processor runs
-    two programs at once. The function first maximises the fraction of the time in which the
-    processors are busy. Among equally good numbers of splits, the function chooses the smallest.
+    two programs at once. The function chooses the number of splits that keeps the processors busy
+    for the largest fraction of the time. Among equally good numbers, the function chooses the
+    smallest.
 
     Each split has its own partial sums of shape (rows, width) in fp32. All partial sums together
     take at most `limit` bytes.

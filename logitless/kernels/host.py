@@ -29,11 +29,10 @@ from .label_bwd import label_bwd_launch
 from .launch import REMEMBERED, Launch, Plans
 from .layout import Place, Rows, describe
 from .nll_fwd_bwd import nll_fwd_bwd_plan
-from .reduce import reduce_launch
 from .scale import scale_launch, scale_two_launch
 from .stats_fwd import stats_fwd_launch
 from .stats_merge import stats_finish_launch
-from .stats_outputs import OUTPUTS
+from .stats_outputs import OUTPUTS, WHOLE_NUMBERS
 from .stats_split_fwd import aligned, cut_of, stats_split_fwd_launch
 from .tail_mass import write_tail
 
@@ -85,8 +84,11 @@ def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
             y = None
             if plan.reads_ids:
                 y = torch.empty(ids.shape, device=device, dtype=torch.float32)
-            plan.first(*inputs, splits, y, *last)
-            plan.second(splits, y, *inputs[1:3], state, *outputs, *last)
+            above = None
+            if "rank" in reading.wants:
+                above = torch.empty(plan.splits[::2], device=device, dtype=torch.int32)
+            plan.first(*inputs, None, splits, y, above, *last)
+            plan.second(splits, y, *inputs[1:3], above, state, *outputs, *last)
     tail = None
     if "tail" in reading.wants:
         tail = write_tail(x, plan.rows, reading, state, outputs[LOGPROB], x.shape[:-1])
@@ -111,10 +113,12 @@ def _read_plan(
     # The statistic "tail" is computed from log p at the ids.
     wanted = (*wants, "logprob") if "tail" in wants else wants
     at_ids = "picked" in wanted or "logprob" in wanted
-    at_label = "nll" in wants or "logprob_t1" in wants or (ids_shape is None and at_ids)
+    at_label = "nll" in wants or "logprob_t1" in wants
+    at_label |= ids_shape is None and (at_ids or "rank" in wants)
+    at_ids |= "rank" in wants
     outputs = tuple(
         (index, tuple(ids_shape if ids_shape and name in ("picked", "logprob") else shape[:-1]),
-         torch.int64 if name == "argmax" else torch.float32)
+         torch.int64 if name in WHOLE_NUMBERS else torch.float32)
         for index, name in enumerate(OUTPUTS) if name in wanted
     )  # fmt: skip
     fields = part_width(*sums)
@@ -146,9 +150,9 @@ def gradient(
     """Returns the gradient of the logits, multiplied by `upstream` and `factor`.
 
     The gradient has the dtype of `into`, or of x if `into` is None. The gradient is written to
-    `into`. However, if `into` is x and rows have more than MAX_PRELOADED ids, the gradient is a new
-    tensor, because a program can overwrite x only after it has loaded the logits at all ids of its
-    row. One program can hold at most MAX_PRELOADED logits.
+    `into`, except in one case: if `into` is x and rows have more than MAX_PRELOADED ids, the
+    gradient is a new tensor. To overwrite x, a program must first load the logits at all ids of its
+    row, and one program can hold at most MAX_PRELOADED logits.
     """
     coefs, has, g_ids = coefficients
     key = _gradient_key(x, reading, coefficients, upstream, factor, into, start)
@@ -275,56 +279,6 @@ def _by_copy(x, reading, state, coefficients, upstream, factor, into, start) -> 
     place = None if over_logits else into
     dx = gradient(x.contiguous(), reading, state, coefficients, upstream, factor, place, start)
     return into.copy_(dx) if over_logits else dx  # pyright: ignore[reportOptionalMemberAccess]
-
-
-def reduce(
-    value: Tensor,  # (...)
-    reading: Reading,
-    row_weight: Tensor | None = None,  # (...), of any real dtype
-    mass: Tensor | None = None,  # (N,), 0 for ignored rows
-    mean: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the weighted sum over the rows, and the factor of each row's gradient.
-
-    For a mean, the sum and the factor are divided by Σ mass. If `mass` is None, they are divided by
-    the number of rows that are not ignored (see `share`). With a row_weight, there is one factor
-    per row. Without a row_weight, all rows have the same factor, and None means a factor of 1. An
-    ignored row adds 0, even if its value or weight is NaN.
-    """
-    if row_weight is None and not mean:  # the values of ignored rows are already 0
-        return value.sum(), None
-    label = None if reading.ignore_index is None else reading.label
-    N, device = value.numel(), value.device
-    loss = torch.empty((), device=device, dtype=torch.float32)
-    if row_weight is not None:
-        factor = torch.empty(N, device=device, dtype=torch.float32)
-        row_weight = row_weight.contiguous()
-        if row_weight.dtype == torch.bool:
-            row_weight = row_weight.view(torch.uint8)
-    else:
-        factor = torch.empty_like(loss)
-    reduce_launch(N, reading.ignore_index, mean)(
-        loss, value.contiguous(), None if label is None else label.contiguous(), row_weight, mass,
-        factor,
-    )  # fmt: skip
-    return loss, factor
-
-
-def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """Returns the factor that turns a sum over rows into a mean, in fp32.
-
-    The factor is 1 / Σ mass, where `mass` holds the class weight of each row's label. If `mass` is
-    None, the factor is 1 divided by the number of rows that are not ignored. If the divisor is 0,
-    the factor is 1.
-    """
-    if mass is None and reading.ignore_index is None:
-        return torch.full((), 1.0 / max(rows, 1), device=like.device, dtype=torch.float32)
-    factor = torch.empty((), device=like.device, dtype=torch.float32)
-    label = None if reading.ignore_index is None else reading.label.contiguous()
-    # If VALUE is None, the kernel writes only its last argument, `factor`. The first argument is
-    # not written. It only selects the GPU.
-    reduce_launch(rows, reading.ignore_index, True)(factor, None, label, None, mass, factor)
-    return factor
 
 
 def one_pass(

@@ -82,7 +82,7 @@ def sums_of_same(IDS, G, ids, K):
 
 
 class _Row(NamedTuple):
-    """Pointers to one row, and the terms of label and ids in the row's gradient."""
+    """Pointers to one row of each tensor, and numbers for the gradient at the label and the ids."""
 
     X: tl.tensor
     W: tl.tensor  # a pointer or None

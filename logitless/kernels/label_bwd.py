@@ -1,6 +1,7 @@
 """The gradient of a loss without ids. Each program computes one block of one row.
 
-Losses with ids, or with the log-probability of the label at temperature 1, use ids_bwd.py.
+ids_bwd.py computes the gradient of losses that use ids, or the log-probability of the label at
+temperature 1.
 """
 
 from dataclasses import dataclass

@@ -4,9 +4,9 @@ A kernel reads logits as a (B, T, V) view, and finds each row by the strides of 
 copied if they have no (B, T, V) view with contiguous rows.
 
 A row can start between two 16-byte boundaries. A pack is 16 bytes that start on a 16-byte boundary.
-The body of a row is all whole packs of the row. A kernel loads the body 16 bytes at a time, for any
-row stride. The fringe of a row is the columns before and after the body. Each side of the fringe is
-shorter than one pack. A kernel loads the fringe as one tile of two packs.
+The body of a row consists of its whole packs. A kernel loads the body 16 bytes at a time, for any
+row stride. The fringe of a row consists of the columns before and after the body. Each side of the
+fringe is shorter than one pack. A kernel loads the fringe as one tile of two packs.
 """
 
 import functools
@@ -76,9 +76,9 @@ class Rows(NamedTuple):
         if itemsize >= self.itemsize:
             return rows._replace(lead=offset // self.itemsize)
         rows = rows._replace(lead=offset // itemsize, pack=16 // itemsize)
-        # This gradient has smaller elements than x, so 16 bytes hold more elements. But kernels
-        # compute `head` and `body` of each row of the gradient with the pack size of x. `head` and
-        # `body` are correct only if every row of the gradient starts on a 16-byte boundary.
+        # The elements of this gradient are smaller than the elements of x. But kernels compute
+        # `head` and `body` of the gradient's rows with the pack size of x. `head` and `body` are
+        # then correct only if every row of the gradient starts on a 16-byte boundary.
         assert rows.starts_aligned
         return rows
 
@@ -171,8 +171,8 @@ def split_row(offset, V, lead, PACK: tl.constexpr, ALIGNED: tl.constexpr):
 def fringe_tile(head, body, V, PACK: tl.constexpr, WIDTH: tl.constexpr):
     """Returns the columns of a row's fringe, and their mask, as one tile of WIDTH columns.
 
-    The fringe is the columns before and after the body, fewer than PACK columns on each side. So
-    WIDTH must be at least 2 · PACK.
+    The fringe has fewer than PACK columns before the body, and fewer than PACK columns after the
+    body. So WIDTH must be at least 2 · PACK.
     """
     j = tl.arange(0, WIDTH)
     cols = tl.where(j < PACK, j, head + body + j - PACK)

@@ -1,9 +1,9 @@
 """The gradients of a narrow head (see narrow_tile.py), computed without logits in memory.
 
-One kernel computes the gradient of the hidden states. In this kernel, each program keeps a tile of
-rows, and loops over tiles of columns. Another kernel computes the gradients of weight and bias. In
-the second kernel, each program keeps a tile of columns, and loops over tiles of rows. For every
-tile, a program computes the logits again, and computes their gradient by the formula of
+The first kernel computes the gradient of the hidden states. In this kernel, each program keeps a
+tile of rows, and loops over tiles of columns. The second kernel computes the gradients of weight
+and bias. In this kernel, each program keeps a tile of columns, and loops over tiles of rows. For
+every tile, a program computes the logits again, and computes their gradient by the formula of
 bwd_tile.py. The program then adds the terms of label and ids (narrow_terms.py) to the gradient, and
 rounds the gradient to the dtype of the hidden states. The kernel for the hidden states then
 multiplies the rounded gradient by the weight. The kernel for weight and bias multiplies the rounded
@@ -47,8 +47,9 @@ class Constants:
 class _Pairs(NamedTuple):
     """Pointers to the tensors of `Pairs` and `Visits` (narrow_terms.py), and two numbers.
 
-    `count` is the number of all pairs, and `slots` is the number of pairs per row. The pointers are
-    None if the gradient of the loss has no term for a label or for ids.
+    A pair is the row and column of a label or an id. `count` is the number of all pairs, and
+    `slots` is the number of pairs per row. The pointers are None if the gradient of the loss has no
+    term for a label or for ids.
     """
 
     PLACES: tl.tensor
@@ -62,7 +63,7 @@ class _Pairs(NamedTuple):
 
 @triton.jit
 def _term(TERMS, N, rows, mask, FIELD: tl.constexpr, fill, AXIS: tl.constexpr, USED: tl.constexpr):
-    """Loads a field of TERMS for some rows, with a new dimension AXIS. Returns 0 if not USED."""
+    """Loads a field of TERMS for some rows, and inserts a dimension AXIS. Returns 0 if not USED."""
     if USED:
         if mask is None:
             t = tl.load(TERMS + FIELD * N + rows)
@@ -176,9 +177,9 @@ def narrow_hidden_bwd_kernel(
     rate, softcap,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes the gradient of one tile of hidden states, over one split.
+    """For one tile of hidden states, each program computes the part of the gradient from one split.
 
-    A split of the vocabulary consists of `tiles` tiles of columns.
+    `tiles` is the number of tiles of columns in a split of the vocabulary.
     """
     HAS: tl.constexpr = field(CONSTANTS, "has")
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")

@@ -1,4 +1,4 @@
-"""Computes the gradient of a narrow head's hidden states from sums of the forward kernel.
+"""Computes the gradient of a narrow head's hidden states from sums that forward computed.
 
 The gradient of the logsumexp with respect to a row's hidden states is Σ_i p_i w_i, divided by the
 temperature T, where p_i are the probabilities and w_i are the rows of the weight. Attention
@@ -8,10 +8,10 @@ logsumexp, where d = y - max y, and y are the logits before the division by T (s
 of the vocabulary has its own max and its own sum. The kernel of this file merges the sums of all
 splits, and computes the gradient of the hidden states without computing the logits again.
 
-The column of the label is left out of the sums. With this column, the gradient would be the
-difference of two nearly equal vectors if p of the label is near 1. Instead, this kernel computes
-the label's coefficient in fp32 (p - 1 for cross-entropy), and multiplies the label's row of the
-weight by this coefficient. So nearly equal vectors are never subtracted.
+The column of the label is left out of the sums. If the sums included this column, and p of the
+label were near 1, the gradient would be the difference of two nearly equal vectors. To avoid this
+difference, the kernel computes the label's coefficient in fp32 (p - 1 for cross-entropy), and
+multiplies the label's row of the weight by this coefficient.
 """
 
 import functools
@@ -39,18 +39,19 @@ class Expected(NamedTuple):
     """The sums Σ_i e^(d_i/T) w_i of each split, without the label's column (see above)."""
 
     sums: Tensor  # (splits, N, D), fp32
-    # (N rounded up, fields, splits); holds each split's max m of the logits y, and y at the label
+    # (N rounded up to whole tiles, fields, splits); holds the max of each split, and y at the label
     state: Tensor
 
 
 def is_expected(reading: Reading) -> bool:
     """Whether the gradient of the hidden states can be computed from the sums in `Expected`.
 
-    The result is False for a loss with ids. The gradient at an id contains p minus the probability
-    of a teacher, and the two can be nearly equal. If p came from the sums, the difference would
-    lose digits, because the sums leave out only the label's column. The result is also False for a
-    loss without a statistic at the label, whose labels only mark ignored rows. A softcap, or a
-    statistic that needs one of the sums in `Sums` (contract.py), also makes the result False.
+    The result is False for a loss with ids. The gradient at an id contains the difference between p
+    and a teacher's probability. If both are nearly equal, this difference would lose digits,
+    because p would come from the sums, which leave out only the label's column. The result is also
+    False if the loss reads no statistic at the label, and labels only mark ignored rows. The result
+    is also False for a softcap, and for a statistic that needs one of the fields that `Sums`
+    (contract.py) lists.
     """
     at_label = reading.ids is None and not {"nll", "logprob", "picked"}.isdisjoint(reading.wants)
     return at_label and reading.softcap is None and not any(reading.sums)

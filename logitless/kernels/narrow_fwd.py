@@ -128,7 +128,7 @@ def _fold(sums, window, ref, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr
     if window.ARGMAX:
         place = tl.min(tl.where(y == top[:, None], cols, NOWHERE), axis=1)
     new = fold_values(
-        state, y, top, place, window.CLASS_WEIGHT, 0, cols, mask, ref, window.rate,
+        state, y, top, place, window.CLASS_WEIGHT, 0, cols, mask, ref, window.rate, None,
         window.ENTROPY, window.TOTAL, window.SECOND,
     )  # fmt: skip
     expected, pair, at = sums.expected, sums.pair, sums.place
@@ -179,7 +179,7 @@ def _narrow_fwd_kernel(
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes partial statistics of one tile of rows, over one split.
+    """Each program computes the partial statistics of one tile of rows in one split.
 
     A split of the vocabulary has `span` columns.
     """
@@ -211,7 +211,7 @@ def _narrow_fwd_kernel(
     # If all logits of a split are -inf, the argmax is the first column of the split. An empty split
     # has no argmax.
     place = tl.zeros((BLOCK_N,), tl.int32) + tl.where(lo < V, lo, NOWHERE)
-    state = State(zero - INF, zero, zero, zero, zero, place, zero)
+    state = State(zero - INF, zero, zero, zero, zero, place, zero, zero)
     expected = zero
     if EXPECTED is not None:
         expected = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)

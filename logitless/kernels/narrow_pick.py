@@ -29,8 +29,8 @@ class _Constants:
 def _pick(WEIGHT, BIAS, h, ids, inside, softcap, top, CONSTANTS: tl.constexpr):
     """Returns min(y, top) at the ids, where y are the logits, and `top` is the max of the row.
 
-    Each y is a sum over the width D of the hidden states. `top` comes from another kernel, whose
-    sums over D can be rounded differently. Without the min, y could be larger than the max of its
+    Each y is a sum over the width D of the hidden states. Another kernel computed `top`, and may
+    have rounded its sums over D differently. Without the min, y could be larger than the max of its
     row, and log p could be larger than 0.
     """
     offs_d = tl.arange(0, layout(CONSTANTS, "block_d"))

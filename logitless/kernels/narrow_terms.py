@@ -5,8 +5,8 @@ label or an id adds a number g to the gradient of a single logit. A pair holds t
 the logit, and the number g. The pairs are sorted in the order in which a kernel visits the tiles of
 logits. Therefore one comparison per tile is enough to find out whether the tile contains the next
 pair. The kernel adds a pair's number g to the gradient of the tile before the gradient is rounded
-to 16 bits. For example, the gradient p - 1 at a label would lose its precision for p near 1, if p
-were rounded first.
+to 16 bits. If the gradient were rounded before the addition, digits would be lost, for example in
+the gradient p - 1 at a label with p near 1.
 """
 
 import functools
@@ -82,7 +82,7 @@ class Visits(NamedTuple):
     """
 
     first: Tensor  # (programs,), the index of the first pair of each program
-    places: Tensor  # (P,), the place of each pair's tile, sorted
+    places: Tensor  # (P,), the place of the tile that contains each pair, sorted
     ends: Tensor  # (P,), 1 + the index of the last pair in the same tile
     index: Tensor  # (P,), the index of each pair before the sort
 
@@ -127,7 +127,7 @@ def next_place(PLACES, pair, count):
 
 @triton.jit
 def _store_places(PLACES, at, row, ids, inside, mask, step, ORDER: tl.constexpr):
-    """Stores the place of each pair's tile in one order of tiles (see the class Order)."""
+    """Stores, for one Order, the place of the tile that contains each pair."""
     if ORDER is not None:
         i, j = row // ORDER[0], ids.to(tl.int64) // ORDER[1]
         if ORDER[2]:
@@ -142,7 +142,7 @@ def _store_pairs(
     COLUMNS, G, PLACES, pairs, at, row, ids, g, inside, mask, step_0, step_1,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Stores pairs of one row, and the place of each pair's tile in every Order."""
+    """Stores pairs of one row, and the places of their tiles in every Order."""
     ids = tl.where(inside, ids, 0)
     tl.store(COLUMNS + at, ids.to(tl.int32), mask=mask)
     tl.store(G + at, tl.where(inside, g, 0.0), mask=mask)

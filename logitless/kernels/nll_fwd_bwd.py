@@ -112,7 +112,7 @@ def _nll_fwd_bwd_kernel(
     inv_t = inverse_temperature(temperature, row)
     rate = inv_t * LOG2E
     state = fold_span(
-        Xrow, None, head, body, V, lo, hi, 0.0, rate, softcap,
+        Xrow, None, head, body, V, lo, hi, 0.0, rate, softcap, None,
         False, False, False, PACK, ALIGNED, X_ALIGNED, BLOCK_V,
     )  # fmt: skip
     # The program whose split holds the label loads the label's logit before the gradient overwrites

@@ -188,8 +188,8 @@ def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
 def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
 
-    For "jsd" and "tvd", the returned loss is 0, and the mean in the returned state is 0, because
-    both need another pass over the logits.
+    For "jsd" and "tvd", the returned loss and the mean in the returned state are 0, because loss
+    and mean need another pass over the logits.
     """
     value, state = finish_in_torch(partial, kind, inv_t)
     if inv_t is not None:  # converts the mean from nats to the unit of the logits y

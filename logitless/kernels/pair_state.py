@@ -11,8 +11,8 @@ infinite. The mean is an expectation under the student's probabilities. For reve
 Σ q (d_q - d_p), which is not divided by the temperature. For JSD, the mean is Σ q log2(q / M), in
 bits, where M is the mixture of student and teacher. For the total variation (TVD), the state holds
 the ratio of tvd_math.py instead of the mean. For other losses, the mean is 0. eager/pair.py saves
-the mean in nats. The backends can use different units, because each backend reads only its own
-state.
+the mean in nats. The different units cause no conflict, because a backend never reads the state of
+the other backend.
 
 The function `pair_partial` returns a partial state, which covers only some columns of a row. A
 partial state holds the max instead of the shift. Instead of the mean, a partial state holds the sum
@@ -39,7 +39,7 @@ PAIR_STATE = tl.constexpr(PAIR_STATE_)
 
 
 class PairState(NamedTuple):
-    """The state of a student's and a teacher's row over the columns read so far.
+    """The max and the sums of a student's row and a teacher's row, over the columns read so far.
 
     During the loop, each sum has shape (BLOCK_V,). The BLOCK_V elements are called lanes, and
     `sum_lanes` adds them after the loop.
@@ -70,7 +70,7 @@ class Both(NamedTuple):
 def elements_to(P):
     """Returns the address of P divided by the bytes per element.
 
-    Kernels compute the alignment of P from the result.
+    From this number, kernels compute how far P is from a 16-byte boundary.
     """
     return P.to(tl.int64) // (P.dtype.element_ty.primitive_bitwidth // 8)
 

@@ -5,9 +5,9 @@
 - `repr` names the compiled kernel for Nsight, torch.profiler and compute-sanitizer, for example
   `logitless_ids_bwd_bf16`. PTX allows only letters, digits and underscores in a name. Triton calls
   `repr` once per compilation.
-- `launch_metadata` names one launch and counts its bytes for Proton, for example
-  `ids_bwd[bf16, K=64]`. Triton calls `launch_metadata` only while a profiler is active (see
-  launch.py), so `launch_metadata` costs no time without a profiler.
+- `launch_metadata` gives Proton the name of a launch, for example `ids_bwd[bf16, K=64]`, and the
+  number of bytes that the launch reads and writes. Triton calls `launch_metadata` only while a
+  profiler is active (see launch.py), so `launch_metadata` costs no time without a profiler.
 """
 
 import math
@@ -30,10 +30,10 @@ def profiled(
 ) -> dict[str, Callable]:
     """Returns the options `repr` and `launch_metadata` of triton.jit.
 
-    `shows` lists the parameters whose values are in the name. By default, every element of every
-    tensor counts once towards the bytes of a launch. The keyword argument P=count replaces the
-    default for the parameter P. The function count(args) returns the number of elements of P that a
-    launch reads and writes.
+    `shows` lists the parameters whose values are in the name. By default, the bytes of a launch
+    include each element of each tensor once. The keyword argument P=count replaces the default for
+    the parameter P. The function count(args) returns the number of elements of P that a launch
+    reads and writes.
     """
 
     def repr(specialization) -> str:
@@ -85,7 +85,7 @@ def at_ids(args: Arguments) -> int:
 
 
 def nothing(args: Arguments) -> int:
-    """Returns 0, for a tensor of which most launches access few elements or none."""
+    """Returns 0, for a tensor of which a launch accesses only a negligible part."""
     return 0
 
 

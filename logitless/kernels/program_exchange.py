@@ -9,10 +9,10 @@ The exchange is free of deadlocks if programs start in the order of tl.program_i
 programs of one row fit on the GPU together. Under these two conditions, all programs of the oldest
 unfinished row are always running, and no program waits forever. A row has at most MAX_PROGRAMS
 programs. In Triton's interpreter, programs must not share a row, because the interpreter runs one
-program after another. On a GPU that is partitioned or shared with other processes, the two
-conditions can fail: programs can start in another order, or there can be too little room for all
-programs of a row. With LOGITLESS_WAITING=0, programs do not wait for each other, and the kernels
-read every row twice instead.
+program after another. The two conditions can fail on a GPU that is partitioned or shared with other
+processes, because programs can start in another order, or the programs of a row can find too little
+room. With LOGITLESS_WAITING=0, programs do not wait for each other, and the kernels read every row
+twice instead.
 """
 
 import os

@@ -2,9 +2,12 @@
 
 import functools
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from ..contract import Reading
 from .launch import REMEMBERED, Launch
 from .profiling import profiled
 from .state import is_live
@@ -75,3 +78,53 @@ def _reduce_kernel(
 @functools.lru_cache(REMEMBERED)
 def reduce_launch(N: int, ignore_index: int | None, mean: bool) -> Launch:
     return Launch(_reduce_kernel, (1,), (N, ignore_index), num_warps=16, MEAN=mean, BLOCK_N=8192)
+
+
+def reduce(
+    value: Tensor,  # (...)
+    reading: Reading,
+    row_weight: Tensor | None = None,  # (...), of any real dtype
+    mass: Tensor | None = None,  # (N,), 0 for ignored rows
+    mean: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the weighted sum over the rows, and the factor of each row's gradient.
+
+    For a mean, the sum and the factor are divided by Σ mass. If `mass` is None, they are divided by
+    the number of rows that are not ignored (see `share`). With a row_weight, there is one factor
+    per row. Without a row_weight, all rows have the same factor, and None means a factor of 1. An
+    ignored row adds 0, even if its value or weight is NaN.
+    """
+    if row_weight is None and not mean:  # the values of ignored rows are already 0
+        return value.sum(), None
+    label = None if reading.ignore_index is None else reading.label
+    N, device = value.numel(), value.device
+    loss = torch.empty((), device=device, dtype=torch.float32)
+    if row_weight is not None:
+        factor = torch.empty(N, device=device, dtype=torch.float32)
+        row_weight = row_weight.contiguous()
+        if row_weight.dtype == torch.bool:
+            row_weight = row_weight.view(torch.uint8)
+    else:
+        factor = torch.empty_like(loss)
+    reduce_launch(N, reading.ignore_index, mean)(
+        loss, value.contiguous(), None if label is None else label.contiguous(), row_weight, mass,
+        factor,
+    )  # fmt: skip
+    return loss, factor
+
+
+def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
+    """Returns the factor that turns a sum over rows into a mean, in fp32.
+
+    The factor is 1 / Σ mass, where `mass` holds the class weight of each row's label. If `mass` is
+    None, the factor is 1 divided by the number of rows that are not ignored. If the divisor is 0,
+    the factor is 1.
+    """
+    if mass is None and reading.ignore_index is None:
+        return torch.full((), 1.0 / max(rows, 1), device=like.device, dtype=torch.float32)
+    factor = torch.empty((), device=like.device, dtype=torch.float32)
+    label = None if reading.ignore_index is None else reading.label.contiguous()
+    # If VALUE is None, the kernel writes only its last argument, `factor`. The first argument only
+    # selects the GPU, and is not written.
+    reduce_launch(rows, reading.ignore_index, True)(factor, None, label, None, mass, factor)
+    return factor

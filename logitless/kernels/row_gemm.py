@@ -1,4 +1,4 @@
-"""A GEMM in which the bits of a row of the result do not depend on the number of rows.
+"""A GEMM in which the bits of each result row do not depend on the number of rows.
 
 A GEMM library chooses its kernel by the shapes of the matrices. So the order in which the terms of
 a sum are added depends on the number of rows. In this file, the order is fixed. One program
@@ -20,7 +20,7 @@ from .blockfp_gemm import PACK, aligned_matrix, is_aligned, tiles_of
 from .launch import REMEMBERED, Launch
 from .profiling import nothing, profiled
 
-# The number of rows of tiles in a group. Programs that compute tiles of the same group share data
+# A group consists of GROUP rows of tiles. Programs that compute tiles of the same group share data
 # in the cache.
 GROUP = 16
 

@@ -90,7 +90,7 @@ def _scale_tile(X, tile, size, g, BLOCK_V: tl.constexpr):
 def scale_two_launch(
     size_x: int, size_y: int, offsets: tuple[int, int], device: torch.device
 ) -> Launch:
-    """Returns the Launch for two contiguous tensors, whose addresses modulo 16 are `offsets`.
+    """Returns the Launch for two contiguous tensors. `offsets` holds their addresses modulo 16.
 
     Each pair of offsets needs its own Launch, because Triton compiles for the alignment.
     """

@@ -31,7 +31,7 @@ coefficient a_ids is -G. The kernel computes a from a_ids, and from g and log q 
 slot.
 
 All divergences except "tvd" multiply a probability by a logarithm. If the probability is 0, the
-product counts as 0, even if the logarithm is infinite. For example, p log(p/q) is 0 if p = 0, for
+product is set to 0, even if the logarithm is infinite. For example, p log(p/q) is 0 if p = 0, for
 every q. The log of the mixture M is computed relative to the larger of p and q, so that JSD is
 exactly 0 if p = q. In a masked slot, p, q and the gradient are 0. For "gathered", the mask applies
 only to the teacher.
@@ -60,7 +60,7 @@ from .tail_mass import LEAST_TAIL, lift_of
 
 LOG_ROUNDING = tl.constexpr(_contract.LOG_ROUNDING)
 MAX_K = 4096  # largest number of slots per row for the kernel; eager/ computes longer rows
-WARP = 512  # slots per warp; a row within one warp needs no barrier for its sums
+WARP = 512  # slots per warp; if one warp reads a whole row, the sums over the row need no barrier
 
 
 @triton.jit

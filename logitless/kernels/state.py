@@ -6,7 +6,8 @@ In these formulas, y are the logits after the softcap, T is the temperature, and
 weights, or 1 without class weights. The number `ref` is close to the mean of the row's logits, so
 that the sum of the differences y - ref stays small and exact. The field `block` is the first column
 of the first block that contains the row's max. The field `s1` is Σ e^(y - max y), the normaliser at
-temperature 1.
+temperature 1. The field `above` is the number of logits y that are not at most y0, where y0 is the
+logit of the row's id. A NaN counts as greater than every logit.
 """
 
 from typing import NamedTuple
@@ -28,7 +29,7 @@ NOWHERE = tl.constexpr(_contract.NOWHERE)  # stands for "no column"
 class State(NamedTuple):
     """The state of a row over the columns read so far.
 
-    A field that no statistic needs stays 0, and the compiler removes the field.
+    A field that no requested statistic needs stays 0, and the compiler removes its computation.
     """
 
     m: tl.tensor
@@ -38,6 +39,7 @@ class State(NamedTuple):
     n: tl.tensor
     block: tl.tensor
     s1: tl.tensor
+    above: tl.tensor
 
 
 class RowWindow(NamedTuple):
@@ -49,6 +51,7 @@ class RowWindow(NamedTuple):
     ref: tl.tensor
     rate: tl.tensor  # log2 e / temperature
     softcap: tl.tensor  # a number or None
+    y0: tl.tensor  # the logit that all logits are compared with; None without `above`
     ENTROPY: tl.constexpr  # whether to compute w
     TOTAL: tl.constexpr  # whether to compute c, and n if there are class weights
     SECOND: tl.constexpr  # whether to compute s1
@@ -97,10 +100,10 @@ def exponentials(y, m, rate):
 
 @triton.jit
 def fold_values(
-    state, y, top, place, W, first, at, mask, ref, rate,
+    state, y, top, place, W, first, at, mask, ref, rate, y0,
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Returns the state after reading the columns first + at, whose logits are y.
+    """Returns the state after the columns first + at, which have the logits y.
 
     The shape of y is (columns,) for a block of one row, or (rows, columns) for a tile of several
     rows. `top` is the max of y per row. In rows where `top` is larger than the previous max, the
@@ -112,7 +115,7 @@ def fold_values(
     moved = move(state.m, m, state.s)
     scale = tl.exp2(moved * rate)
     e, d = exponentials(y, m, rate)
-    s, w, c, n, s1 = state.s, state.w, state.c, state.n, state.s1
+    s, w, c, n, s1, above = state.s, state.w, state.c, state.n, state.s1, state.above
     if ENTROPY:
         # d is clamped, because d can be -inf where e is 0, and -inf · 0 would be NaN.
         w = w * scale + moved * (s * scale) + tl.sum(tl.maximum(d, -1e38) * e, axis=AXIS)
@@ -129,7 +132,12 @@ def fold_values(
             c += tl.sum(tl.where(mask, u, 0.0), axis=AXIS)
         else:
             c += tl.sum(u, axis=AXIS)
-    return State(m, s, w, c, n, block, s1)
+    if y0 is not None:
+        greater = tl.where(y <= y0, 0, 1)  # 1 if y or y0 is NaN
+        if mask is not None:
+            greater = tl.where(mask, greater, 0)
+        above += tl.sum(greater, axis=AXIS)
+    return State(m, s, w, c, n, block, s1, above)
 
 
 @triton.jit
@@ -142,13 +150,13 @@ def fold(state, window, start, offs, mask):
         y = tl.where(mask, y, -INF)
     return fold_values(
         state, y, tl.max(y, axis=0), start, window.W, window.first, at, mask, window.ref,
-        window.rate, window.ENTROPY, window.TOTAL, window.SECOND,
+        window.rate, window.y0, window.ENTROPY, window.TOTAL, window.SECOND,
     )  # fmt: skip
 
 
 @triton.jit
 def fold_span(
-    Xrow, W, head, body, V, lo, hi, ref, rate, softcap,
+    Xrow, W, head, body, V, lo, hi, ref, rate, softcap, y0,
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, X_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -159,13 +167,14 @@ def fold_span(
     """
     zero = tl.full((), 0.0, tl.float32)
     block = tl.full((), 0, tl.int32) + lo
-    state = State(tl.full((), -INF, tl.float32), zero, zero, zero, zero, block, zero)
+    above = tl.full((), 0, tl.int32)
+    state = State(tl.full((), -INF, tl.float32), zero, zero, zero, zero, block, zero, above)
     Xbody = Xrow + head
     if X_ALIGNED:
         Xbody = tl.multiple_of(Xbody, 16)
     return walk(
-        fold, state, RowWindow(Xbody, W, head, ref, rate, softcap, ENTROPY, TOTAL, SECOND),
-        RowWindow(Xrow, W, 0, ref, rate, softcap, ENTROPY, TOTAL, SECOND),
+        fold, state, RowWindow(Xbody, W, head, ref, rate, softcap, y0, ENTROPY, TOTAL, SECOND),
+        RowWindow(Xrow, W, 0, ref, rate, softcap, y0, ENTROPY, TOTAL, SECOND),
         head, body, V, lo, hi, PACK, ALIGNED, False, BLOCK_V, 2 * PACK,
     )  # fmt: skip
 
@@ -174,9 +183,10 @@ def fold_span(
 def reference(Xrow, V, softcap, TOTAL: tl.constexpr, STARTS_ALIGNED: tl.constexpr):
     """Returns the mean of y over the row's first 512 columns, or 0 if the mean is not finite.
 
-    Kernels subtract this mean to avoid cancellation in Σ y. The order of the additions in the mean
-    depends on the width of the loads. STARTS_ALIGNED means that the row starts on a 16-byte
-    boundary. With STARTS_ALIGNED, the width of the loads does not depend on the row stride.
+    Kernels subtract this mean to avoid cancellation in Σ y. STARTS_ALIGNED means that the row
+    starts on a 16-byte boundary. The order of the additions in the mean depends on the width of the
+    loads. With STARTS_ALIGNED, this width does not depend on the row stride, so the mean has the
+    same bits for every row stride.
     """
     ref = 0.0
     if TOTAL:
@@ -217,7 +227,15 @@ def column_of_max(
 @triton.jit
 def with_count(state, n):
     """Returns the state with its field n set to the argument n, for rows without class weights."""
-    return State(state.m, state.s, state.w, state.c, n, state.block, state.s1)
+    return State(state.m, state.s, state.w, state.c, n, state.block, state.s1, state.above)
+
+
+@triton.jit
+def with_above(state, above):
+    """Returns the state with its field `above` set to the argument `above`."""
+    return State(
+        state.m, state.s, state.w, state.c, state.n, state.block, state.s1, above
+    )  # fmt: skip
 
 
 @triton.jit
@@ -227,3 +245,20 @@ def load_label(LABEL, row):
         return tl.load(LABEL + row)
     else:
         return 0
+
+
+@triton.jit
+def load_first(LABEL, IDS, row, K):
+    """Returns the first of a row's K ids, or the row's label if there are no ids."""
+    if IDS is not None:
+        return tl.load(IDS + row.to(tl.int64) * K)
+    else:
+        return tl.load(LABEL + row)
+
+
+@triton.jit
+def logit_at(Xrow, column, columns, softcap):
+    """Returns the logit y of one column, or NaN if the column is outside [0, columns)."""
+    inside = (column >= 0) & (column < columns)
+    y, _ = capped(tl.load(Xrow + column, mask=inside, other=0.0), softcap)
+    return tl.where(inside, y, float("nan"))

@@ -2,8 +2,8 @@
 
 contract.py defines the backward formula and its coefficients a, b, g_label and g_c. In this file,
 g_c is called g_total. The kernel applies the RULES of eager/stats_coefficients.py. With PyTorch's
-own operations, the coefficients of `score` would take eight launches. These launches would take
-most of the host time of a small backward.
+own operations, the coefficients for `ll.score` would take eight launches, which would take most of
+the host time of a small backward.
 """
 
 import functools
@@ -188,7 +188,7 @@ def coefficients(
 class _Plan(NamedTuple):
     at_ids: bool  # whether each id has its own coefficient
     has: tuple[str, ...]  # names of the coefficients in use
-    missing: tuple[None, ...]  # the arguments of the kernel for gradients that are not given
+    missing: tuple[None, ...]  # None for each parameter D0, D1, ... that gets no gradient
     launch: Launch
 
 

@@ -19,7 +19,9 @@ from .state import (
     field,
     fold_span,
     is_live,
+    load_first,
     load_label,
+    logit_at,
     pack_of,
     reference,
     with_count,
@@ -45,7 +47,8 @@ class _Constants:
 )
 def _stats_fwd_kernel(
     X, LABEL, IDS, W,  # inputs
-    STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LOGPROB_T1,  # outputs
+    # Outputs.
+    STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, RANK, LOGPROB_T1,
     temperature,
     rows_t, stride_xb, stride_xt, lead, V, K,  # sizes
     softcap, ignore_index,  # options
@@ -67,8 +70,11 @@ def _stats_fwd_kernel(
     inv_t = inverse_temperature(temperature, row)
     ref = reference(Xrow, columns, softcap, SUMS, field(CONSTANTS, "starts_aligned"))
     head, body = split_row(offset, columns, lead, PACK, ALIGNED)
+    y0 = None
+    if RANK is not None:
+        y0 = logit_at(Xrow, load_first(LABEL, IDS, row, K), columns, softcap)
     state = fold_span(
-        Xrow, W, head, body, columns, 0, columns, ref, inv_t * LOG2E, softcap,
+        Xrow, W, head, body, columns, 0, columns, ref, inv_t * LOG2E, softcap, y0,
         ENTROPY is not None, SUMS, SECOND, PACK, ALIGNED, True, BLOCK_V,
     )  # fmt: skip
     if W is None:
@@ -76,7 +82,9 @@ def _stats_fwd_kernel(
     arg = 0
     if ARGMAX is not None:
         arg = column_of_max(Xrow, state, head, body, columns, softcap, PACK, ALIGNED, BLOCK_V)
-    out = Outputs(STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LOGPROB_T1)
+    out = Outputs(
+        STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, RANK, LOGPROB_T1
+    )
     shift, log_s = write_row(out, state, arg, ref, row, V, live, inv_t)
     if LABEL is not None:
         inside = (label >= 0) & (label < columns)

@@ -1,7 +1,7 @@
 """Merges the splits of each row into one split (`merge`) or into statistics (`finish`).
 
-A split holds the partial statistics of a row over the columns of one program, one block or one
-rank. contract.py lists the fields of a split.
+A split holds the partial statistics of a row, over the columns that belong to one program, one
+block or one rank. contract.py lists the fields of a split.
 """
 
 import functools
@@ -18,8 +18,15 @@ from . import config
 from .launch import REMEMBERED, Launch
 from .numerics import INF, LOG2E, inverse_temperature, move
 from .profiling import profiled
-from .state import NOWHERE, State, field, is_live, load_label
-from .stats_outputs import OUTPUTS, Outputs, write_ids, write_label, write_row
+from .state import NOWHERE, State, field, is_live, load_label, with_above
+from .stats_outputs import (
+    OUTPUTS,
+    WHOLE_NUMBERS,
+    Outputs,
+    write_ids,
+    write_label,
+    write_row,
+)
 
 split_width = triton.constexpr_function(_contract.part_width)
 SPLIT_M = tl.constexpr(_contract.M)
@@ -65,16 +72,16 @@ def _merge(
     if SECOND:
         s1 = tl.sum(s1_p * tl.exp2(move(m_p, m, s1_p) * LOG2E), axis=0)
     if TOTAL:
-        # After the merge, `ref` (see state.py) is the largest `ref` of the splits that are not
-        # empty. Splits from one launch have the same `ref`, so ref_p - ref is 0, and the merge adds
-        # no rounding error.
+        # The merged `ref` (see state.py) is the largest `ref` among the splits that are not empty.
+        # All splits of a row from one launch have the same `ref`, so ref_p - ref is 0, and the
+        # merge adds no rounding error.
         ref = tl.max(tl.where(mask & (n_p != 0), ref_p, -INF), axis=0)
         ref = tl.where(ref == -INF, 0.0, ref)
         c = tl.sum(c_p + n_p * (ref_p - ref), axis=0)
         n = tl.sum(n_p, axis=0)
     if ARGMAX:
         arg = tl.min(tl.where(mask & (m_p == m), args, NOWHERE), axis=0)
-    return State(m, s, w, c, n, 0, s1), arg, ref
+    return State(m, s, w, c, n, 0, s1, 0), arg, ref
 
 
 @triton.jit
@@ -177,12 +184,14 @@ class _Constants:
 @triton.jit(
     **profiled("stats_finish", shows=("K",)),
     do_not_specialize=["splits", "step_row", "step_field"],
-    do_not_specialize_on_alignment=["SPLITS", "Y", "LABEL", "IDS", "temperature"],
+    do_not_specialize_on_alignment=["SPLITS", "Y", "LABEL", "IDS", "ABOVE", "temperature"],
 )
 def _stats_finish_kernel(
-    # Inputs. SPLITS has shape (N, splits, fields) in any layout. Y (N, K) holds y at the ids.
-    SPLITS, Y, LABEL, IDS,
-    STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LOGPROB_T1,  # outputs
+    # Inputs. SPLITS has shape (N, splits, fields) in any layout. Y (N, K) holds y at the ids. ABOVE
+    # (N, splits) holds the number of logits greater than y0 (see state.py), or is None.
+    SPLITS, Y, LABEL, IDS, ABOVE,
+    # Outputs.
+    STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, RANK, LOGPROB_T1,
     temperature, V, K, splits, step_row, step_split, step_field, ignore_index,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +211,12 @@ def _stats_finish_kernel(
         at, step_field, mask_p, inv_t * LOG2E, ENTROPY is not None, ARGMAX is not None, SECOND,
         (TOTAL is not None) | (LOG_TOTAL is not None),
     )  # fmt: skip
-    out = Outputs(STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LOGPROB_T1)
+    if RANK is not None:
+        above = tl.load(ABOVE + row.to(tl.int64) * splits + offs_p, mask=mask_p, other=0)
+        state = with_above(state, tl.sum(above, axis=0))
+    out = Outputs(
+        STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, RANK, LOGPROB_T1
+    )
     shift, log_s = write_row(out, state, arg, ref, row, V, live, inv_t)
     if LABEL is not None:
         y = tl.sum(y_p, axis=0)
@@ -223,6 +237,7 @@ def finish(
     wants, label, ids = reading.wants, reading.label, reading.ids
     temperature = reading.row_temperature
     assert "tail" not in wants
+    assert "rank" not in wants
     splits = partials.state
     count = len(splits)
     shape = _shape_of(reading, count) if shape is None else shape
@@ -232,7 +247,7 @@ def finish(
         None if name not in wants
         else torch.empty(ids.shape if ids is not None and name in ("picked", "logprob") else shape,
                          device=splits.device,
-                         dtype=torch.int64 if name == "argmax" else torch.float32)
+                         dtype=torch.int64 if name in WHOLE_NUMBERS else torch.float32)
         for name in OUTPUTS
     ]  # fmt: skip
     if count:
@@ -245,7 +260,7 @@ def finish(
         launch(
             splits, partials.picked.contiguous() if K else None,
             None if label is None else label.contiguous(), ids.contiguous() if K else None,
-            state, *outputs, *by_row,
+            None, state, *outputs, *by_row,
         )  # fmt: skip
     return Statistics(state, *outputs[:-1], None, outputs[-1])
 

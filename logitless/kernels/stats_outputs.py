@@ -10,8 +10,11 @@ from .numerics import capped, finite, load, only_if
 from .state import LOG_S, LOG_S1, SHIFT, STATE_WIDTH
 
 OUTPUTS = (
-    "lse", "picked", "logprob", "nll", "entropy", "total", "log_total", "argmax", "logprob_t1",
+    "lse", "picked", "logprob", "nll", "entropy", "total", "log_total", "argmax", "rank",
+    "logprob_t1",
 )  # fmt: skip
+
+WHOLE_NUMBERS = ("argmax", "rank")  # the statistics of dtype int64
 
 STATE_ENTROPY = tl.constexpr(_contract.ENTROPY)
 
@@ -28,6 +31,7 @@ class Outputs(NamedTuple):
     TOTAL: tl.tensor
     LOG_TOTAL: tl.tensor
     ARGMAX: tl.tensor
+    RANK: tl.tensor
     LOGPROB_T1: tl.tensor
 
 
@@ -35,8 +39,8 @@ class Outputs(NamedTuple):
 def write_row(out, state, arg, ref, row, V, live, inv_t):
     """Writes the state of a row, and the statistics that need neither the label nor the ids.
 
-    In ignored rows, the argmax is -1, and all other numbers are 0. Returns the row's shift and log
-    normaliser.
+    In ignored rows, argmax and rank are -1, and all other numbers are 0. Returns the row's shift
+    and log normaliser.
     """
     shift = finite(state.m)
     log_s = tl.log(state.s)
@@ -67,6 +71,8 @@ def write_row(out, state, arg, ref, row, V, live, inv_t):
     if out.ARGMAX is not None:
         arg = tl.where(arg < V, arg, 0)  # arg is NOWHERE if the row contains NaN
         tl.store(out.ARGMAX + row, tl.where(live, arg, -1).to(tl.int64))
+    if out.RANK is not None:
+        tl.store(out.RANK + row, tl.where(live, state.above, -1).to(tl.int64))
     return shift, log_s
 
 

@@ -25,7 +25,9 @@ from .state import (
     field,
     fold_span,
     is_live,
+    load_first,
     load_label,
+    logit_at,
     pack_of,
     reference,
     with_count,
@@ -67,11 +69,12 @@ class _Constants:
 @triton.jit(
     **profiled("stats_split_fwd", shows=("K",)),
     do_not_specialize=["rows_t", "lead", "start", "span"],
-    do_not_specialize_on_alignment=["LABEL", "IDS", "temperature"],
+    do_not_specialize_on_alignment=["LABEL", "IDS", "Y0", "temperature"],
 )
 def _stats_split_fwd_kernel(
     X, LABEL, IDS, W,  # inputs
-    SPLITS, PICKED,  # outputs, (N, fields, splits) and (N, K)
+    Y0,  # input, (N,), the logits to compare with; None if X holds the logits of the first ids
+    SPLITS, PICKED, ABOVE,  # outputs, (N, fields, splits), (N, K) and (N, splits)
     temperature,
     rows_t, stride_xb, stride_xt, lead, V, K, start, span,  # sizes
     softcap, ignore_index,  # options
@@ -81,7 +84,8 @@ def _stats_split_fwd_kernel(
     """Each program computes one split, which is `span` columns of a row's body (see layout.py).
 
     The first split of a row also contains the row's fringe. The program of the first split also
-    loads the logits at the label and at the ids.
+    loads the logits at the label and at the ids. If ABOVE is not None, each program writes the
+    number of logits in its split that are greater than the logit of the row's first id or label.
     """
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
@@ -104,8 +108,14 @@ def _stats_split_fwd_kernel(
         W += start
     if EARLY:
         x_label = _load_at(Xrow, label - start, columns, split == 0)
+    y0 = None
+    if ABOVE is not None:
+        if Y0 is not None:
+            y0 = tl.load(Y0 + row)
+        else:
+            y0 = logit_at(Xrow, load_first(LABEL, IDS, row, K), columns, softcap)
     state = fold_span(
-        Xrow, W, head, body, columns, lo, lo + span, ref, inv_t * LOG2E, softcap,
+        Xrow, W, head, body, columns, lo, lo + span, ref, inv_t * LOG2E, softcap, y0,
         ENTROPY, TOTAL, SECOND, PACK, ALIGNED, True, BLOCK_V,
     )  # fmt: skip
     if W is None:
@@ -117,6 +127,8 @@ def _stats_split_fwd_kernel(
         arg = column_of_max(Xrow, state, head, body, columns, softcap, PACK, ALIGNED, BLOCK_V)
         arg = tl.where(arg == NOWHERE, NOWHERE, arg + start)
     splits = tl.num_programs(1)
+    if ABOVE is not None:
+        tl.store(ABOVE + row.to(tl.int64) * splits + split, state.above)
     FIELDS: tl.constexpr = split_width(ENTROPY, ARGMAX, SECOND, TOTAL)
     SPLITS += row.to(tl.int64) * (splits * FIELDS) + split
     store_split(SPLITS, splits, state, ref, arg, ENTROPY, ARGMAX, SECOND, TOTAL)
@@ -167,10 +179,33 @@ def partial(
     by_row = () if temperature is None else (temperature.contiguous(),)
     launch(
         x, None if label is None else label.contiguous(), ids.contiguous() if K else None,
-        aligned(reading.class_weight) if sums.total else None, state, picked if K else None,
-        *by_row,
+        aligned(reading.class_weight) if sums.total else None, None, state, picked if K else None,
+        None, *by_row,
     )  # fmt: skip
     return Partials(state.mT, picked)
+
+
+def above(x: Tensor, reading: Reading, y0: Tensor) -> Tensor:
+    """Returns, for each row, how many logits of x (..., V) are greater than y0 (N,), as int64.
+
+    The logits are compared after the softcap. A NaN in x, or in y0, counts as greater. The result
+    of an ignored row is 0.
+    """
+    x, rows = rows_of(x)
+    label = None if reading.ignore_index is None else reading.label
+    sums = _contract.sums_of((), True)
+    cut = cut_of(rows, x.device, sums, reading.softcap, reading.invariant)
+    size = (rows.count, _contract.part_width(*sums), cut.splits)
+    count = torch.zeros((rows.count, cut.splits), device=x.device, dtype=torch.int32)
+    if rows.count:
+        launch = stats_split_fwd_launch(
+            rows, 0, 0, 1.0, reading.softcap, reading.ignore_index, sums, cut
+        )
+        launch(
+            x, None if label is None else label.contiguous(), None, None, y0.contiguous(),
+            torch.empty(size, device=x.device, dtype=torch.float32), None, count,
+        )  # fmt: skip
+    return count.sum(1)
 
 
 def cut_of(
@@ -178,9 +213,9 @@ def cut_of(
 ) -> config.Config:
     """Returns the Config of the forward pass over these rows.
 
-    If `invariant`, the function always returns the Config for many rows and several statistics,
-    which depends only on the vocabulary and the dtype. So a log-probability has the same bits for
-    every number of rows, with or without other statistics.
+    If `invariant`, the function always returns the Config for many rows and a heavy kernel (see
+    `config.stats_fwd`). This Config depends only on the vocabulary and the dtype. So a
+    log-probability has the same bits for every number of rows, with or without other statistics.
     """
     heavy = invariant or softcap is not None or sums.entropy or sums.argmax or sums.total
     processors = config.processors(device)

@@ -1,9 +1,9 @@
 """The k largest logits of each row, and the mass of the other columns, in one pass.
 
 If there are too few rows to fill the GPU, each row is cut into several splits. A first kernel
-computes a list of the k largest logits of each split (topk_stream.py). A second kernel merges the
-lists of all splits of a row and writes the result. If a row has fewer than k logits above -inf, the
-list is completed with the row's first columns whose logit is -inf.
+computes a list of the k largest logits of each split (topk_stream.py). For each row, a second
+kernel merges the lists of all splits, and writes the result. If a row has fewer than k logits above
+-inf, the second kernel completes the list with the row's first columns whose logit is -inf.
 
 Logits are sorted before the softcap, because the softcap can round two logits to the same number.
 """
@@ -111,9 +111,9 @@ def topk(
 
     `log_tail` is the log of the softmax mass of all other columns. Ids are sorted by descending
     logit. Equal logits are sorted by ascending id. For k > 256, eager/topk.py computes the results
-    on the same device, one chunk of rows at a time. eager/topk.py needs more than one pass over the
-    logits. If `invariant`, the results of a row have the same bits in every batch, provided that
-    the rows of x start on 16-byte boundaries.
+    on the same device, one chunk of rows at a time, in more than one pass over the logits. If
+    `invariant`, the results of a row have the same bits in every batch, provided that the rows of x
+    start on 16-byte boundaries.
     """
     if k > MAX_K:
         return topk_by_chunks(x, k, temperature, softcap, invariant)
@@ -148,9 +148,8 @@ def _log_k(k: int) -> int:
 def _cut(rows: int, vocab: int, processors: int, narrow: bool) -> config.Config:
     """Returns the Config of both kernels. A program has one warp, so reductions need no barrier.
 
-    The number of splits per row is at most a quarter of the number of blocks, rounded up. Block
-    sizes are chosen by register use on sm_90. `narrow` selects smaller blocks for programs that
-    need more registers.
+    A row has at most one split per four blocks, rounded up. Block sizes are chosen by register use
+    on sm_90. `narrow` selects smaller blocks for programs that need more registers.
     """
     block = min(512 if narrow else 1024, max(128, config.ceil_pow2(vocab)))
     splits = min(

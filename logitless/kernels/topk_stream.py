@@ -55,7 +55,7 @@ def merge(best, m, s, rising, rate, softcap, LOG_K: tl.constexpr, DTYPE: tl.cons
 
 
 @triton.jit
-def _read(Xrow, start, V, softcap, BLOCK_V: tl.constexpr):
+def read_block(Xrow, start, V, softcap, BLOCK_V: tl.constexpr):
     """Returns the logits x of a block, and the logits y after the softcap.
 
     The block starts on a 16-byte boundary. Outside the row, x and y are -inf.
@@ -86,7 +86,7 @@ def _set_aside(
     Returns the new length of the waiting list.
     """
     for first in range(start, start + BLOCK_V, BLOCK_S):
-        x, _ = _read(Xrow, first, V, None, BLOCK_S)
+        x, _ = read_block(Xrow, first, V, None, BLOCK_S)
         chosen = x > threshold
         if tl.max(chosen.to(tl.int32), axis=0) != 0:
             place = waiting + tl.cumsum(chosen.to(tl.int32), axis=0)
@@ -127,7 +127,7 @@ def topk_stream_kernel(
         m, s = tl.full((), -INF, tl.float32), tl.full((), 0.0, tl.float32)
         waiting = tl.full((), 0, tl.int32)
         for start in range(lo, hi, BLOCK_V):
-            x, y = _read(X + offset, start, V, softcap, BLOCK_V)
+            x, y = read_block(X + offset, start, V, softcap, BLOCK_V)
             top = tl.max(x, axis=0)
             if top > threshold:
                 waiting = _set_aside(

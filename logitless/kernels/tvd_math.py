@@ -1,9 +1,9 @@
 """The terms of the total variation distance (TVD) and of its gradient, for each column.
 
 The TVD is ½ Σ |p - q|, with the teacher's probabilities p and the student's probabilities q. Let
-`above` be Σ q over the columns with q > p, and `below` be Σ q over the columns with q < p. Half of
-the mass of the columns with q = p counts as above, and half as below. Then above + below = 1, and
-the gradient of the student's logit z is
+`above` be Σ q over the columns with q > p, and `below` be Σ q over the columns with q < p. For a
+column with q = p, one half of q is added to `above`, and the other half to `below`. Then
+above + below = 1, and the gradient of the student's logit z is
 
      q · below                  if q > p
     -q · above                  if q < p
@@ -14,8 +14,8 @@ relative precision.
 
 With the exponentials e_q and e_p, and the normalisers s_q and s_p, the difference q - p is
 (e_q - e_p · s_q / s_p) / s_q. If student and teacher are equal, s_q / s_p is 1, and the difference
-is exactly 0. The formula e_q / s_q - e_p / s_p would not always give exactly 0, because the
-compiler can compute it as a fused multiply-add, which rounds only one of the two terms.
+is exactly 0. The difference e_q / s_q - e_p / s_p would not always be exactly 0, because the
+compiler can use a fused multiply-add, which rounds only one of the two terms.
 """
 
 import triton

@@ -37,7 +37,7 @@ class SpreadHead(NamedTuple):
     def own_columns(self) -> LazyLogits:
         """The logits of this rank's columns.
 
-        The head's backward does not sum the gradient of hidden over ranks, because DTensor sums it.
+        DTensor sums the gradient of hidden over the ranks, so the head's backward does not.
         """
         hidden, weight, bias = self.tensors
         rows = (None if t is None else t.to_local() for t in (weight, bias))

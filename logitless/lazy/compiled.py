@@ -2,9 +2,10 @@
 
 Dynamo, the part of torch.compile that traces Python code into graphs, cannot put lazy logits into a
 graph. So a fused head ends the graph (`outside_of_graph`), runs uncompiled, and returns lazy
-logits. Dynamo compiles the code before the head, and the code after the head that does not read the
-logits. Each operation on lazy logits runs uncompiled too. With `fullgraph=True`, the graph must not
-end before the end of the function. So the head computes plain logits inside the graph.
+logits. Dynamo compiles the code before the head. After the head, Dynamo compiles only code that
+does not read the logits. Each operation on lazy logits runs uncompiled too. With `fullgraph=True`,
+the graph must not end before the end of the function. So the head computes plain logits inside the
+graph.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,9 @@ def leave_to_python(*functions: Any) -> bool:
 
     Dynamo ends its graph before a call of these functions. Without `leave_to_python`, Dynamo would
     also compile our own functions when a user's compiled function gets lazy logits. This
-    compilation takes many seconds. torch.compiler.disable has the same effect, but imports the
-    compiler. Returns False if this version of PyTorch has no setting to skip functions.
+    compilation takes many seconds. torch.compiler.disable has the same effect as `leave_to_python`,
+    but imports the compiler. Returns False if this version of PyTorch has no setting to skip
+    functions.
     """
     try:
         from torch._C._dynamo import eval_frame as frames
@@ -49,7 +51,7 @@ def can_leave_graph() -> bool:
     """Whether Dynamo is tracing, and is allowed to end its graph here.
 
     The result is False with `fullgraph=True`, in torch.export, and inside a function that Dynamo
-    traces into a separate graph, such as a function that torch.utils.checkpoint calls.
+    traces into a separate graph, for example inside torch.utils.checkpoint.
     """
     tracer = _tracer()
     whole = tracer is None or tracer.one_graph or tracer.error_on_graph_break
@@ -76,7 +78,7 @@ def _tracer() -> Any:
 
 
 # Dynamo calls can_leave_graph and can_write while it traces, and treats their results as constants.
-# The attribute is set directly, because importing torch.compiler.assume_constant_result would
-# import the compiler.
+# This loop sets the attribute that torch.compiler.assume_constant_result would set, because
+# importing torch.compiler.assume_constant_result would import the compiler.
 for _function in (can_leave_graph, can_write):
     _function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -4,11 +4,12 @@ Lazy logits (logits.py), their gradient (gradient.py) and views of computed logi
 are Deferred tensors. All Deferred tensors share one mechanism:
 
 - An operation of PyTorch gets the values, `plain_values()`, instead of the Deferred tensor.
-- A result that shares memory with the values is wrapped in a `View`, which must not be written to.
-  If `lend` returns True, the result is a plain tensor instead, and writing to the result changes
-  the values.
-- If an operation writes to a Deferred tensor, the method `write` runs instead. By default, `write`
-  raises. The operation's schema in PyTorch lists the arguments that the operation writes to.
+- If the result of an operation shares memory with the values, the result is wrapped in a `View`,
+  which must not be written to. If `lend` returns True, the result is a plain tensor instead, and
+  writing to the result changes the values.
+- If an operation writes to a Deferred tensor, the method `write` runs instead of the operation. By
+  default, `write` raises. The operation's schema in PyTorch lists the arguments that the operation
+  writes to.
 - A function that takes the address of a tensor's memory gets the address of the values. An export
   by DLPack raises, unless the export makes a copy or `lend` returns True.
 """
@@ -99,7 +100,7 @@ class Deferred(Tensor):
         return None
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Replaces each operation that writes to this tensor. The default raises an error."""
+        """Runs instead of an operation that writes to this tensor. The default raises an error."""
         raise RuntimeError(
             f"{self.what} must not be written to by {running(func)}, because {self.unwritable}."
             f" Write to a copy instead: {self.copy}."
@@ -180,7 +181,7 @@ def on_values(func, args: tuple, kwargs: dict, memory: dict[int, Tensor] | None 
 
 
 def memory_of(t: Tensor) -> int:
-    """Returns a number that identifies a tensor's memory, the same for a tensor and its views."""
+    """Returns an id of a tensor's memory. A tensor and its views have the same id."""
     return t.untyped_storage()._cdata
 
 

@@ -1,9 +1,9 @@
-"""A second forward for linear layers with PEFT's DoRA adapter, which keeps the logits lazy.
+"""A second forward, with lazy logits, for linear layers that have a DoRA adapter of PEFT.
 
 A DoRA adapter computes the logits scale · (x @ W.T + s · x @ A.T @ B.T) + bias. The scale has one
 number per column of the logits. For column i, this number is magnitude[i] / norm[i]. `magnitude` is
-a parameter of the adapter, and norm[i] is the norm of row i of W + s · B @ A. As in PEFT, the norm
-is a constant in backward.
+a parameter of the adapter, and norm[i] is the norm of row i of the matrix W + s · B @ A. As in
+PEFT, the norm is a constant in backward.
 
 PEFT multiplies the logits by the scale, which materialises the logits. In this file, the rows of W
 and B are multiplied by the scale instead. The logits are then the sum of two products, as with a
@@ -11,9 +11,9 @@ LoRA adapter (sums.py). The scaled copy of W is as large as W. The gradient of t
 from the gradient of this copy. So a loss computes the gradient of the copy, and takes three GEMMs,
 even if W is frozen.
 
-With dropout, PEFT multiplies W by x and by `dropped`, which is x after dropout. Instead of
-scale · x @ W.T, PEFT computes x @ W.T + (scale - 1) · dropped @ W.T. The logits are then the sum of
-two products with matrices of the size of W, and a loss takes five GEMMs.
+With dropout, PEFT computes two products with W: one with x, and one with `dropped`, which is x
+after dropout. The term scale · x @ W.T becomes x @ W.T + (scale - 1) · dropped @ W.T. Both products
+have a matrix as large as W, so a loss takes five GEMMs.
 """
 
 import sys
@@ -42,13 +42,12 @@ def is_dora(module: nn.Module) -> bool:
 
 
 def forward_of(module: Any, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """Returns a forward of a module with a DoRA adapter, or None.
+    """Returns a forward of a module with a DoRA adapter, or None if the module is not supported.
 
-    The result is None if the adapter is not active, is merged, or is not the only active adapter.
-    The result is also None if the base layer, the layer B or the magnitude layer has hooks or a
-    replaced forward. The base layer's weight must be a plain or 4-bit weight, and must be on the
-    device of x. With dropout, x must require a gradient. Otherwise, sums.py would not add the two
-    products of `with_dropout`.
+    The adapter must be active, must not be merged, and must be the only active adapter. The base
+    layer, the layer B and the magnitude layer must have no hooks and no replaced forward. The base
+    layer's weight must be a plain or 4-bit weight on the device of x. With dropout, x must require
+    a gradient, because sums.py would not add the two products of `with_dropout` otherwise.
     """
     if module.disable_adapters or module.merged or type(module).__name__ not in SUPPORTED:
         return None

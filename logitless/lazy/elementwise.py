@@ -24,7 +24,8 @@ from .views import is_alias
 # Formulas of nested functions are computed recursively. Python limits the recursion, so a formula
 # nests at most DEEPEST functions.
 DEEPEST = 64
-# The functions in QUESTIONS return a lazy mask, because callers reduce the mask by any() or all().
+# The masks that the functions in QUESTIONS return stay lazy, because callers usually reduce such a
+# mask by any() or all().
 QUESTIONS = {getattr(T, name) for T in (torch, Tensor) for name in ("isnan", "isinf", "isfinite")}
 CONSTANTS = (int, float, str, torch.dtype, type(None))
 
@@ -178,7 +179,7 @@ def is_differentiable(t: Any, first: LazyLogits, lazy: list[LazyLogits]) -> bool
 
 
 class Call(NamedTuple):
-    """A function, the structure of its arguments, and the autocast state in which it is called."""
+    """The function to apply, the structure of its arguments, and the autocast state of the call."""
 
     function: Callable[..., Tensor]
     tree: Any  # the pytree structure of the arguments

@@ -24,14 +24,14 @@ EXPONENTIALS: set[Callable] = {torch.exp, T.exp}
 class Expectation(NamedTuple):
     """The formula factor · p · log p if `of.log` is true, and factor · p · y otherwise.
 
-    Here, y are the logits after scale and softcap, which `of` describes, and p = softmax(y).
+    `of` describes y, the logits after scale and softcap. p is softmax(y).
     """
 
     of: Direct
     factor: float
 
     def sum(self, lse: Tensor, entropy: Tensor) -> Tensor:
-        """Returns the sum of each row. `lse` and `entropy` are the statistics of y."""
+        """Returns the formula's sum over each row. `lse` and `entropy` are the statistics of y."""
         return self.factor * (-entropy if self.of.log else lse - entropy)
 
 
@@ -48,7 +48,7 @@ def expectation_of(formula: Formula) -> Expectation | None:
 
 
 def _calls(formula: Any, functions: set[Callable], arguments: int) -> bool:
-    """Whether the formula is a call of one of the functions with this number of arguments."""
+    """Whether the formula calls one of `functions` with `arguments` positional arguments."""
     called = isinstance(formula, Applied) and formula.function in functions
     return called and len(formula.args) == arguments and not formula.kwargs
 

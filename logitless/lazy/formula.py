@@ -35,7 +35,7 @@ class Rows:
 
 
 class Formula:
-    """Maps the head's logits of some rows to values of the same shape."""
+    """Maps some rows of the head's logits to values of the same shape."""
 
     dtype: torch.dtype
 
@@ -94,9 +94,9 @@ class Direct(Formula):
 class Input(Formula):
     """A tensor that a function takes besides the logits, such as a mask or probabilities.
 
-    An input tensor has one row per row of the logits. The tensors are stored in `Recipe.inputs`,
-    not in the formula. A view of lazy logits keeps the formula, but rearranges the rows of the
-    input tensors.
+    An input tensor has one row per row of the logits. The input tensors are stored in
+    `Recipe.inputs` and not in the formula, because a view of lazy logits keeps the formula but
+    rearranges the rows of the input tensors.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -126,7 +126,7 @@ class Elsewhere(Formula):
 
 @dataclass(frozen=True)
 class Constant(Formula):
-    """The values of a formula, without their gradient, as after detach()."""
+    """The values of a formula, detached from the autograd graph."""
 
     formula: Formula
 
@@ -172,7 +172,7 @@ def depth_of(formula: Any) -> int:
 
 @dataclass(frozen=True)
 class Autocast:
-    """The autocast state in which a function was called. Computing the formula restores it."""
+    """The autocast state of a function call. Computing the formula restores this state."""
 
     kind: str  # type of the device, such as "cuda"
     dtype: torch.dtype | None  # None if autocast was off

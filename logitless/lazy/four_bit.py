@@ -1,4 +1,4 @@
-"""The weight of a 4-bit linear layer of bitsandbytes, which is dequantised in blocks of rows.
+"""The weight of bitsandbytes' 4-bit linear layers, dequantised in blocks of rows.
 
 The forward of a `Linear4bit` calls a function of bitsandbytes, so its logits cannot be lazy. The
 function `forward` in this file has the same result, but calls torch.nn.functional.linear. The
@@ -36,7 +36,7 @@ class FourBitWeight(Tensor):
 
     @classmethod
     def of(cls, weight: Any, dtype: torch.dtype) -> "FourBitWeight":
-        """Returns all rows of the weight of a Linear4bit, as numbers of `dtype`."""
+        """Returns the whole weight of a Linear4bit, which is dequantised to `dtype`."""
         from bitsandbytes.functional import dequantize_blockwise
 
         state, scales = weight.quant_state, weight.quant_state.absmax
@@ -112,7 +112,7 @@ def is_four_bit(module: nn.Module) -> bool:
 
 
 def weight_of(module: Any, x: Tensor) -> FourBitWeight:
-    """The weight of a 4-bit layer, in the dtype in which the layer computes its product with x."""
+    """Returns the weight of a 4-bit layer, in the dtype of the layer's product with x."""
     if not module.compute_type_is_set:
         module.set_compute_type(x)
         module.compute_type_is_set = True

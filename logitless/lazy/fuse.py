@@ -2,8 +2,8 @@
 
 Only the head's forward is replaced (fused_head.py). model_hooks.py keeps the state of each fused
 head, such as whether a forward of the model called the head. The head returns LazyLogits
-(logits.py). The model itself, a Trainer or a training loop computes its loss from the LazyLogits.
-In inference, logits of at most 32 MiB are plain tensors.
+(logits.py). The loss is computed from the LazyLogits, by the model itself, by a Trainer or by a
+training loop. In inference, logits of at most 32 MiB are plain tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -85,7 +85,7 @@ def unfuse(model: Model) -> Model:
 
 
 class Fused(NamedTuple):
-    """Whether `fuse` has an effect on a model, and the reason why or why not."""
+    """Whether `fuse` has an effect on a model, and the reason."""
 
     acts: bool
     reason: str

@@ -1,12 +1,12 @@
 """The forward of a fused head.
 
-A head is often not a plain linear layer, because accelerate sets hooks on the head, adapters wrap
-the head, quantisers replace the head, or users set their own forward. So a fused head still runs
-its own forward. Inside the head's own forward, `torch.nn.functional.linear` returns lazy logits if
-its weight has one row per token of the vocabulary. Operations before and after `linear` get the
-same numbers as in the unfused model. A head that does not call `linear` returns the same result as
-in the unfused model. Some layers of other libraries have a second forward, which calls `linear` and
-has the same result (layers.py). Inside a fused head, the second forward of such a layer runs.
+A head is often not a plain linear layer. accelerate sets hooks on heads, adapters wrap heads,
+quantisers replace heads, and users set a forward of their own. So a fused head still runs its own
+forward. Inside the head's own forward, `torch.nn.functional.linear` returns lazy logits if its
+weight has one row per token of the vocabulary. Operations before and after `linear` get the same
+numbers as in the unfused model. A head that does not call `linear` returns the same result as in
+the unfused model. For some layers of other libraries, layers.py has a second forward, which calls
+`linear` and has the same result. Inside a fused head, the second forward of such a layer runs.
 """
 
 import contextlib
@@ -48,9 +48,9 @@ def lazy_logits():
     Outside of this context manager, logits without gradients are lazy only if they are large and
     the option `lazy_inference` of `fuse` is true. Inside this context manager, logits of any size
     are lazy. Logits that are created inside this context manager must not be written to. Using
-    these logits raises an error if the weight was written to in the meantime. On a GPU, a write
-    that does not change the weight's version counter is not detected, because comparing the weight
-    with a copy would make the host wait for the GPU (class Watch).
+    these logits raises an error if the weight was written to in the meantime. On a GPU, only writes
+    that change the weight's version counter are detected, because comparing the weight with a copy
+    would make the host wait for the GPU (class Watch).
 
     >>> with torch.no_grad(), lazy_logits():
     ...     teacher_logits = teacher(ids).logits
@@ -131,9 +131,9 @@ def is_set(head: nn.Module | None, guard: Any) -> bool:
 
 
 def set_forward(head: nn.Module, guard: Any) -> None:
-    """Sets a FusedForward on a head, and on some layers inside the head (`has_second_forward`).
+    """Sets a FusedForward on a head, and on each layer inside the head that has a second forward.
 
-    The FusedForward calls the head's earlier forward.
+    Each FusedForward calls the earlier forward of its module.
     """
     for module in head.modules():
         if module is head or has_second_forward(module):
@@ -262,8 +262,8 @@ def serves_inference(hidden: Any, weight: Any, module: nn.Module, options: dict)
 
     Small logits are plain. Logits that a CUDA graph computes are plain, because replays of the
     graph must compute the logits again. Logits of a head that is an FSDP module of its own are
-    plain, because reading lazy logits would gather the weight from all ranks. A rank that reads its
-    logits would then wait until all other ranks read their logits too.
+    plain. Reading lazy logits of such a head would gather the weight from all ranks, so each rank
+    would wait until all other ranks read their logits too.
     """
     plain = type(hidden) in (Tensor, nn.Parameter)
     plain = plain and (type(weight) in (Tensor, nn.Parameter) or is_readable(weight))
@@ -286,7 +286,7 @@ def has_small_logits(hidden: Any, width: int) -> bool:
 
 
 def leaves_graph(wanted: bool, plain: bool) -> bool:
-    """Whether a head that Dynamo traces runs outside of the graph, so that its logits can be lazy.
+    """Whether a traced head leaves Dynamo's graph, so that its logits can be lazy.
 
     `wanted` is true if gradients are needed. `plain` is true if the logits would be plain outside
     of a `lazy_logits` block.
@@ -322,9 +322,9 @@ def lazy_product(
 ) -> Tensor:
     """Returns hidden @ weight.T + bias.
 
-    The result is lazy if gradients are needed or inside `lazy_logits()`. If `wanted` is true,
-    gradients count as needed even if hidden, weight and bias require no gradient. If
-    `lazy_inference` is true, large results without gradients are lazy too (`serves_inference`).
+    The result is lazy if gradients are needed, or if the call is inside `lazy_logits()`. If
+    `wanted` is true, gradients count as needed even if hidden, weight and bias require no gradient.
+    If `lazy_inference` is true, large results without gradients are lazy too (`serves_inference`).
     Under a compiler, a tracer or torch.func, the result is a plain tensor.
     """
     hidden, weight, _ = tensors
@@ -366,6 +366,7 @@ def _say_how_to_compile() -> None:
     )
 
 
-# Dynamo calls _say_how_to_compile while it traces. The attribute is set directly, because importing
-# torch.compiler.assume_constant_result would import the compiler.
+# Dynamo calls _say_how_to_compile while it traces. This line sets the attribute that
+# torch.compiler.assume_constant_result would set, because importing that function would import the
+# compiler.
 _say_how_to_compile._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,4 +1,4 @@
-"""The gradient of lazy logits. Backward passes it from a loss to the head (see logits.py)."""
+"""The gradient of lazy logits, which backward passes from a loss to the head (see logits.py)."""
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -43,7 +43,7 @@ def is_copy(func, args: tuple) -> bool:
 
 
 class Joint:
-    """An operation with several lazy logits as arguments, such as torch.cat or a product.
+    """An operation on several lazy logits, such as torch.cat or a product.
 
     In backward, each argument gets its own LazyGradient. Only the first LazyGradient holds
     gradients of weight and bias, which are sums over all arguments. For torch.cat, each
@@ -57,8 +57,8 @@ class Joint:
 
     def __init__(self, name: str, root: Any = None):
         self.name = name
-        # If all arguments with a gradient come from one call of a head, `root` is the Watch of this
-        # call. Otherwise, `root` is None.
+        # If all arguments with a gradient come from one call of a head, `root` is the Watch
+        # (weight_changes.py) of this call. Otherwise, `root` is None.
         self.root = root
 
 
@@ -68,11 +68,12 @@ Shares = Mapping[Joint, Fraction]
 class LazyGradient(Deferred):
     """The gradient of lazy logits, stored as the gradients of hidden, weight and bias.
 
-    `of_values` is a plain tensor, the gradient that comes from operations on materialised logits.
-    `parts` are the gradients of hidden, weight and bias that losses over lazy logits computed. Each
-    function in `computes` returns the gradient of one of these losses with respect to the logits,
-    as a plain tensor. An operation that reads the gradient, such as `norm`, calls the functions in
-    `computes`. Scaling and adding gradients does not call the functions in `computes`.
+    `of_values` is a plain tensor with the part of the gradient that comes from operations on
+    materialised logits. `parts` are the gradients of hidden, weight and bias that losses over lazy
+    logits computed. Each function in `computes` returns the gradient of one of these losses with
+    respect to the logits, as a plain tensor. An operation that reads the gradient, such as `norm`,
+    calls the functions in `computes`. Scaling and adding gradients does not call the functions in
+    `computes`.
     """
 
     what, copy = "gradients of lazy logits", "gradient.materialize()"
@@ -81,9 +82,9 @@ class LazyGradient(Deferred):
     of_values: Tensor | None
     computes: tuple[Compute, ...]
     known: Tensor | None  # The gradient as a plain tensor, or None before it is computed.
-    # True for a gradient of log-probabilities if their loss was computed from the logits. A
-    # projected gradient must not be read. It differs from the exact gradient by a term that the
-    # backward of log_softmax removes.
+    # True for a gradient of log-probabilities, if the loss was computed from the logits instead of
+    # the log-probabilities. A projected gradient must not be read, because it differs from the
+    # exact gradient by a term. The backward of log_softmax removes this term.
     projected: bool
     shares: Shares  # empty if this gradient is complete (see Joint)
 
@@ -201,7 +202,7 @@ class Like(NamedTuple):
     device: torch.device
 
     def blank(self) -> Tensor:
-        """A tensor of this shape, dtype and device whose memory holds only one number."""
+        """A tensor of this shape, dtype and device. Its memory holds only one number."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 
@@ -241,7 +242,7 @@ def added_shares(a: Shares, b: Shares) -> Shares:
 
 
 def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
-    """The `shares` of each of the `count` gradients into which the backward of `joint` splits g."""
+    """The `shares` of each gradient, if the backward of `joint` splits g into `count` gradients."""
     if count == 1:
         return shares_of(g)
     return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}

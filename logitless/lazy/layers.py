@@ -1,6 +1,7 @@
-"""Second forwards for layers of other libraries whose own forward cannot return lazy logits.
+"""Second forwards for layers of other libraries. The layers' own forward cannot return lazy logits.
 
-A second forward has the same result, apart from rounding, and its logits can be lazy.
+A second forward has the same result as the layer's own forward, apart from rounding. The logits of
+a second forward can be lazy.
 
 Two kinds of layers have a second forward. A `Linear4bit` of bitsandbytes multiplies by its weight
 in a function of its own (four_bit.py). A DoRA adapter of PEFT multiplies the logits by one number
@@ -22,9 +23,9 @@ def has_second_forward(module: nn.Module) -> bool:
 
 
 def second_forward(module: nn.Module, args: tuple, kwargs: dict) -> Callable[..., Any] | None:
-    """Returns a second forward, which calls torch.nn.functional.linear, or None if there is none.
+    """Returns the second forward of a module for these arguments, or None if there is none.
 
-    For these arguments, the second forward has the same result as the layer's own forward.
+    The second forward calls torch.nn.functional.linear.
     """
     if kwargs or len(args) != 1 or type(args[0]) is not Tensor:
         return None

@@ -25,7 +25,7 @@ _FIELDS = frozenset(field.name for field in fields(Head))
 
 
 class AsTensor:
-    """Base class: a head that supports functions, methods, operators and indexing like a tensor."""
+    """Base class of heads that support functions, methods, operators and indexing like a tensor."""
 
     head: Head
 
@@ -100,9 +100,9 @@ class LinearLogits(AsTensor, Logits):
 
     `main_grad` is an fp32 tensor of the weight's shape. Every backward adds the weight's gradient
     to main_grad instead of weight.grad. For a mean or sum, the gradient is added to main_grad once,
-    after the sum over chunks. If this sum is in bf16 or in block floating point, it is rounded to
-    bf16 first. For a loss with one value per row, the gradient of each chunk is added to main_grad
-    separately.
+    after the sum over chunks. A sum in bf16 or in block floating point is rounded to bf16 before it
+    is added to main_grad. For a loss with one value per row, the gradient of each chunk is added to
+    main_grad separately.
 
     Rows that a loss ignores are dropped before the GEMMs, unless the logits are materialised. The
     number of rows that are not ignored is computed on the GPU. The host waits once for this number.
@@ -111,7 +111,8 @@ class LinearLogits(AsTensor, Logits):
     a CUDA graph, ignored rows are not dropped, because the host must not wait.
 
     If weight is a DTensor sharded by rows, hidden must be a DTensor on the same mesh. In a loss,
-    each rank then computes only the logits of its own rows of the weight, as with a VocabShard.
+    each rank then computes only the logits that belong to its own rows of the weight, as with a
+    VocabShard.
 
     PyTorch's own functions, methods and indexing accept a LinearLogits as a tensor. The logits are
     computed when an operation reads their values.
@@ -157,7 +158,7 @@ class LinearLogits(AsTensor, Logits):
 
     @property
     def low_rank(self) -> tuple[Tensor, Tensor] | None:
-        """The pair (hidden, weight) of tensors (..., R) and (V, R), or None."""
+        """The pair of tensors a (..., R) and b (V, R), or None."""
         hidden, weight, _, low_rank = self.head.tensors
         return None if low_rank is None else (two_parts(hidden, weight, low_rank)[1], low_rank)
 

@@ -6,8 +6,8 @@ logitless and of torch.nn.functional over lazy logits are computed chunk by chun
 Functions that reduce over the vocabulary, such as argmax, are computed chunk by chunk too. Views,
 slices, casts and elementwise functions of lazy logits are lazy logits again (torch_functions.py).
 Any other operation materialises the logits, and returns the same result as for plain logits.
-Writing to lazy logits raises, unless a fused head returned them without gradients and outside of
-`lazy_logits()` (writes.py).
+Writing to lazy logits raises. There is one exception: logits that a fused head returned without
+gradients, outside of `lazy_logits()`, can be written to (writes.py).
 
 The autograd graph is the same as for plain logits: one node for the head, one for each view and one
 for the loss. Only the gradient has an unusual type. A loss computes the gradients of hidden and
@@ -30,12 +30,13 @@ from torch.nn.functional import pad
 from ..contract import Reading
 from ..core import tensor_checks
 from ..core.call import check_values, in_func
-from ..core.choose_backend import topk_of
+from ..core.capture import Capture, Captured
+from ..core.choose_backend import captured
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss
-from ..core.source import Source, TopK, teacher_rows
+from ..core.source import Source, teacher_rows
 from ..heads.head import Head
-from ..heads.linear import topk_of_head
+from ..heads.linear import captured_of_head
 from .compiled import leave_to_python
 from .deferred import Deferred, called, on_values, result_of, running, written
 from .gradient import LazyGradient, Like, aten, is_copy
@@ -94,8 +95,8 @@ class LazyLogits(Deferred, Source):
     def from_head(self) -> bool:
         """Whether losses and functions are computed from the head instead of from the values.
 
-        For logits for inference (`Recipe.inference`), the result is False if the logits are small
-        or already computed.
+        In inference (`Recipe.inference`), the result is False if the logits are small or already
+        computed.
         """
         origin, recipe = self.origin, self.recipe
         if origin.exposed:
@@ -106,7 +107,7 @@ class LazyLogits(Deferred, Source):
 
     @property
     def in_memory(self) -> bool:
-        """Whether these are logits for inference whose values are in memory."""
+        """Whether these logits are for inference, and their values are in memory."""
         return self.recipe.inference and self.origin.known
 
     @property
@@ -229,13 +230,13 @@ class LazyLogits(Deferred, Source):
         known = not self.requires_grad and self.recipe.inference
         return self.origin.values() if known else Materialize.apply(self)  # pyright: ignore
 
-    def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
+    def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
         direct = self.recipe.direct
         if direct is None or self.recipe.obstacle(softcap) or not self.from_head:
-            return topk_of(self.read("capture_topk"), k, temperature, softcap)
+            return captured(self.read(capture.name), capture, temperature, softcap)
         reading = Reading(self.shape[-1], temperature=temperature)
         reading = reading.fold_scale(direct.scale, direct.cap or softcap)
-        return UnscaledLogits(self).capture_topk(k, reading.temperature, reading.softcap)
+        return UnscaledLogits(self).capture(capture, reading.temperature, reading.softcap)
 
     def as_teacher(self):
         """Returns the logits without gradients, for use as a teacher in a loss."""
@@ -249,7 +250,7 @@ class LazyLogits(Deferred, Source):
         return None if self.recipe.shard is None else self.recipe.shard.ranks
 
     def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Shows the values of logits for inference that are small or already computed."""
+        """Shows the values of logits for inference, if they are small or already computed."""
         recipe = self.recipe
         small = recipe.inference and recipe.small
         if self.in_memory or (small and not recipe.stale()):
@@ -332,7 +333,7 @@ class UnscaledLogits(Source):
         return self.recipe.answers.evaluate(self, loss, reduction, row_weight)
 
     def computed(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        """Evaluates a loss from the head's tensors, with one GEMM or more."""
+        """Evaluates a loss from the head's tensors, which takes at least one GEMM."""
         grad = torch.is_grad_enabled()
         if reduction != "none":
             return LazyReducedLoss.apply(
@@ -341,8 +342,8 @@ class UnscaledLogits(Source):
         outputs = LazyPerRowLoss.apply(self.z, loss, anchor_of(self.z), *loss.row_inputs)
         return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
 
-    def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
-        return topk_of_head(self.recipe.constant_head(), k, temperature, softcap)
+    def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
+        return captured_of_head(self.recipe.constant_head(), capture, temperature, softcap)
 
     def ranks_of_call(self):
         return self.z.ranks_of_call()
@@ -368,11 +369,11 @@ class LazyColumns(Source):
             return self.whole().evaluate(loss, reduction, row_weight)
         return self.shard.over(self.z.differentiable()).evaluate(loss, reduction, row_weight)
 
-    def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
+    def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
         if self.z.recipe.obstacle(softcap) or not self.z.from_head:
-            columns = self.shard.over(self.z.read("capture_topk")).whole()
-            return columns.capture_topk(k, temperature, softcap)
-        return self.whole().capture_topk(k, temperature, softcap)
+            columns = self.shard.over(self.z.read(capture.name)).whole()
+            return columns.capture(capture, temperature, softcap)
+        return self.whole().capture(capture, temperature, softcap)
 
 
 def lazy_logits_of(

@@ -1,15 +1,15 @@
 """Keeps the scores that a loss over lazy logits computes, so that later metrics take no GEMM.
 
 A trainer computes its loss from the logits, and then metrics, such as the accuracy and the entropy.
-A metric of lazy logits takes one GEMM, which is about a third of the time of a loss with its
+A metric of lazy logits takes one GEMM, and so about a third of the time of a loss and its
 gradients. The scores of a row are its entropy, its logsumexp, its argmax and the log-probability of
 its label. A loss that also computes the scores of each row takes 1.016 times the time of the loss
 alone (benchmarks/results/h200/loss-and-scores.md). So losses compute scores only for heads whose
 metrics are read:
 
-1. The losses over the first logits of a head compute no scores. `Answers` counts the rows of these
-   losses, and the rows of the metrics that are read later. If the metrics read at least half as
-   many rows as the losses, the head is added to `_READ`.
+1. At first, losses over the logits of a head compute no scores. For each call of the head,
+   `Answers` counts the rows of the losses, and the rows of the metrics that follow. If the metrics
+   read at least half as many rows as the losses, the head is added to `_READ`.
 2. Losses over all later logits of this head compute scores, and keep them in a `Table`. Metrics of
    these logits and of their views are read from the Table. The rows that a loss ignored have no
    scores in the Table. The first metric computes the scores of the ignored rows.
@@ -30,18 +30,19 @@ from ..core.loss import RowLoss, ignored_value
 from ..heads.head import Head
 from ..heads.linear import HeadLogits
 from ..losses.cross_entropy import CrossEntropy, ScoredCrossEntropy
-from ..losses.statistics import NO_CLASS, Read, Scores, score
+from ..losses.statistics import NO_CLASS, SCORES, Read, Scores, score
 from .recipe import Recipe
 
-# The heads whose metrics are read after a loss. The key is True for training and False for
+# The heads whose metrics are read after a loss. The outer key is True for training and False for
 # evaluation. Each head is mapped to the number of its calls since a metric was last read from its
 # scores.
 _READ: dict[bool, "weakref.WeakKeyDictionary[nn.Module, int]"] = {
     True: weakref.WeakKeyDictionary(),
     False: weakref.WeakKeyDictionary(),
 }
-# After PATIENCE calls of a head whose scores are not read, losses over this head compute no scores
-# any more. Computing the scores of about 16 losses takes as long as one metric without scores.
+# If no scores are read during PATIENCE calls of a head, later losses over this head compute no
+# scores. Computing the scores of about 16 losses takes as long as computing one metric from the
+# head.
 PATIENCE = 16
 UNKNOWN = -1  # the label of rows without scores
 
@@ -62,11 +63,11 @@ class Options(NamedTuple):
 
 
 class Table:
-    """The scores of all rows of one call of a head. Each row has the scores of one label."""
+    """Holds the scores of each row of one head call. Each row has the scores of one label."""
 
     def __init__(self, rows: int, like: Scores):
         self.label = torch.full((rows,), UNKNOWN, device=like.lse.device)
-        self.scores = Scores(*(t.new_zeros(rows) for t in like))
+        self.scores = Scores(*(t.new_zeros(rows) for t in tensors_of(like)))
         self.complete = False  # whether the scores of all rows are known
         self.seen: Any = lambda: None  # a weak reference to `places` whose rows all have scores
 
@@ -84,7 +85,7 @@ class Table:
         at = source.clamp_min(0)
         new = (source >= 0) & (label[at] >= 0) & (label[at] < vocab)
         self.label = torch.where(new, label[at].long(), self.label)
-        pairs = zip(scores, self.scores, strict=True)
+        pairs = zip(tensors_of(scores), tensors_of(self.scores), strict=True)
         self.scores = Scores(*(torch.where(new, t[at], old) for t, old in pairs))
 
 
@@ -95,7 +96,7 @@ class Answers:
         self.module, self.trains, self.rows = weakref.ref(head.module), trains, head.rows
         self.tables: dict[Options, Table] = {}
         self.losses: dict[Options, int] = {}  # number of rows of losses without scores
-        self.read: dict[Options, int] = {}  # number of rows of metrics after these losses
+        self.read: dict[Options, int] = {}  # number of rows that metrics read after these losses
         self.cell: Any = lambda: None  # a weak reference to the cell of the head's own logits
 
     @staticmethod
@@ -107,9 +108,9 @@ class Answers:
 
         With drop_ignored=False, the host must never wait. Such a head has no Answers, because the
         host would have to wait until the device has counted the rows without scores. An FSDP module
-        has no Answers. To compute missing scores, all ranks would have to gather its weight
-        together, but some ranks may have no missing scores. With deterministic algorithms, no head
-        has Answers, because the bits of a loss can change if the loss also computes scores.
+        has no Answers, because all ranks would have to gather its weight together to compute
+        missing scores, and some ranks may have no missing scores. With deterministic algorithms, no
+        head has Answers, because the bits of a loss can change if the loss also computes scores.
         """
         module, device = head.module, head.device
         if module is None or hasattr(type(module), "unshard") or not head.drop_ignored:
@@ -141,14 +142,14 @@ class Answers:
     # --- losses
 
     def scored(self, recipe: Recipe, loss: Any) -> RowLoss | None:
-        """Returns the loss with scores, or None if the loss computes no scores."""
+        """Returns a loss that also computes scores, or None if no scores are computed."""
         options = Options.of(loss.reading)
         if type(loss) is not CrossEntropy or options is None:
             return None
         if recipe.places is None:
             self.losses[options] = self.losses.get(options, 0) + recipe.lead.numel()
             return None
-        wants = tuple(dict.fromkeys((*loss.reading.wants, *Scores._fields)))
+        wants = tuple(dict.fromkeys((*loss.reading.wants, *SCORES)))
         reading = loss.reading._replace(wants=wants)
         return ScoredCrossEntropy(reading, loss.label_smoothing, loss.z_loss)
 
@@ -170,7 +171,7 @@ class Answers:
     def statistics(self, recipe: Recipe, loss: Read) -> tuple[Tensor, ...] | None:
         """Reads the statistics of a `Read` from the Table. Returns None if this is not possible."""
         reading, options = loss.reading, Options.of(loss.reading)
-        scored = set(reading.wants) <= set(Scores._fields) and reading.ids_per_row <= 1
+        scored = set(reading.wants) <= set(SCORES) and reading.ids_per_row <= 1
         if not scored or options is None or not may_wait(recipe.device):
             return None
         table = self.tables.get(options)
@@ -222,9 +223,9 @@ class Answers:
         computed, `at` and `scores` are None. Computed scores are added to the Table, but not to
         `known`, because `recipe` can contain a row several times, with different ids.
 
-        Suppose that `ids` is None, and that scores are missing in a view of less than half of the
-        head call's rows. Then the missing scores of all rows of the head call are computed. So the
-        host waits only once if a metric is computed from many small views.
+        If `ids` is None and a view of less than half of the head call's rows lacks scores, the
+        missing scores of all rows of the head call are computed. So the host waits only once if a
+        metric is computed from many small views.
         """
         known = table.scores
         if ids is None and (table.complete or table.seen() is recipe.places):
@@ -242,6 +243,11 @@ class Answers:
         return table.scores, None, None
 
 
+def tensors_of(scores: Scores) -> list[Tensor]:
+    """Returns the scores that the Table holds: all scores except the rank."""
+    return [getattr(scores, name) for name in SCORES]
+
+
 def places_of(recipe: Recipe) -> Tensor:
     assert recipe.places is not None
     return recipe.places.reshape(-1)
@@ -257,9 +263,9 @@ def missing(table: Table, recipe: Recipe, ids: Tensor | None, ignored: Tensor | 
 
 
 def fill(table: Table, recipe: Recipe, options: Options, at: Tensor, ids: Tensor | None) -> Scores:
-    """Computes the scores of the rows of `recipe` with the indices `at`.
+    """Computes the scores of those rows of `recipe` whose indices are in `at`.
 
-    The Table gets the scores of rows that had no scores in the Table.
+    If a row had no scores in the Table, its scores are added to the Table.
     """
     head = recipe.constant_head()
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])[at]

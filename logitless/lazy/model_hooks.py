@@ -66,7 +66,8 @@ class Guard:
         self.calls = 0  # number of times that `called` has run
         self.unfusable: str | None = None  # the reason why the head cannot be fused
         self.obstacle: str | None = None  # why the last training forward had plain logits
-        # The class of the model if its last training forward did not call the head, or None.
+        # The name of the model's class if its last training forward did not call the head, else
+        # None.
         self.idle: str | None = None
 
     def find(self, model: nn.Module) -> nn.Module | None:
@@ -101,7 +102,7 @@ class Guard:
         set_forward(head, self)
 
     def called(self, logits: Any, products: Products) -> None:
-        """Runs after each call of the head with gradients enabled or inside `lazy_logits()`.
+        """Runs after a call of the head, if gradients are enabled or `lazy_logits()` is active.
 
         The method does not run if the call is traced (`is_traced`) or if the head cannot be fused.
         """

@@ -106,7 +106,8 @@ class LazyHead(Node):
             low_rank=None if low_rank is None else low_rank.detach(),
         )  # fmt: skip
         # On a GPU, the Watch looks for writes to the weight only after `passed` is set. Backward
-        # sets `passed`. Logits for inference have no backward, so their `passed` is set here.
+        # sets `passed`. Logits for inference (`Recipe.inference`) have no backward, so their
+        # `passed` is set here.
         ctx.watch = Watch(detached.weight, passed=inference)
         ctx.module, ctx.shard = head.module, shard
         formula = Direct(head.dtype)
@@ -184,7 +185,7 @@ class Op(NamedTuple):
 
 
 class LazyOp(Node):
-    """The autograd node of an operation on lazy logits whose result is lazy too.
+    """The autograd node of an operation that maps lazy logits to lazy logits.
 
     `back` maps the `parts` of the result's gradient to the `parts` of the argument's gradient. `op`
     performs the operation on plain logits. If the upstream gradient contains a gradient of the
@@ -324,7 +325,7 @@ class LazyCat(Node):
 
 
 class LazyBias(Node):
-    """The autograd node that adds one number per column to lazy logits. It changes the bias."""
+    """The autograd node that adds one number per column to lazy logits, by changing the bias."""
 
     @staticmethod
     def forward(ctx, z, bias, recipe, sign):

@@ -240,7 +240,7 @@ class Origin:
         root.views.add(self)
 
     def top(self) -> "Origin":
-        """The base nearest to `root` whose cell still exists, or `self` if no base exists."""
+        """The base nearest to `root` that still has a cell, or `self` if no base has a cell."""
         base = self.viewed()
         return self if base is None else base.top()
 
@@ -295,7 +295,7 @@ class Origin:
         return self.computed([base.values() if base.cell() is not None else base.from_bases()])
 
     def viewed(self) -> "Origin | None":
-        """Finds the nearest base of this view whose cell still exists, or returns None.
+        """Returns the nearest base of this view that still has a cell, or None.
 
         A cell exists as long as a tensor or an autograd node refers to the cell.
         """

@@ -30,8 +30,9 @@ PIECE_ON_GPU = 128 << 20
 def by_rows(z: LazyLogits, function: Callable[..., Any], *rows: Tensor) -> tuple[Tensor, ...]:
     """Calls function(values, *rows) for n rows at a time, and joins the results.
 
-    `values` has the shape (n, V). Returns NotImplemented if the vocabulary is sharded over ranks,
-    or if a tensor in `rows` needs a gradient.
+    `values` has the shape (n, V), and each tensor in `rows` is sliced to the same n rows. Returns
+    NotImplemented if the vocabulary is sharded over ranks, or if a tensor in `rows` needs a
+    gradient.
     """
     return _evaluated(RowFunction, "none", z, function, rows)
 

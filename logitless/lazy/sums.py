@@ -31,9 +31,9 @@ NO_NEEDS = (False,) * 4
 def summed(a: LazyLogits, b: LazyLogits) -> Any:
     """Returns a + b as lazy logits of a single head, or NotImplemented.
 
-    Let the width of a head be the number of columns of its weight. The wider head is the first head
-    of the sum. If only one of a and b needs a gradient, its head must be the narrower head, like
-    the LoRA adapter of a frozen layer. If neither needs a gradient, the widths must differ.
+    The width of a head is the number of columns of its weight. The wider head is the first head of
+    the sum. If only one of a and b needs a gradient, its head must be the narrower head, like the
+    LoRA adapter of a frozen layer. If neither needs a gradient, the widths must differ.
     elementwise.py computes all other sums.
     """
     if not (is_summable(a) and is_summable(b)) or a.shape != b.shape or a.device != b.device:
@@ -88,8 +88,8 @@ def _joined(first: Recipe, second: Recipe) -> Head | None:
 
     The matrices of several adapters are copied into one `low_rank`. The result is None if this
     `low_rank` would have more than a quarter of the weight's columns. The result is also None if
-    the dtypes do not fit, if the second head has a quantised weight or its own `low_rank`, or if
-    the first logits are scaled.
+    the dtypes of the heads do not fit together, if the second head has a quantised weight or its
+    own `low_rank`, or if the first logits are scaled.
     """
     x, y = first.head, second.head
     scale, dtype = second.logits.pre, x.hidden.dtype  # pyright: ignore[reportOptionalMemberAccess]
@@ -118,7 +118,7 @@ def _joined(first: Recipe, second: Recipe) -> Head | None:
 
 
 class LazySum(Node):
-    """The autograd node of the sum of lazy logits x and y of two heads.
+    """The autograd node of x + y, where x and y are the lazy logits of two heads.
 
     `recipe` is the recipe of the sum. The last columns of its `low_rank` are the weight of y.
     """

@@ -164,8 +164,8 @@ def movedim(z: LazyLogits, source: int | tuple[int, ...], destination: int | tup
 def getitem(z: LazyLogits, index: Any):
     """Selects rows by any index, or columns by a slice if all rows are kept.
 
-    If an index selects both rows and columns of logits for inference, the values of the selected
-    rows are computed first. The columns are then selected from these values.
+    If an index selects both rows and columns of logits for inference (`Recipe.inference`), the
+    values of the selected rows are computed first. The columns are then selected from these values.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(part, LazyLogits) for part in parts):
@@ -263,7 +263,7 @@ def unbind(z: LazyLogits, dim: int = 0):
 
 
 def cat(tensors, dim: int = 0):
-    """Joins lazy logits of the same head as torch.cat does, by joining their hidden states."""
+    """Computes torch.cat of lazy logits of the same head, by joining their hidden states."""
     first = tensors[0]
     if not all(isinstance(z, LazyLogits) and z.from_head for z in tensors):
         return NotImplemented
@@ -290,7 +290,7 @@ def cat(tensors, dim: int = 0):
 
 
 def stack(tensors, dim: int = 0):
-    """Stacks lazy logits of the same head as torch.stack does, by stacking their hidden states."""
+    """Computes torch.stack of lazy logits of the same head, by stacking their hidden states."""
     first = tensors[0]
     if not all(isinstance(z, LazyLogits) and z.from_head for z in tensors):
         return NotImplemented

@@ -43,7 +43,7 @@ class Watch:
 
 
 class Watches:
-    """Detects writes to the weights of heads whose logits were added (sums.py)."""
+    """Detects writes to the weights of all heads in a sum of lazy logits (sums.py)."""
 
     def __init__(self, watches: "tuple[Watch | Watches, ...]"):
         self.watches = watches

@@ -10,7 +10,7 @@ from .deferred import WRITERS, Deferred, on_values, written
 
 
 def write_values(z: Deferred, func, args: tuple, kwargs: dict) -> Any:
-    """Runs `func`, an operation that writes to z. It changes the values of z in memory.
+    """Runs `func`, an operation that writes to z, on the values of z in memory.
 
     The operation can write to several Deferred tensors. Returns NotImplemented if the write is
     differentiable, or if the operation changes the shape or the memory of a tensor. Also returns

@@ -31,6 +31,12 @@ def statistics(
     tensor_checks.row_mask(mask, logits)
 
 
+def rank(logits, ids, rank) -> None:
+    tensor_checks.yes_or_no("rank", rank)
+    if rank:
+        target_checks.has_first_id(ids, logits)
+
+
 def row_loss(logits, row_weight, reduction, *rows) -> None:
     tensor_checks.row_weight(row_weight, logits)
     tensor_checks.one_of("reduction", reduction, tensor_checks.REDUCTIONS)
@@ -75,8 +81,8 @@ def dense_teacher(
 ) -> None:  # fmt: skip
     """Checks the arguments of a loss against a dense teacher.
 
-    `blend` is the value of the option `beta` or `label_smoothing`. `names` holds the names of
-    student, teacher and this option in error messages.
+    `blend` is the value of the option `beta` or `label_smoothing`. `names` holds three names for
+    error messages: of the student, of the teacher, and of this option.
     """
     tensor_checks.logits(student, names[0])
     tensor_checks.dense_teacher(names[1], teacher, names[0], student)
@@ -139,5 +145,15 @@ def slot_loss(logits, ids, labels, temperature, softcap, tail, ignore_index, mas
 def capture_topk(logits, k, temperature, softcap) -> None:
     tensor_checks.logits(logits)
     tensor_checks.how_many(k, logits)
+    option_checks.temperature(temperature)
+    option_checks.softcap(softcap)
+
+
+def capture_sampled(logits, n, proposal, where, temperature, softcap) -> None:
+    """`where` is the device of the generator, or the argument itself if it is no generator."""
+    tensor_checks.logits(logits)
+    tensor_checks.draws(n, logits)
+    option_checks.proposal(proposal)
+    tensor_checks.generator(where, logits)
     option_checks.temperature(temperature)
     option_checks.softcap(softcap)

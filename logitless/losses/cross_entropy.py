@@ -16,7 +16,7 @@ from ..eager.stats_coefficients import of_one
 from ..heads.linear import HeadLogits, checked_head
 from ..heads.operators import operator
 from . import checks
-from .statistics import Scores
+from .statistics import SCORES, Scores
 
 
 @operator("cross_entropy", saved=2)
@@ -88,7 +88,7 @@ class ScoredCrossEntropy(CrossEntropy):
     kernel computes no scores.
     """
 
-    extras: ClassVar[tuple[str, ...]] = Scores._fields
+    extras: ClassVar[tuple[str, ...]] = SCORES
 
     value_and_gradient = RowLoss.value_and_gradient
     mean_and_gradient = RowLoss.mean_and_gradient
@@ -100,6 +100,14 @@ class ScoredCrossEntropy(CrossEntropy):
     def shapes(self, x):
         value, *saved = super().shapes(x)
         return [value, *(value for _ in self.extras), *saved]
+
+
+@operator("cross_entropy_scores_and_rank", saved=2)
+@dataclass(eq=False)
+class RankedCrossEntropy(ScoredCrossEntropy):
+    """Cross-entropy that also returns the scores and the rank of each row, as extras."""
+
+    extras: ClassVar[tuple[str, ...]] = Scores._fields
 
 
 @call.named()
@@ -144,10 +152,10 @@ def cross_entropy(
 
     inplace=True saves the memory of the gradient, because the gradient overwrites the logits in
     forward. If another operation saved the logits before this call, the backward of that operation
-    raises. If an operation uses the logits after this call, the backward of that operation raises
-    too, unless the logits are a leaf or a slice of a larger tensor. With inplace=True, a second
-    backward raises. If no gradient is needed, inplace=True does not overwrite the logits. Under
-    torch.compile, inplace=True has no effect, because the compiler plans memory itself.
+    raises. If an operation uses the logits after this call, a backward through that operation
+    raises too, unless the logits are a leaf or a slice of a larger tensor. With inplace=True, a
+    second backward raises. If no gradient is needed, inplace=True does not overwrite the logits.
+    Under torch.compile, inplace=True has no effect, because the compiler plans memory itself.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)
@@ -186,14 +194,16 @@ def cross_entropy_and_scores(
     temperature: float | Tensor = 1.0,
     row_weight: Tensor | None = None,
     inplace: bool = False,
+    rank: bool = False,
 ) -> tuple[Tensor, Scores]:
     """Computes the cross-entropy, and the scores of each row from the same pass over the logits.
 
-    The result is (loss, scores). The loss and its gradient are those of `cross_entropy` with the
-    same options. The scores are the results of the function `score`: log p[target], entropy,
+    The result is (loss, scores). The loss and its gradient are the same as in `cross_entropy` with
+    the same options. The scores are the results of the function `score`: log p[target], entropy,
     logsumexp and argmax of each row. The scores use the temperature and the softcap of the loss.
     Class weights, row weights, label smoothing and z_loss change the loss, but not the scores. The
-    scores of an ignored row are 0, and its argmax is -1.
+    scores of an ignored row are 0, and its argmax is -1. With rank=True, the scores include the
+    rank of the target, as in `row_stats`.
 
     The scores are detached, so no gradient flows through the scores. For a loss that differentiates
     log p or the entropy, use `score` or `row_loss`. Over a LinearLogits, a mean or sum takes three
@@ -210,14 +220,17 @@ def cross_entropy_and_scores(
         checks.cross_entropy, logits, target, weight, row_weight, temperature, softcap,
         ignore_index, reduction, label_smoothing, z_loss, mask,
     )  # fmt: skip
-    wants = ("nll", *Scores._fields)
+    if rank is not False:
+        call.check_once(checks.rank, logits, target, rank)
+    wants = ("nll", *(Scores._fields if rank else SCORES))
     if label_smoothing:
         wants += ("log_total",)
     reading = call.reading_of(
         logits, temperature, softcap, label=call.as_ids(target, ignore_index, mask),
         class_weight=weight, ignore_index=ignore_index, wants=wants,
     )  # fmt: skip
-    loss = ScoredCrossEntropy(reading, float(label_smoothing), float(z_loss))
+    kind = RankedCrossEntropy if rank else ScoredCrossEntropy
+    loss = kind(reading, float(label_smoothing), float(z_loss))
     run = evaluate_in_place if inplace else evaluate
     value, *scores = run(logits, loss, reduction, row_weight)
     return value, Scores(*scores)

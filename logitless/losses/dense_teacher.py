@@ -58,7 +58,8 @@ class Dense(RowLoss):
         if loss is None or scale == 1 or self.pair.kind == "soft":
             return loss
         # The new loss divides the temperature by `scale`. The temperature also applies to the
-        # teacher. To keep the teacher's softmax, the teacher's logits are divided by `scale` too.
+        # teacher. So the teacher's logits are divided by `scale` too, and the teacher's softmax
+        # does not change.
         teacher = scaled_teacher(self.pair.teacher, 1 / scale)
         if teacher is None:
             return None
@@ -95,8 +96,8 @@ def kl_div(
 
     `temperature` (T) is one number, or a tensor with one number per row. Rows for which `mask` is
     False are not read, and their loss and gradient are 0. `row_weight` holds one number per row,
-    which multiplies the loss of the row. "mean" divides the sum by the number of rows that count.
-    The teacher gets no gradient. The loss is fp32 (fp64 for an fp64 student).
+    which multiplies the loss of the row. "mean" divides the sum by the number of rows for which
+    `mask` is not False. The teacher gets no gradient. The loss is fp32 (fp64 for an fp64 student).
 
     >>> kl_div(torch.zeros(1, 4), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]),
     ...        direction="forward")
@@ -189,14 +190,14 @@ def soft_cross_entropy(
 ) -> Tensor:
     """Computes the cross-entropy against class probabilities (..., V), as F.cross_entropy does.
 
-    Let q = softmax(z), with z = softcap · tanh(logits / softcap) / temperature. With ε =
-    label_smoothing and class weights v (1 without `weight`), the loss of a row is
+    Let q = softmax(z), with z = softcap · tanh(logits / softcap) / temperature. Let ε be
+    label_smoothing, and let v be the class weights (1 without `weight`). The loss of a row is
 
         row_weight · Σ_i v_i ((1-ε) probs_i + ε/V) (-log q_i)
 
     A class of probability 0 adds 0 to the loss, even if its logit is -inf. "mean" divides by the
-    number of rows that count, even with class weights. `probs` gets no gradient. `weight` has shape
-    (V,). The other options are the same as in `kl_div`.
+    number of rows for which `mask` is not False, even with class weights. `probs` gets no gradient.
+    `weight` has shape (V,). The other options are the same as in `kl_div`.
 
     >>> soft_cross_entropy(torch.zeros(1, 4), torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
     tensor(1.3863)

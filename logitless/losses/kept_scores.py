@@ -4,7 +4,8 @@ A sampler with top-k, top-p or min-p keeps some ids of each row, and draws the t
 softmax over the kept ids. `kept_scores` computes the log-probability of the token and the entropy
 under this restricted softmax. `evaluate` computes the logits at the kept ids. If requested,
 `evaluate` also computes the log-probabilities of the kept ids under the softmax over all ids. Plain
-PyTorch computes the scores from these (..., K) numbers, so that autograd differentiates the scores.
+PyTorch computes the scores from these tensors of shape (..., K), so that autograd differentiates
+the scores.
 """
 
 from dataclasses import dataclass
@@ -154,9 +155,8 @@ def _scores(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns logprob, entropy and log_mass, from z and log p at the ids (..., K).
 
-    The z of a row can differ from the logits by a constant, because such a constant does not change
-    the scores. Rows in which no id has a z above -inf are computed from constants, so that their
-    gradient is 0 instead of NaN.
+    Adding a constant to all z of a row does not change the scores. In rows in which no id has a z
+    above -inf, z and log p are replaced by 0, so that their gradient is 0 instead of NaN.
     """
     real = ids != NO_ID
     some = (real & (z != -torch.inf)).any(-1)  # also True if a z is NaN
@@ -167,8 +167,8 @@ def _scores(
     z = at_ids(z)
     if logprobs is not None:
         # Between any two ids of a row, z and log p have the same difference, so both give the same
-        # q. Rounding errors are relative to the values, so each row is computed from the values
-        # whose maximum is closer to 0.
+        # q. Rounding errors are relative to the size of the values. So each row is computed from z
+        # or from log p, depending on which maximum is closer to 0.
         logprobs = at_ids(logprobs)
         top_z, top_p = (t.detach().amax(-1, keepdim=True).abs() for t in (z, logprobs))
         z = torch.where(top_p < top_z, logprobs, z)

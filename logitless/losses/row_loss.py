@@ -32,6 +32,7 @@ def row_loss(
     entropy: bool = False,
     total: bool = False,
     argmax: bool = False,
+    rank: bool = False,
     ignore_index: int | None = -100,
     mask: Tensor | None = None,
 ) -> Result:
@@ -51,14 +52,15 @@ def row_loss(
     row_weight nor reduced. In ignored rows, a tensor of `more` is 0, or -1 if its dtype is a signed
     integer.
 
-    A call of the formula can get any number of rows. So the formula must not mix rows, for example
-    by means, sums or sorting over rows. With LOGITLESS_CHECK=1, row_loss calls the formula for two
-    rows together and for each row alone, and raises if the results differ.
+    The formula can be called several times, each time for some of the rows. So the formula must not
+    mix rows, for example by a mean over rows, or by sorting rows. With LOGITLESS_CHECK=1, row_loss
+    calls the formula for two rows together and for each row alone, and raises if the results
+    differ.
 
-    `ids`, `entropy`, `total`, `argmax`, `ignore_index` and `mask` have the same meaning as in
-    `row_stats`. `row_weight` holds one number per row, which multiplies the result of the formula.
-    "mean" divides the sum by the number of rows that are not ignored, even with a row_weight. Over
-    a LinearLogits, a mean or sum takes three GEMMs.
+    `ids`, `entropy`, `total`, `argmax`, `rank`, `ignore_index` and `mask` have the same meaning as
+    in `row_stats`. `row_weight` holds one number per row, which multiplies the result of the
+    formula. "mean" divides the sum by the number of rows that are not ignored, even with a
+    row_weight. Over a LinearLogits, a mean or sum takes three GEMMs.
 
     >>> def grpo(stats, old, advantage):
     ...     ratio = (stats.logprob - old).exp()
@@ -67,8 +69,10 @@ def row_loss(
     """
     call.check_once(checks.statistics, logits, ids, temperature, softcap, ignore_index, mask)
     call.check_once(checks.row_loss, logits, row_weight, reduction, *rows)
+    if rank is not False:
+        call.check_once(checks.rank, logits, ids, rank)
     reading = stats_reading(
-        logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax
+        logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax, rank
     )
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (logits, *rows))
     return evaluate(logits, Formula(reading, formula, tuple(rows), wanted), reduction, row_weight)
@@ -96,7 +100,7 @@ class Formula(RowLoss):
         return RowStats(**statistics), row_inputs
 
     def hints(self, argument: Any) -> list[str]:
-        """Lists the fields of the first argument that are None, each with the option to pass."""
+        """Lists the fields of the argument that are None, with the option that requests each."""
         by = {"picked": "ids", "logprob": "ids"}
         names = [name for name, t in argument._asdict().items() if t is None]
         return [f"stats.{name} (pass {by.get(name, f'{name}=True')} to row_loss)" for name in names]
@@ -206,7 +210,7 @@ def _times_rows(d: Tensor, scale: Tensor, ignored: Tensor | None) -> Tensor:
 
 
 def _checked(results: Any, rows: int, hint: str) -> tuple[Tensor, ...]:
-    """Checks what a formula returned: the loss, or a tuple of loss and extras. Returns a tuple."""
+    """Checks the results of a formula: the loss, or a tuple of loss and extras. Returns a tuple."""
     several = isinstance(results, tuple)
     if several and len(results) < 2:
         raise ValueError(

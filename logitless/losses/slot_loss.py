@@ -1,10 +1,10 @@
 """`slot_loss` computes a user's divergence between a student and a teacher with K ids per row.
 
 A slot is one of the K positions of a row. The user's formula gets the log-probabilities of student
-and teacher at each slot. The formula can also get the two tails: the logs of the total
-probabilities outside the slots. The student's numbers are row statistics. So `slot_loss` is a
-`row_loss` whose formula gets the statistics of the student together with the targets of the
-teacher.
+and teacher at each slot. The formula can also get two tails: the log of the student's probability
+mass outside the slots, and the log of the teacher's mass outside the slots. The student's numbers
+are row statistics. So `slot_loss` is a `row_loss` whose formula gets the statistics of the student
+together with the targets of the teacher.
 """
 
 from collections.abc import Callable, Sequence
@@ -122,17 +122,18 @@ def slot_loss(
     The formula returns a tensor of shape (n,), with one number per row, or a tuple (loss, *more) as
     in `row_loss`. The formula also gets the same n rows of each tensor in `rows`. The tensors in
     `rows` can require gradients. The targets, and other tensors that the formula uses, get no
-    gradient. The formula must not mix rows, because a call can get any number of rows.
+    gradient. The formula can be called several times, each time for some of the rows. So the
+    formula must not mix rows.
 
     In a masked slot, log q and log p are the same finite number, whose exp is 0. So masked slots
     add 0 to most divergences. Other formulas, such as rankings, must use slots.mask. Where p and q
     are both 0, in a slot or in the tails, log q and log p are this finite number too. If only one
     of p and q is 0, its logarithm is -inf. If q is 0, log q has no gradient.
 
-    A row does not count if its label is ignore_index or its entry in `mask` is False. The loss of a
-    row whose ids are all masked is 0. `row_weight` multiplies the loss of each row. "mean" divides
-    by the number of rows that count, even with a row_weight. Over a LinearLogits, a mean or sum
-    takes three GEMMs. Ids outside [0, V) raise errors as in `topk_distill`.
+    A row is ignored if its label is ignore_index or its entry in `mask` is False. The loss of a row
+    whose ids are all masked is 0. `row_weight` multiplies the loss of each row. "mean" divides by
+    the number of rows that are not ignored, even with a row_weight. Over a LinearLogits, a mean or
+    sum takes three GEMMs. Ids outside [0, V) have the same effect as in `topk_distill`.
 
     >>> def forward_and_reverse(slots, share):
     ...     p, q = slots.teacher.exp(), slots.student.exp()

@@ -3,7 +3,7 @@
 A loss compares the teacher's probabilities p at the ids with the student's q = softmax(z), where z
 are the logits after softcap and temperature. `support` selects which probabilities are compared.
 `divergence` selects the formula that compares them, such as forward KL. The arguments `support` and
-`divergence` are required. The loss needs only these statistics of a row: the student's
+`divergence` are required. The loss needs at most three statistics of a row: the student's
 log-probabilities at the ids, the student's mass outside the ids, and the label's log-probability at
 temperature 1. One pass over the logits computes the statistics, and another pass computes the
 gradient. For support="tail", forward reads a row a second time if the student's mass outside the
@@ -19,12 +19,10 @@ from torch import Tensor
 from ..contract import COEFFICIENTS, NO_ID, PRECISION, STATE, Coefficients, Slots
 from ..core import call
 from ..core import tensor_checks as rules
-from ..core.choose_backend import topk_of
 from ..core.evaluate import evaluate, scaled
 from ..core.loss import RowLoss, rows_in
-from ..core.source import source_of
 from ..heads.operators import operator
-from ..targets.sparse import SparseTargets, unchecked
+from ..targets.sparse import SparseTargets
 from . import checks
 
 
@@ -115,32 +113,6 @@ class Gathered(Sparse):
 
 
 @call.named()
-@torch.no_grad()
-def capture_topk(
-    logits: Tensor, k: int, *, temperature: float = 1.0, softcap: float | None = None
-) -> SparseTargets:
-    """Returns the k most probable ids per row, and their exact log-probabilities.
-
-    The result also holds the log of the tail mass, which is the probability of all other ids.
-
-    The ids are sorted by descending probability. Ids of equal probability are sorted in ascending
-    order. The results have no gradient. On a GPU, one pass over the logits is enough for k up to
-    256. For k above 256, torch.topk runs on one chunk of rows at a time.
-
-    >>> capture_topk(torch.tensor([[0.0, 2.0, 1.0]]), 2).ids
-    tensor([[1, 2]])
-    """
-    call.check_once(checks.capture_topk, logits, k, temperature, softcap)
-    options = (float(temperature), None if softcap is None else float(softcap))
-    source = source_of(logits)
-    if source is not None:
-        return unchecked(*source.capture_topk(k, *options))
-    if call.mapped(logits):
-        rules.not_mapped()
-    return unchecked(*topk_of(logits.detach(), k, *options))
-
-
-@call.named()
 def gathered_kl(
     student_logits: Tensor,
     teacher_logprobs: Tensor,
@@ -170,9 +142,9 @@ def gathered_kl(
     full = PRECISION[student_logits.dtype]
     by_row, number = reading.squared(full) if t_squared else (None, 1.0)
     if reduction == "mean" and row_weight is None and not call.under_transform():
-        # All rows count, so the divisor of the mean is known here. The mean is computed as a sum,
-        # and the factor 1 / rows is part of `kd_weight`. So backward does not divide the saved
-        # gradient.
+        # No row is ignored, so the divisor of the mean is known here. The mean is computed as a
+        # sum, and the factor 1 / rows is part of `kd_weight`. So backward need not multiply the
+        # saved gradient by this factor.
         number, reduction = number / max(rows_in(student_logits.shape[:-1]), 1), "sum"
     slots = Slots(
         _constant(teacher_logprobs), None if mask is None else call.as_bool(mask), None, by_row,
@@ -222,8 +194,8 @@ def topk_distill(
 
     t_squared=True multiplies the divergence by temperature². The loss of a row is kd_weight times
     the divergence. With `labels`, ce_weight times the cross-entropy at temperature 1 is added. A
-    row does not count if its label is ignore_index or its entry in `mask` is False. The divergence
-    of a row whose ids are all masked is 0. "mean" divides by the number of rows that count.
+    row is ignored if its label is ignore_index or its entry in `mask` is False. The divergence of a
+    row whose ids are all masked is 0. "mean" divides by the number of rows that are not ignored.
 
     An unmasked id outside [0, V) raises on a CPU. On a GPU, an unmasked id outside [0, V) makes the
     loss of its row NaN, or raises an error if LOGITLESS_CHECK=1 is set.

@@ -128,6 +128,7 @@ def row_stats(
     entropy: bool = False,
     total: bool = False,
     argmax: bool = False,
+    rank: bool = False,
     ignore_index: int | None = -100,
     mask: Tensor | None = None,
 ) -> RowStats:
@@ -138,28 +139,38 @@ def row_stats(
     = z[ids] and `logprob` = log softmax(z)[ids] are computed too. The flags `entropy`, `total` and
     `argmax` request the entropy in nats, the sum Σ z, and the argmax.
 
+    The flag `rank` needs `ids`. It requests the rank of the row's id, or of the first of its K ids:
+    the number of logits of the row that are strictly greater than the logit of this id, as int64.
+    So 0 means that the id is an argmax. The recall at k is rank < k, the reciprocal rank is
+    1 / (1 + rank), and the NDCG of one relevant item is 1 / log2(2 + rank). The logits are compared
+    after the softcap and before the division by the temperature, so equal logits stay equal. A NaN
+    counts as greater than every logit. So the rank is V if the logit of the id is NaN. The rank is
+    also V if the id is outside [0, V) and does not raise, as on a GPU.
+
     Logits are fp16, bf16, fp32 or fp64. The temperature is one number, or a tensor with one number
     per row. Statistics are fp32 (fp64 for fp64 logits), and gradients have the dtype of the logits.
     A row is ignored if its entry in `mask` is False. A row is also ignored if its id, or the first
     of its K ids, is ignore_index. An ignored row is not read. The statistics and the gradient of an
-    ignored row are 0, and its argmax is -1.
+    ignored row are 0, and its argmax and rank are -1.
 
     >>> stats = row_stats(logits, entropy=True)
     >>> (1e-4 * stats.lse.square() - 0.01 * stats.entropy).mean().backward()
     """
     call.check_once(checks.statistics, logits, ids, temperature, softcap, ignore_index, mask)
+    if rank is not False:
+        call.check_once(checks.rank, logits, ids, rank)
     reading = stats_reading(
-        logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax
+        logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax, rank
     )
     statistics = evaluate(logits, Read(reading))
     return RowStats(**dict(zip(reading.wants, statistics, strict=True)))
 
 
 def stats_reading(
-    logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax
+    logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax, rank
 ) -> Reading:
     """Returns a `Reading`, which lists the statistics that the arguments of row_stats request."""
-    optional = {"entropy": entropy, "total": total, "argmax": argmax}
+    optional = {"entropy": entropy, "total": total, "argmax": argmax, "rank": rank}
     wants = ["lse", *(name for name, wanted in optional.items() if wanted)]
     wants += [] if ids is None else ["picked", "logprob"]
     fields = _label_and_ids(logits, ids, ignore_index, mask)
@@ -173,7 +184,7 @@ def _label_and_ids(logits, ids, ignore_index, mask) -> dict:
     """Returns the fields `label`, `ids` and `ignore_index` of a `Reading`.
 
     If there is one id per row, the ids are the labels. If there are no ids, or K ids per row, the
-    labels only mark the rows that count.
+    labels only mark ignored rows.
     """
     if ids is not None and ids.dim() < len(logits.shape):
         if ignore_index is None and mask is not None:
@@ -199,6 +210,12 @@ class Scores(NamedTuple):
     entropy: Tensor  # (...)  -Σ p log p, in nats
     lse: Tensor  # (...)      log Σ e^z
     argmax: Tensor  # (...)   int64; -1 for ignored rows
+    # (...), int64, how many logits are greater than the target's; -1 for ignored rows. None if the
+    # rank was not requested.
+    rank: Tensor | None = None
+
+
+SCORES = ("logprob", "entropy", "lse", "argmax")  # the scores that are always computed
 
 
 @call.named()
@@ -281,19 +298,23 @@ def score(
     softcap: float | None = None,
     ignore_index: int = -100,
     mask: Tensor | None = None,
+    rank: bool = False,
 ) -> Scores:
     """Computes log p[target], entropy, logsumexp and argmax of logits (..., V) in one pass.
 
     Let p = softmax(z), with z = softcap · tanh(logits / softcap) / temperature. A row is ignored if
     its target is ignore_index or its entry in `mask` is False. An ignored row is not read. The
-    scores of an ignored row are 0, and its argmax is -1.
+    scores of an ignored row are 0, and its argmax is -1. With rank=True, the scores include the
+    rank of the target, as in `row_stats`.
 
     >>> new = score(logits, target).logprob
     >>> ratio = (new - old).exp()  # PPO, GRPO
     """
     call.check_once(checks.score, logits, target, temperature, softcap, ignore_index, mask)
+    if rank is not False:
+        call.check_once(checks.rank, logits, target, rank)
     reading = call.reading_of(
         logits, temperature, softcap, label=call.as_ids(target, ignore_index, mask),
-        ignore_index=ignore_index, wants=Scores._fields,
+        ignore_index=ignore_index, wants=Scores._fields if rank else SCORES,
     )  # fmt: skip
     return Scores(*evaluate(logits, Read(reading, "target")))

@@ -98,8 +98,8 @@ def chunk(width: int, chunk: int) -> None:
     """Checks that this rank's shard of a DTensor has the width that torch.chunk gives."""
     if width != chunk:
         raise ValueError(
-            f"a sharded DTensor must have {chunk} columns on this rank, as torch.chunk splits the"
-            f" vocabulary, got {width}; pass other columns as ll.VocabShard(logits, group)."
+            f"a sharded DTensor must have {chunk} columns on this rank, which is torch.chunk's"
+            f" split, got {width}; for any other split, pass ll.VocabShard(logits, group)."
         )
 
 

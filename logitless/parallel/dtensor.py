@@ -14,11 +14,12 @@ from ..contract import PER_CLASS, PER_ROW, TEACHER
 from ..core import tensor_checks
 from ..core.autograd import Node
 from ..core.call import check_once
-from ..core.choose_backend import topk_of
+from ..core.capture import Capture, Captured
+from ..core.choose_backend import captured
 from ..core.evaluate import evaluate
 from ..core.in_place import evaluate_in_place
 from ..core.loss import RowLoss
-from ..core.source import Source, TopK, converts, is_dtensor
+from ..core.source import Source, converts, is_dtensor
 from ..heads import checks as head_rules
 from ..heads.gemms import autocasts, cast_by_autocast
 from ..heads.linear import HeadLogits
@@ -106,11 +107,11 @@ class DTensorLogits(Source):
             return torch.compiler.disable(run)()  # pyright: ignore[reportCallIssue]
         return run()
 
-    def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
+    def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
         here = self.local()
         if isinstance(here, Source):
-            return here.capture_topk(k, temperature, softcap)
-        return topk_of(here.detach(), k, temperature, softcap)
+            return here.capture(capture, temperature, softcap)
+        return captured(here.detach(), capture, temperature, softcap)
 
 
 def _whole(t: Tensor | None) -> Tensor | None:
@@ -121,7 +122,7 @@ def _whole(t: Tensor | None) -> Tensor | None:
 
 
 def hidden_of_all(hidden, weight) -> Tensor:
-    """All-gathers the hidden states of all tokens from the ranks that shard the weight.
+    """All-gathers the hidden states of all tokens over the ranks that hold shards of the weight.
 
     The gradient of the result has the placement Partial, so DTensor sums the gradients of all
     ranks.

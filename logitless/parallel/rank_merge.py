@@ -26,6 +26,7 @@ from ..contract import (
     part_width,
 )
 from ..eager.rows import capped, inverse_temperature, live_rows
+from ..eager.sampled import Sampling
 from ..heads.gradient_sums import put
 from ..heads.head import Rows
 
@@ -37,8 +38,8 @@ class ColumnBackend:
 
     `gather` is an all-gather: each rank passes a tensor of shape (N, F), and every rank gets the
     stacked tensors of all ranks, of shape (ranks, N, F). The methods for statistics and top-k ids
-    call this all-gather once, or twice for JSD and TVD. The methods for gradients do not
-    communicate.
+    call this all-gather once, or twice for JSD, TVD and the statistic "rank". The methods for
+    gradients do not communicate.
     """
 
     # Loss and gradient cannot be computed in one pass over the logits, because a gradient needs the
@@ -89,11 +90,14 @@ class ColumnBackend:
         """Returns statistics of whole rows, although x holds only this rank's columns."""
         lead, wants = x.shape[:-1], reading.wants
         part = self.partial(x, reading)
+        tail = self._tail(x, reading, part) if "tail" in wants else None
+        whole, tails = self._joined(part, reading, tail)
+        merged = tuple(name for name in wants if name not in ("tail", "rank"))
+        found = self.backend.finish(whole, reading._replace(wants=merged), lead)
+        if "rank" in wants:
+            found = found._replace(rank=self._rank(x, reading, whole).view(lead))
         if "tail" not in wants:
-            return self.finish(part, reading, lead)
-        whole, tails = self._joined(part, reading, self._tail(x, reading, part))
-        without = reading._replace(wants=tuple(name for name in wants if name != "tail"))
-        found = self.backend.finish(whole, without, lead)
+            return found
         tail = self._joined_tail(tails, reading, found)
         found.state[:, contract.TAIL] = tail
         state = self.backend.with_repeats(found.state, reading.ids)
@@ -107,7 +111,7 @@ class ColumnBackend:
     def _joined(
         self, part: Partials, reading: Reading, more: Tensor | None = None
     ) -> tuple[Partials, Tensor]:
-        """Gathers the partial statistics of all ranks, and their further numbers `more`."""
+        """Gathers the partial statistics of all ranks, together with the numbers in `more`."""
         part = part if part.state.shape[1] == 1 else self.backend.merge([part], reading)
         fields, K = part_width(*reading.sums), 0 if part.picked is None else part.picked.shape[1]
         sent = [part.state[:, 0, :fields]]
@@ -118,6 +122,24 @@ class ColumnBackend:
         # Each id is a column of one rank. The other ranks contribute 0 to the sum.
         picked = rest[..., :K].sum(0) if K else part.picked
         return Partials(state.transpose(0, 1), picked), rest[..., K:]
+
+    def _rank(self, x: Tensor, reading: Reading, whole: Partials) -> Tensor:
+        """Returns the statistic "rank" of each row, as a tensor (N,).
+
+        `whole` holds the logit of each row's label, or of its first id. Each rank counts the
+        greater logits in its own columns, and a second gather sums the counts.
+        """
+        if whole.picked is None:
+            first, y0 = reading.label, whole.state[..., contract.Y_LABEL].sum(1)
+        else:
+            first, y0 = reading.ids[..., 0], whole.picked[:, 0]
+        first = first.reshape(-1)
+        y0 = torch.where((first >= 0) & (first < self.vocab), y0, torch.nan)
+        count = torch.zeros(len(y0), device=x.device, dtype=torch.int64)
+        if self.width:
+            count = self.backend.above(x, reading, y0)
+        rank, live = self.join(count[:, None]).sum(0)[:, 0], live_rows(reading)
+        return rank if live is None else torch.where(live, rank, -1)
 
     def gradient(
         self, x, reading, state, coefficients, upstream, factor=None, into=None, start=0
@@ -224,6 +246,15 @@ class ColumnBackend:
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)
         ids, logprobs, tail = _largest(self.join(part), k, temperature, softcap)
         return ids.view(*lead, k), logprobs.view(*lead, k), tail.view(lead)
+
+    def sampled(self, x: Tensor, uniforms: Tensor, how: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the distinct ids that are drawn, their log-weights, and a mask.
+
+        The ranks use the uniform numbers of the first rank, because the generators of the ranks can
+        be in different states. The ranks gather the max and the mass of each row. Then each rank
+        finds the draws in its own columns.
+        """
+        return self.backend.sampled(x, self.join(uniforms)[0], how, self.join, self.start)
 
     def here(self, reading: Reading) -> Reading:
         """Returns `reading` restricted to this rank's columns.

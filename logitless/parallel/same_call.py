@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.capture import Capture
 from ..core.loss import RowLoss
 from ..core.source import is_dense, is_source
 
@@ -34,8 +35,9 @@ def text_of_loss(shard, loss: RowLoss, reduction: str, row_weight: Tensor | None
     return f"{type(loss).__name__} of {_of_logits(shard)}, tensors {tensors}, options {options}"
 
 
-def text_of_topk(shard, k: int, temperature: float, softcap: float | None) -> str:
-    return f"capture_topk of {_of_logits(shard)}, options {(k, temperature, softcap)}"
+def text_of_capture(shard, capture: Capture, temperature: float, softcap: float | None) -> str:
+    options = (*capture.options, temperature, softcap)
+    return f"{capture.name} of {_of_logits(shard)}, options {options}"
 
 
 def _of_logits(shard) -> str:

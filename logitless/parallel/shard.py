@@ -8,10 +8,10 @@ The result is bitwise the same on all ranks.
 
 The forward of a loss gathers a few numbers per row from each rank. For logits, the forward calls
 gather once. For a head, the forward calls gather once per chunk of rows. JSD and TVD call gather
-twice instead of once. The backward of logits needs no communication. The backward of a head sums
-the gradient of the hidden states over ranks. When a VocabShard is constructed, the ranks exchange
-their first columns and widths. If `start` and `vocab` are given, this exchange happens only for the
-first VocabShard with this group and this `vocab`.
+twice instead of once. For logits, the backward needs no communication. For a head, the backward
+sums the gradient of the hidden states over ranks. When a VocabShard is constructed, the ranks
+exchange their widths and, if given, their first columns. If `start` and `vocab` are given, this
+exchange happens only for the first VocabShard with this group and this `vocab`.
 """
 
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from torch import Tensor
 from ..contract import TEACHER
 from ..core import evaluate, tensor_checks
 from ..core.call import check_values, in_func, named, thorough, under_transform
+from ..core.capture import Capture, Captured
 from ..core.choose_backend import backend_of
 from ..core.in_place import overwrite_on
 from ..core.invariant import aligned, is_invariant
@@ -29,7 +30,6 @@ from ..core.loss import RowLoss
 from ..core.source import (
     Logits,
     Source,
-    TopK,
     is_dense,
     is_over_ranks,
     teacher_columns,
@@ -56,8 +56,8 @@ class Layout(NamedTuple):
 # Caches the largest width of all ranks, for shards with `start` and `vocab`. The key is the group
 # and the vocabulary size. A rank that finds no cached width exchanges widths with the other ranks.
 # If only some ranks start an exchange, the exchange never finishes. So the key must be the same on
-# all ranks, and must not contain this rank's columns: a second sharding of the same vocabulary can
-# change the columns of only some ranks.
+# all ranks. The key must not contain this rank's columns, because a second sharding of the same
+# vocabulary can change the columns of only some ranks.
 _widest: dict[tuple, int] = {}
 
 
@@ -99,9 +99,9 @@ class VocabShard(Logits):
     with the same group and `vocab` need no exchange, so the host does not wait. With
     LOGITLESS_CHECK=1, every shard exchanges starts and widths.
 
-    With sequence_parallel=True, the hidden states of a LinearLogits are this rank's slice of the
-    tokens along the first dimension. The slices of all ranks must have the same size. VocabShard
-    all-gathers the hidden states. Labels must cover the tokens of all ranks.
+    With sequence_parallel=True, a LinearLogits holds only the hidden states of this rank's tokens,
+    which are a slice along the first dimension. The slices of all ranks must have the same size.
+    VocabShard all-gathers the hidden states. Labels must cover the tokens of all ranks.
 
     Every loss accepts a VocabShard instead of logits. Ids, labels and class weights refer to the
     whole vocabulary and must be the same on all ranks. A dense teacher must be a VocabShard with
@@ -215,15 +215,12 @@ class Shard(Source):
             return self.evaluate(loss, reduction, row_weight)
         return self.whole().evaluate_in_place(loss, reduction, row_weight)
 
-    def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
-        """Returns the k most probable ids of each row, their log-probabilities, and the log tail.
-
-        The log tail is the log of the softmax mass outside these ids.
-        """
+    def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
+        """Returns the results of a capture, which are the same on all ranks."""
         whole = self.whole()
         if thorough():
-            self.ranks.agree(same_call.text_of_topk(self, k, temperature, softcap))
-        return whole.capture_topk(k, temperature, softcap)
+            self.ranks.agree(same_call.text_of_capture(self, capture, temperature, softcap))
+        return whole.capture(capture, temperature, softcap)
 
     def backend(self, like: Tensor) -> ColumnBackend:
         """Returns the backend that merges the partial statistics of all ranks."""
@@ -233,7 +230,7 @@ class Shard(Source):
         )  # fmt: skip
 
     def head_backend(self, like: Tensor, gathered: bool) -> ColumnBackend:
-        """Returns the backend for a head, which also sums the hidden states' gradient over ranks.
+        """Returns a backend for a head. It also sums the gradient of the hidden states over ranks.
 
         If `gathered`, the hidden states were gathered from all ranks, and each rank needs only its
         slice of their gradient.
@@ -284,7 +281,7 @@ class Shard(Source):
         return self.ranks
 
     def checked(self, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> RowLoss:
-        """Checks a loss, and returns the same loss with this rank's columns of its teachers.
+        """Checks a loss, and returns the same loss with its teachers cut to this rank's columns.
 
         The values of GPU tensors are checked only with LOGITLESS_CHECK=1, because the check makes
         the host wait for the GPU. LOGITLESS_CHECK=1 also compares the calls of all ranks.
@@ -370,10 +367,10 @@ class LogitColumns(Source):
         loss = self.shard.checked(loss, reduction, row_weight)
         return overwrite_on(self.shard.backend(self.x), self.x, loss, reduction, row_weight)
 
-    def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
+    def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
         x, invariant = self.x.detach(), is_invariant()
         x = aligned(x) if invariant else x
-        return self.shard.backend(x).topk(x, k, temperature, softcap, invariant)
+        return capture.of(self.shard.backend(x), x, temperature, softcap, invariant)
 
 
 def _check(ranks: Ranks, *arguments: Any) -> None:

@@ -3,12 +3,15 @@
 writer.py writes documents and their distributions. capture.py computes the distributions with a
 model, and importers.py reads distributions from the output of an inference server. reader.py reads
 a store, and lookup.py finds documents by their tokens. training.py computes a student's loss.
-format.py describes the layout on disk.
+documents.py iterates over a store. format.py describes the layout on disk. remote.py and cache.py
+read a store at an address.
 """
 
 from .capture import capture, share
+from .documents import Documents, pad_documents
 from .format import Header
 from .importers import from_sglang, from_vllm
+from .listing import write_index
 from .merge import merge
 from .reader import Store
 from .tokenizer import tokenizer_hash
@@ -19,6 +22,7 @@ from .writer import Writer, recover
 __all__ = [
     "Collator",
     "DistillLosses",
+    "Documents",
     "Header",
     "Report",
     "Store",
@@ -29,9 +33,11 @@ __all__ = [
     "from_sglang",
     "from_vllm",
     "merge",
+    "pad_documents",
     "recover",
     "share",
     "tokenizer_hash",
+    "write_index",
 ]
 
 

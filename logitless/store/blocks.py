@@ -90,6 +90,10 @@ class Blocks:
             block = next(b for b, a, c in zip(blocks, found, wanted, strict=True) if a != c)
             file_checks.changed_block(self.path, self.start + block * BLOCK)
 
+    def close(self) -> None:
+        """Closes the file when no thread reads it. The next read opens the file again."""
+        self._file = None
+
     def _opened(self) -> "_File":
         file = _File(self._absolute)
         header = bytearray(self.start)

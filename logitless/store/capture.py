@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..core import call as _call
 from ..lazy.fuse import fuse, guards_of, unfuse
 from ..lazy.fused_head import lazy_logits
-from ..losses.sparse_teacher import capture_topk
+from ..losses.capture import capture_topk
 from . import checks
 from .rows import Table, encoded
 from .writer import Writer
@@ -78,7 +78,7 @@ def capture(
 def share(
     items: Iterable[Item], rank: int | None = None, world: int | None = None
 ) -> Iterator[Item]:
-    """Yields this rank's share of the items: every world-th item, starting at item `rank`.
+    """Yields this rank's share of the items: every `world`-th item, starting at item `rank`.
 
     The defaults of `rank` and `world` are the variables RANK and WORLD_SIZE that torchrun sets.
     """
@@ -105,7 +105,7 @@ def lazy_head(model: nn.Module, name: str | None = None) -> Iterator[None]:
 
 
 class _Pending(NamedTuple):
-    """The documents of a batch whose rows are being copied to the host."""
+    """The documents of a batch, and the captured rows that are being copied to the host."""
 
     documents: list[tuple[Tensor, Tensor]]  # each document's tokens, and its row indices in `rows`
     rows: Table  # rows of all tokens of the batch, including padding
@@ -113,7 +113,7 @@ class _Pending(NamedTuple):
 
 
 def _inputs(batch: Any) -> tuple[dict[str, Any], Tensor]:
-    """Returns the model's keyword arguments, and a mask per token that is False at padding."""
+    """Returns the model's keyword arguments, and a mask that is False for padding tokens."""
     if isinstance(batch, Mapping):
         inputs = {name: t for name, t in batch.items() if name != "labels"}
     elif isinstance(batch, Tensor):

@@ -4,6 +4,7 @@ The errors have the form `<argument> must <rule>, got <value>.` store/server_che
 output of inference servers, and store/file_checks.py checks files.
 """
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -136,6 +137,24 @@ def document_number(i: Any, n: int) -> int:
     return i % n
 
 
+def order(numbers: Any, documents: int, ahead: Any) -> Tensor | None:
+    """Returns the numbers of documents as an int64 tensor on the CPU, or None."""
+    whole("ahead", ahead, 1, 1000)
+    if numbers is None:
+        return None
+    numbers = numbers if isinstance(numbers, Tensor) else torch.tensor([*numbers], device="cpu")
+    numbers = numbers.detach().cpu()
+    numbers = numbers if numbers.numel() else numbers.long()
+    _checks._integer("order", numbers)
+    if numbers.dim() != 1:
+        raise ValueError(f"order must have the shape (n,), got {tuple(numbers.shape)}.")
+    low, high = (int(n) for n in numbers.aminmax()) if len(numbers) else (0, -1)
+    if low < 0 or high >= documents:
+        got = low if low < 0 else high
+        raise ValueError(f"order must list numbers of documents in [0, {documents}), got {got}.")
+    return numbers.long()
+
+
 def input_ids(t: Any) -> None:
     _checks._integer("input_ids", t)
     if t.dim() == 0:
@@ -197,6 +216,36 @@ def unknown_document(tokens: Tensor, row: int, start: int, length: int | None) -
         f" {here},{extent} at token {start} of row {row}. {advice} A document that was not captured"
         " has no targets. DistillTrainer(eval_teacher=False) evaluates documents without targets."
     )
+
+
+def documents(seed: Any, mixed: Any, rank: Any, world: Any) -> None:
+    """Checks the arguments of Documents."""
+    if seed is not None:
+        whole("seed", seed, 0, 2**31)
+    whole("mixed", mixed, 1, 10**6)
+    whole("world", world, 1, 10**6)
+    whole("rank", rank, 0, world - 1)
+
+
+def state_of_documents(state: Any, fixed: dict[str, Any]) -> None:
+    """Checks that a state belongs to the same store, the same order and the same share."""
+    names = {"epoch", "position", *fixed}
+    if not isinstance(state, Mapping) or state.keys() != names:
+        got = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+        raise ValueError(f"state must have the names {', '.join(sorted(names))}, got {got}.")
+    for name, value in fixed.items():
+        if state[name] != value:
+            raise ValueError(
+                f"state must have been saved with {name} {value!r} to resume here, got"
+                f" {state[name]!r}. Resume with the same store, seed, ranks and workers."
+            )
+    whole("state['epoch']", state["epoch"], 0, 2**31)
+    whole("state['position']", state["position"], 0, fixed["documents"])
+
+
+def some_documents(documents: Any) -> None:
+    if not documents:
+        raise ValueError("documents must have at least one document, got none.")
 
 
 def some_stores(stores: list) -> None:
@@ -290,6 +339,62 @@ def one_teacher(store: Any, teacher: Any) -> None:
     if (store is None) == (teacher is None):
         got = "neither" if store is None else "both"
         raise ValueError(f"a teacher must be given as store= or as teacher=, got {got}.")
+
+
+def divergences(divergence: Any) -> dict[str, float]:
+    """Returns the weight of each divergence of whole rows.
+
+    `divergence` is the name of a divergence, or a mapping from names to weights.
+    """
+    if not isinstance(divergence, Mapping):
+        _option_checks.check(divergence=divergence)
+        return {divergence: 1.0}
+    if not divergence:
+        raise ValueError("divergence must name at least one divergence, got an empty mapping.")
+    for name, weight in divergence.items():
+        _option_checks.check(divergence=name)
+        _option_checks.factor(f"divergence[{name!r}]", weight)
+    return dict(divergence)
+
+
+def sparse_options(divergence: Any, support: Any) -> None:
+    """Checks the options of DistillTrainer that compare the top-k of each row."""
+    _checks.one_of("support", support, (*_option_checks.SUPPORTS, "whole"))
+    if isinstance(divergence, Mapping):
+        raise ValueError(
+            "divergence must be one name, because only support='whole' adds several divergences,"
+            f" got {divergence!r:.100}."
+        )
+    _option_checks.check(divergence=divergence)
+
+
+def live_teacher(store: Any, support: Any, on_policy: Any, generation_config: Any) -> None:
+    """Refuses combinations of DistillTrainer's arguments that need a teacher model."""
+    _option_checks.fraction("on_policy", on_policy)
+    if store is not None and support == "whole":
+        raise ValueError(
+            "support must be one of the supports of topk_distill with store=, because a store has"
+            " only the top-k of each row, got 'whole'. Pass the teacher model as teacher=."
+        )
+    if store is not None and on_policy:
+        raise ValueError(
+            "on_policy must be 0 with store=, because a store has no targets for sampled tokens,"
+            f" got {on_policy}. Pass the teacher model as teacher=."
+        )
+    if generation_config is not None and not on_policy:
+        raise ValueError(
+            "generation_config must be None without on_policy, because nothing is sampled, got"
+            f" on_policy={on_policy}."
+        )
+
+
+def whole_vocabulary(student: int | None, teacher: int | None) -> None:
+    """Checks that the teacher has a logit for each token of the student."""
+    if student is not None and teacher is not None and teacher < student:
+        raise ValueError(
+            f"teacher must have at least the student's {student} logits per token with"
+            f" support='whole', got {teacher}."
+        )
 
 
 def is_open(closed: bool, is_mine: bool) -> None:

@@ -14,6 +14,7 @@ from .format import Header
 from .lock import Lock
 
 SHARD = re.compile(r"(0|[1-9][0-9]*)-([0-9]{6}|[1-9][0-9]{6,})\.safetensors")
+LOOKUP = re.compile(r"store-[0-9a-f]{16}\.lookup")
 JOURNAL = re.compile(r"(0|[1-9][0-9]*)\.journal")
 
 

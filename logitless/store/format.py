@@ -7,6 +7,9 @@ A store is a folder:
     RANK-NUMBER.safetensors  a shard: finished documents; a shard never changes
     RANK.journal             documents that will be in the next shard of RANK (store/journal.py)
     RANK.lock                locked by the writer of RANK while the writer is open
+    RANK.uploaded            names of the shards that RANK has uploaded (store/upload.py)
+    store.index              a list of the shards, for readers of a remote store (store/listing.py)
+    store-HASH.lookup        the index of all shards, for readers of a remote store
 
 RANK is a writer's number, which is 0 if there is only one writer. NUMBER is the number of a shard,
 with six digits or more.

@@ -318,7 +318,8 @@ def _tensors(document: Document, k: int) -> tuple[Tensor, SparseTargets]:
 def tensors_of(documents: Sequence[Document], k: int) -> tuple[Tensor, list[int], SparseTargets]:
     """Returns tokens, starts and targets of several documents: the arguments of `Writer.extend`.
 
-    Slots that the server did not fill, and rows without an entry, are masked.
+    A row has k slots, one per id. Slots that the server did not fill, and rows without an entry,
+    are masked.
     """
     tokens, ids, logprobs = array("q"), array("q"), array("d")
     try:

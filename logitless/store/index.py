@@ -5,7 +5,7 @@ tokens. The entries of a document have these lengths n:
 
     the whole length of the document,
     each of 1, 4, 16, 64, ... that is below the length of the document,
-    l + 1 for each other document of the shard that has exactly the first l tokens in common.
+    l + 1 for each other document of the shard that shares exactly the first l tokens.
 
 All documents with the same beginning share one entry for this beginning. If a document consists of
 exactly the shared beginning, the entry names that document. If two documents share exactly their
@@ -32,7 +32,7 @@ MIX = 0x2545F4914F6CDD1D
 
 
 class Hashes:
-    """Computes the hashes of ranges of one sequence of tokens."""
+    """Computes the hashes of ranges within one sequence of tokens."""
 
     def __init__(self, tokens: Tensor):
         n = len(tokens)

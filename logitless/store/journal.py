@@ -4,7 +4,7 @@
     bytes 4-7     the number of the shard that the documents will be in
     then one record per document:
     4 bytes       n, the number of tokens
-    4 bytes       k, the number of slots per token; 0 if the rows are already encoded
+    4 bytes       k, the number of slots (stored ids) per token; 0 if the rows are already encoded
     4 bytes       CRC-32 of the tokens and rows
     8 n bytes     the tokens
     ...           the rows, column by column, encoded as in a shard (store/format.py)
@@ -76,9 +76,9 @@ class Journal:
     ) -> None:
         """Finds the undamaged records, and cuts off all bytes after the last undamaged record.
 
-        `known(tokens, starts)` returns whether each document is in the store. The record of a
-        document that is already in the store is ignored. `keep` is called with the tokens of each
-        document that is not in the store.
+        `known(tokens, starts)` returns one bool per document, True if the document is in the store.
+        The record of a document that is already in the store is ignored. `keep` is called with the
+        tokens of each document that is not in the store.
         """
         end = os.fstat(self.file).st_size
         start = os.pread(self.file, START, 0)
@@ -197,7 +197,7 @@ class Journal:
             a += n
 
     def _length(self, n: int, k: int) -> int:
-        """The number of bytes of the tokens and rows in a record of n tokens.
+        """The size in bytes of the tokens and rows in a record with n tokens.
 
         k is the number of slots per token, or 0 if the rows are encoded.
         """

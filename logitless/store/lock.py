@@ -1,4 +1,4 @@
-"""An exclusive lock on a file, which the system releases when the process ends."""
+"""A lock on a file, which the system releases when the process ends."""
 
 import fcntl
 import os
@@ -15,14 +15,16 @@ class Lock:
     process does not inherit the lock. The forked process closes its copy of the descriptor
     immediately, because a lock is held as long as any copy of its descriptor is open. If the file
     is locked already, the constructor raises. With `wait=True`, the constructor waits until the
-    file is unlocked instead of raising.
+    file is unlocked instead of raising. Several processes can hold a lock with `shared=True` at the
+    same time, if no process holds the lock without `shared=True`.
     """
 
-    def __init__(self, path: Path, wait: bool = False):
+    def __init__(self, path: Path, wait: bool = False, shared: bool = False):
         self.owner = os.getpid()
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            fcntl.flock(file, kind | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             owner = os.pread(file, 20, 0).decode(errors="replace")
             os.close(file)
@@ -33,8 +35,9 @@ class Lock:
         self.file = file
         self._end = weakref.finalize(self, _unlock, file)
         _held.add(self)
-        os.ftruncate(file, 0)
-        os.pwrite(file, str(self.owner).encode(), 0)
+        if not shared:
+            os.ftruncate(file, 0)
+            os.pwrite(file, str(self.owner).encode(), 0)
 
     @property
     def is_mine(self) -> bool:

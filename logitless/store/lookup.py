@@ -101,9 +101,9 @@ class Index:
     ) -> list[Match | None]:
         """The longest match at each start, or None if no document matches at this start.
 
-        `limits` holds the greatest length of a match for each start. A document longer than the
-        limit matches if the document's tokens up to the limit match. If `whole` is true, a document
-        shorter than the limit does not match.
+        A match at starts[i] has at most limits[i] tokens. A document longer than this limit matches
+        if its first limits[i] tokens match. If `whole` is true, a document shorter than the limit
+        does not match.
         """
         matches: list[Match | None] = [None] * len(starts)
         waiting, turn = self._beginnings(hashes, starts, limits), 0
@@ -138,7 +138,7 @@ class Index:
         return matches
 
     def whole_documents(self, hashes: Hashes, start: int, limit: int) -> Iterator[Match]:
-        """Yields whole documents whose hash matches the tokens from `start` on, longest first.
+        """Yields whole documents that possibly begin at `start`, longest first.
 
         The documents have at most `limit` tokens. This method compares only hashes. The caller must
         compare the tokens, by calling `agree`.

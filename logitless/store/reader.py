@@ -1,13 +1,14 @@
 """Reads documents of a store by number or by tokens, and the targets of whole batches.
 
 store/lookup.py finds documents by tokens, store/shard.py reads the files, and store/training.py
-combines the targets of a batch with a loss.
+combines the targets of a batch with a loss. store/remote_shard.py reads the files of a remote
+store.
 """
 
 import bisect
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ import torch
 from torch import Tensor
 
 from ..targets.sparse import SparseTargets
-from . import checks, file_checks
+from . import checks, file_checks, remote_checks
+from .cache import Cache
 from .device import on_cpu
 from .folder import header_of
 from .format import Header
 from .index import Hashes
 from .lookup import Index, Match
+from .prefetch import without_repetitions
+from .remote import Remote, is_address
+from .remote_shard import RemoteFiles
 from .rows import Decoding, Pieces, empty_pieces, table_of
 from .shard import Shard, shards_of
 from .verify import Report, verify
@@ -36,6 +41,13 @@ class Store:
     Rows are read from the files when they are used. To refuse a store that was captured with
     another tokenizer, pass the `tokenizer_hash` of your tokenizer as `tokenizer`.
 
+    `path` is a local folder, or an address such as s3://bucket/targets. Whole shards of an address
+    are fetched into the folder `cache`, whose files take at most `cache_bytes`. By default, the
+    cache takes 64 GiB in the folder LOGITLESS_CACHE or ~/.cache/logitless. A request that fails is
+    made up to `attempts` times (5 by default). `timeout` is the longest time in seconds that a
+    server of http or https can send nothing (60 by default). `storage_options` are the arguments
+    of the file system of fsspec, or `{"headers": {...}}` for http and https.
+
     >>> store = Store("targets")
     >>> tokens, targets = store[0]  # targets[i] describes the token after tokens[i]
     >>> tokens, targets = store[0, 128:256]  # a range of its tokens
@@ -43,21 +55,62 @@ class Store:
     """
 
     @on_cpu
-    def __init__(self, path: str | os.PathLike, *, tokenizer: str = ""):
-        self.path = Path(path)
-        self.info: Header = header_of(self.path)
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        *,
+        tokenizer: str = "",
+        cache: str | os.PathLike | None = None,
+        cache_bytes: int | None = None,
+        timeout: float | None = None,
+        attempts: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ):
+        self._arguments: dict[str, Any] = {
+            "cache": cache, "cache_bytes": cache_bytes, "timeout": timeout, "attempts": attempts,
+            "storage_options": storage_options,
+        }  # fmt: skip
+        self.path = path if is_address(path) else Path(path)
+        self._files = _remote_files(path, **self._arguments) if is_address(path) else None
+        if self._files is None:
+            remote_checks.local_options(self._arguments)
+        self.info: Header = self._files.listing.header if self._files else header_of(self.path)
         file_checks.same_tokenizer(self.path, self.info.tokenizer, tokenizer)
-        self.shards = shards_of(self.path, self.info)
+        self.shards = self._files.shards() if self._files else shards_of(self.path, self.info)
         self._first = list(accumulate(map(len, self.shards), initial=0))
 
     @functools.cached_property
     def index(self) -> Index:
         """The index of all shards, which is built at the first lookup."""
-        return Index(self.shards)
+        index = Index(self.shards)
+        if self._files is not None:
+            self._files.__dict__.pop("lookup", None)  # the index has a sorted copy
+        return index
+
+    def prefetch(self, order: Any = None, *, ahead: int = 2) -> None:
+        """Fetches shards of a remote store in the background, before their rows are read.
+
+        `order` lists numbers of documents in the order in which they will be read. Without `order`,
+        the documents will be read from the first to the last. While a shard is read, the next
+        `ahead` shards are fetched. For a local store, `prefetch` only checks its arguments. If
+        shards are read one after the other, the next 2 shards are fetched even if `prefetch` was
+        not called.
+        """
+        order = checks.order(order, len(self), ahead)
+        if self._files is not None:
+            if order is not None:
+                firsts = torch.tensor(self._first[1:])
+                order = without_repetitions(torch.bucketize(order, firsts, right=True))
+            self._files.prefetch.follow(order, ahead)
 
     def __len__(self) -> int:
         """The number of documents."""
         return self._first[-1]
+
+    @property
+    def firsts(self) -> list[int]:
+        """The number of each shard's first document, and then the number of documents."""
+        return self._first
 
     @property
     def tokens(self) -> int:
@@ -237,14 +290,14 @@ class Store:
         return self.index.match(flat, hashes, starts, limits, whole=False)
 
     def _decoded(self, spans: list["Span"]) -> SparseTargets:
-        """Returns the targets of all rows of the spans. Rows are read and decoded in portions."""
+        """Returns the targets of all rows in `spans`. Rows are read and decoded in portions."""
         decoding = Decoding(sum(n for _, _, n in spans), self.info)
         for portion in _portions(spans, max(1, SLOTS // self.info.k)):
             decoding.add(table_of(self._pieces(portion), self.info))
         return decoding.targets()
 
     def _pieces(self, spans: list["Span"]) -> Pieces:
-        """The bytes of all rows of the spans, in the order of the spans."""
+        """The bytes of all rows in `spans`, in the order of `spans`."""
         by_shard: dict[Shard | None, list[int]] = {}
         for i, (shard, _, _) in enumerate(spans):
             by_shard.setdefault(shard, []).append(i)
@@ -262,13 +315,25 @@ class Store:
         return pieces
 
     def __reduce__(self):
-        """Pickles only the path, so that each DataLoader worker opens the files itself."""
-        return Store, (self.path,)
+        """Pickles only the arguments, so that each DataLoader worker opens the files itself."""
+        return functools.partial(Store, **self._arguments), (self.path,)
 
     def __repr__(self) -> str:
         return (
             f"Store({str(self.path)!r}, {len(self)} documents, {self.tokens} tokens, {self.info})"
         )
+
+
+def _remote_files(
+    url: str,
+    cache: str | os.PathLike | None,
+    cache_bytes: int | None,
+    storage_options: Mapping[str, Any] | None,
+    **given: Any,
+) -> RemoteFiles:
+    how = {name: value for name, value in given.items() if value is not None}
+    remote = Remote(url, options=storage_options, **how)
+    return RemoteFiles(remote, Cache(cache, cache_bytes))
 
 
 Span = tuple[Shard | None, int, int]  # shard (None for padding), first row, number of rows

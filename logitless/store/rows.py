@@ -115,7 +115,10 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
 
 
 def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
-    """Returns KL(p ‖ p̂) of shape (T, n), where p̂ is row p rounded with each of n units."""
+    """Returns KL(p ‖ p̂) for each row p and each of its n units, as a tensor (T, n).
+
+    p̂ is the row p after rounding with that unit.
+    """
     below, p = below[:, None], p[:, None]
     off = below - _codes(below, _unit(steps)[..., None])[1]
     # `off` is the rounding error of each distance. So log p̂ = log p + off - log Σ p e^off for the
@@ -197,7 +200,7 @@ class Decoding:
             self._masked(begin, logprobs)
 
     def _far(self, units: Tensor, codes: Tensor) -> int:
-        """Replaces the codes above `near` in `units` by numbers of units. Returns the largest code.
+        """In `units`, replaces codes above `near` by numbers of units. Returns the largest code.
 
         Before the call, `units` holds the codes. A code of at most `near` is already a number of
         units, and stays unchanged.
@@ -233,7 +236,11 @@ def _all_units() -> Tensor:
 
 @functools.lru_cache
 def _units_of_codes(near: int) -> Tensor:
-    """The number of units that each code stands for. ZERO stands for inf, and EMPTY for NaN."""
+    """The number of units that each code stands for.
+
+    The number is inf for ZERO, the code of probability 0, and NaN for EMPTY, the code of a masked
+    slot.
+    """
     codes = torch.arange(256, dtype=torch.float32)
     units = codes.clamp_max(near) * torch.exp2((codes - near).clamp_min(0) * GROWTH)
     units[ZERO], units[EMPTY] = torch.inf, torch.nan

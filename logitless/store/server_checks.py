@@ -124,7 +124,7 @@ def masses(name: str, mass: Tensor) -> None:
     if bool((mass > 1.01).any()):
         place = int((mass > 1.01).nonzero()[0])
         raise ValueError(
-            f"{name} must give every token probabilities that add up to at most 1, got"
-            f" {float(mass[place]):.4g} after token {place}. Are the entries probabilities instead"
-            " of logarithms?"
+            f"{name} must have probabilities that add up to at most 1 at each place, got"
+            f" {float(mass[place]):.4g} after the token at place {place}. Are the entries"
+            " probabilities instead of logarithms?"
         )

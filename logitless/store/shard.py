@@ -49,9 +49,18 @@ class Shard:
         if checked:
             file_checks.checksums_come_last(path, self.entries["crc"].begin, size)
         self.blocks = Blocks(path, file.start, size, checked)
-        self.starts = self.column("starts")
-        self._spans = memoryview(safetensors.buffer(self.starts)).cast("B").cast("q")
+        self._set_starts(self.column("starts"))
         file_checks.shard_starts(path, self.starts, self.entries["top"].shape[0])
+
+    def _set_starts(self, starts: Tensor) -> None:
+        self.starts = starts
+        # Reading single elements is faster from a memoryview than from a tensor.
+        self._spans = memoryview(safetensors.buffer(starts)).cast("B").cast("q")
+
+    @property
+    def bytes(self) -> int:
+        """The size of the file."""
+        return self.path.stat().st_size
 
     def __len__(self) -> int:
         return len(self.starts) - 1

@@ -18,7 +18,8 @@ from .shard import Shard
 
 ROWS = 8192  # number of rows that are decoded at once
 OFFSETS = (-1, 0, 1)
-# Rows count as shifted if the mean at another offset is higher by this many standard errors.
+# Rows count as shifted if the mean at another offset exceeds the mean at offset 0 by this many
+# standard errors.
 CERTAIN = 5.0
 # The largest sum of a row's probabilities that SparseTargets accept if K is 2^16, the largest K.
 MOST_MASS = 1 + 2**-8 * (1 + math.log(2**16))
@@ -97,7 +98,8 @@ class _Shift:
 def verify(store: Any, progress: Any = None) -> Report:
     """Checks the checksums, ids and masses of all rows, and tests whether rows are shifted.
 
-    `progress` is called after every ROWS rows, with the number of these rows.
+    Rows are checked in blocks of at most ROWS rows. After each block, `progress` is called with the
+    number of rows in the block.
     """
     report, shift = Report(len(store), store.tokens), _Shift()
     for shard in store.shards:

@@ -6,7 +6,7 @@ the layout of a store.
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
@@ -27,12 +27,13 @@ from .lock import Lock
 from .lookup import Index
 from .rows import Table, encoded
 from .shard import Shard, shards_of, write_shard
+from .upload import Uploads
 
 # While a shard is written, the index entries and hashes of each document take this many bytes of
 # memory. These bytes count towards `shard_bytes`, so that writing a shard of very short documents
 # takes no more memory than writing a shard of long documents.
 PER_DOCUMENT = 512
-# `add` does not encode documents of up to SHORT tokens whose targets are on the CPU. These
+# `add` does not encode a document of up to SHORT tokens if its targets are on the CPU. Such
 # documents are encoded together when their shard is written, because encoding a few rows takes
 # PyTorch as long as encoding a few hundred rows.
 SHORT = 64
@@ -50,6 +51,11 @@ class Writer:
     Several processes can write to one store at the same time, each with its own `part`. The default
     of `part` is the process's RANK, as torchrun sets it. A second writer with the same `part` is
     refused while the first writer is open.
+
+    With `upload`, an address such as s3://bucket/targets, each full shard is also uploaded in the
+    background, and `close` waits for the uploads. `close` raises an OSError if a shard could not be
+    uploaded. Opening the writer again uploads the shards that are missing. `storage_options` are
+    the arguments of the file system of fsspec.
 
     >>> with Writer("targets", vocab_size=151_936, k=64) as writer:
     ...     writer.add(tokens, capture_topk(teacher(tokens).logits, 64))
@@ -69,6 +75,8 @@ class Writer:
         temperature: float = 1.0,
         part: int | None = None,
         shard_bytes: int = 1 << 28,
+        upload: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ):
         header = Header(vocab_size, k, values, teacher, tokenizer, float(temperature))
         rank = int(os.environ.get("RANK", "0")) if part is None else part
@@ -84,6 +92,9 @@ class Writer:
         self.lock = Lock(self.path / f"{self.rank}.lock")
         try:
             self._resume()
+            self.uploads = (
+                Uploads(upload, self.path, self.rank, header, storage_options) if upload else None
+            )
         except BaseException:
             self.lock.release()
             raise
@@ -229,20 +240,29 @@ class Writer:
         self.digests = set()
         self.shards.append(Shard(path, self.header))
         self.index.add(self.shards[-1:])
+        if self.uploads is not None:
+            self.uploads.add(path)
 
     @on_cpu
     def close(self) -> None:
         """Flushes the writer, and releases its lock even if the flush fails.
 
-        In a forked process, `close` writes nothing, because the parent process writes the
-        documents.
+        With `upload`, waits until all shards are uploaded. In a forked process, `close` writes
+        nothing, because the parent process writes the documents.
         """
+        self._close(finish=True)
+
+    def _close(self, finish: bool) -> None:
         if self.closed:
             return
         try:
             if self.lock.is_mine:
                 self.flush()
+                if self.uploads is not None and finish:
+                    self.uploads.finish()
         finally:
+            if self.uploads is not None and self.lock.is_mine:
+                self.uploads.stop()
             self.closed = True
             self.journal.close()
             if self.lock.is_mine:
@@ -259,7 +279,8 @@ class Writer:
 
     def __exit__(self, kind, error, trace) -> None:
         try:
-            self.close()
+            # After an error, uploads are left to the next writer, so that the error is seen now.
+            self._close(finish=error is None)
         except OSError:
             # If the `with` block raised an error, the OSError of `close` is suppressed, so that the
             # user sees the error of the block. No document is lost, because the journal still has

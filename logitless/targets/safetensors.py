@@ -8,11 +8,12 @@ allocated.
 """
 
 import ctypes
+import io
 import json
 import math
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -148,12 +149,26 @@ def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tens
 def read_header(path: str | os.PathLike) -> Header:
     """Reads the header of a file, and checks every size and offset in it."""
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(size - 8, _HEADER_BYTES):
-            limit = f"{_HEADER_BYTES} bytes within the file's {size} bytes"
-            _refuse(path, f"have a safetensors header of at most {limit}", f"{length} bytes")
-        text = file.read(length)
+        return header_in(path, file, os.fstat(file.fileno()).st_size)
+
+
+def from_bytes(name: str, data: bytes) -> tuple[Header, dict[str, Tensor]]:
+    """Returns the checked header and the tensors of a file in memory. Errors call it `name`."""
+    header = header_in(name, io.BytesIO(data), len(data))
+    tensors = {}
+    for column, (dtype, shape, begin, end) in header.entries.items():
+        piece = bytearray(data[header.start + begin : header.start + end])
+        tensors[column] = _tensor(piece, dtype, shape)
+    return header, tensors
+
+
+def header_in(path: str | os.PathLike, file: BinaryIO, size: int) -> Header:
+    """Reads the header of an open file of `size` bytes, and checks every size and offset in it."""
+    length = int.from_bytes(file.read(8), "little")
+    if not 2 <= length <= min(size - 8, _HEADER_BYTES):
+        limit = f"{_HEADER_BYTES} bytes within the file's {size} bytes"
+        _refuse(path, f"have a safetensors header of at most {limit}", f"{length} bytes")
+    text = file.read(length)
     try:
         fields = json.loads(text, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:

@@ -26,7 +26,7 @@ class SparseTargets:
     `ids` has shape (..., K), and is int32 or int64. `logprobs` has shape (..., K), and holds the
     teacher's log-probabilities at the teacher's temperature. `tail` holds, for each row, the log of
     the mass outside the ids. If this mass is unknown, `tail` is None. A slot is one of the K
-    positions of a row. `mask` has shape (..., K), and is True, or 1, for slots that count. An id
+    positions of a row. `mask` has shape (..., K). Slots whose mask is False or 0 are ignored. An id
     can be in several slots of a row, and every slot adds its own term to a loss.
 
     On a CPU, or with LOGITLESS_CHECK=1, a row whose probabilities add up to more than 1 raises an

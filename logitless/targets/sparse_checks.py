@@ -88,10 +88,10 @@ def _where(place: tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def _once_each(ids: Tensor, p: Tensor) -> Tensor:
-    """Returns p, in which each id of a row counts only once. The result is sorted by id.
+    """Returns p sorted by id, in which only one slot of each repeated id keeps its p.
 
-    If an id is in several slots of a row, its largest p is kept, and its p in the other slots
-    become 0.
+    If an id is in several slots of a row, the slot with the largest p keeps p, and the other slots
+    get 0.
     """
     p, order = p.sort(dim=-1, descending=True)
     ids, order = ids.gather(-1, order).sort(dim=-1, stable=True)

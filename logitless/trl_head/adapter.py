@@ -137,7 +137,7 @@ class LogitsSwitch(Switch):
 
 
 class Seam(NamedTuple):
-    """A global variable of TRL that holds a function. The method `set` replaces it by a Switch."""
+    """A global variable of TRL that holds a function. `set` replaces the function by a Switch."""
 
     names: dict  # globals of a module of TRL
     name: str
@@ -152,7 +152,7 @@ class Seam(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A function of TRL to replace: a global (`seam`), an attribute of `owner`, or both."""
+    """A replacement in TRL, of a global function (`seam`), an attribute of `owner`, or both."""
 
     owner: Any  # a module or a trainer
     seam: Seam | None

@@ -1,7 +1,7 @@
 """The results of TRL's fused head, computed by functions of this library.
 
 `token_statistics` and `divergences` replace TRL's two autograd functions. Their first argument is a
-`Call`. The other arguments are those of TRL's function.
+`Call`. The other arguments are those of the function that is replaced.
 """
 
 from typing import NamedTuple
@@ -38,7 +38,7 @@ def token_statistics(
     scale: float = 1.0,
     outputs: tuple[str, ...] = (),
 ) -> tuple[Tensor | None, ...]:
-    """Returns log p of the target, and further statistics of each token.
+    """Returns, for each token, log p of the target and further statistics.
 
     The further statistics are the entropy, log Σ p², the mean logit, and whether the target is the
     argmax. Let x be the logits of the head, z = softcap · tanh(scale · x / softcap) / temperature,
@@ -150,7 +150,8 @@ def gkd_loss(
         reduction="none",
     )  # fmt: skip
     if num_items_in_batch is not None:
-        # A GPU tensor can be divided by a Python number or by a 0-d CPU tensor, without a copy.
+        # Only a GPU tensor has to be moved. A Python number or a 0-d CPU tensor can divide a GPU
+        # tensor.
         if isinstance(num_items_in_batch, Tensor) and num_items_in_batch.is_cuda:
             num_items_in_batch = num_items_in_batch.to(rows.device)
         return rows.sum() / num_items_in_batch
@@ -191,10 +192,10 @@ def _transformed(
 class LogprobsOfSum(torch.autograd.Function):
     """Returns the log-probabilities of tokens. Backward passes one number to `loss`.
 
-    All tokens that `mask` does not exclude must have the same upstream gradient g, as in TRL's
-    SFTTrainer. Backward passes -g to `loss`, which is minus the sum of the log-probabilities. The
-    forward that computed `loss` has already computed its gradients, so backward does not compute
-    the logits again.
+    All tokens in `mask` must have the same upstream gradient g, as in TRL's SFTTrainer. If `mask`
+    is None, this applies to all tokens. Backward passes -g to `loss`, which is minus the sum of the
+    log-probabilities. The forward that computed `loss` has already computed its gradients, so
+    backward does not compute the logits again.
     """
 
     @staticmethod

@@ -23,6 +23,7 @@ BACKENDS = {
 }
 # Blocks of a head serve losses that need only merged statistics (RowLoss.merges).
 WHOLE_ROWS = {
+    "above",
     "outside",
     "with_repeats",
     "gather",
@@ -32,8 +33,9 @@ WHOLE_ROWS = {
     "topk",
 }
 MERGED_ALREADY = {"partial", "merge", "finish"}
-LACKS = {"blocks": WHOLE_ROWS | MERGED_ALREADY, "columns over eager": {"outside", "with_repeats"},
-         "columns over kernels": {"outside", "with_repeats"}}  # fmt: skip
+OVER_RANKS = {"above", "outside", "with_repeats"}
+LACKS = {"blocks": WHOLE_ROWS | MERGED_ALREADY, "columns over eager": OVER_RANKS,
+         "columns over kernels": OVER_RANKS}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BACKENDS)

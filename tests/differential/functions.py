@@ -14,7 +14,7 @@ import logitless as ll
 from tests.support import oracle
 
 from . import arguments as args
-from . import slots, teachers
+from . import draws, slots, teachers
 from .arguments import Argument
 from .sources import SHARDS, SOURCES, TENSORS
 
@@ -38,9 +38,10 @@ def cross_entropy(x, target, *, ignore_index=-100, mask=None, **how):
 
 
 def stats(
-    x, ids=None, *, entropy=False, total=False, argmax=False, ignore_index=-100, mask=None, **how
-) -> dict[str, Tensor]:
-    """What row_stats gives; 0 in ignored rows, and argmax -1."""
+    x, ids=None, *, entropy=False, total=False, argmax=False, rank=False, ignore_index=-100,
+    mask=None, **how,
+) -> dict[str, Tensor]:  # fmt: skip
+    """What row_stats gives; 0 in ignored rows, and argmax and rank -1."""
     found = {"lse": oracle.logsumexp(x, **how)}
     ignored = ignored_rows(x, ids, ignore_index, mask)
     if ids is not None:
@@ -53,7 +54,9 @@ def stats(
         found["total"] = oracle.total(x, **how)
     if argmax:
         found["argmax"] = argmax_of(x, **how)
-    return {name: without(ignored, t, -1 if name == "argmax" else 0) for name, t in found.items()}
+    if rank:
+        found["rank"] = rank_of(x, at if ids.dim() < x.dim() else at[..., 0], **how)
+    return {name: without(ignored, t, _blank(t)) for name, t in found.items()}
 
 
 def argmax_of(x: Tensor, temperature=1.0, softcap=None) -> Tensor:
@@ -67,13 +70,24 @@ def argmax_of(x: Tensor, temperature=1.0, softcap=None) -> Tensor:
     return first.masked_fill(close.any(-1), UNKNOWN)
 
 
+def rank_of(x: Tensor, ids: Tensor, temperature=1.0, softcap=None) -> Tensor:
+    """How many logits are not at most that of the id; UNKNOWN where a softcap makes equal."""
+    own = x.gather(-1, ids.long().unsqueeze(-1))
+    rank = (~(x <= own)).sum(-1)
+    if softcap is None:
+        return rank
+    z, z_own = oracle.z_of(x, 1.0, softcap), oracle.z_of(own, 1.0, softcap)
+    close = (x != own) & ((z - z_own).abs() <= 1e-5 * softcap)
+    return rank.masked_fill(close.any(-1), UNKNOWN)
+
+
 def without(ignored: Tensor, t: Tensor, value: int) -> Tensor:
     return t.masked_fill(ignored if ignored.dim() == t.dim() else ignored.unsqueeze(-1), value)
 
 
 def score(x, target, *, ignore_index=-100, **how):
     found = stats(x, target, entropy=True, argmax=True, ignore_index=ignore_index, **how)
-    return {name: found[name] for name in ll.Scores._fields}
+    return {name: found[name] for name in ll.Scores._fields if name in found}
 
 
 def kept_scores(x, target, kept, *, ignore_index=-100, mask=None, **how):
@@ -83,10 +97,10 @@ def kept_scores(x, target, kept, *, ignore_index=-100, mask=None, **how):
     return ll.KeptScores(*(None if t is None else without(ignored, t, 0) for t in found))
 
 
-def cross_entropy_and_scores(x, target, *, ignore_index=-100, mask=None, **how):
+def cross_entropy_and_scores(x, target, *, ignore_index=-100, mask=None, rank=False, **how):
     loss = cross_entropy(x, target, ignore_index=ignore_index, mask=mask, **how)
     read = {name: how[name] for name in ("temperature", "softcap") if name in how}
-    scores = score(x.detach(), target, ignore_index=ignore_index, mask=mask, **read)
+    scores = score(x.detach(), target, ignore_index=ignore_index, mask=mask, rank=rank, **read)
     return loss, ll.Scores(**scores)
 
 
@@ -126,6 +140,8 @@ def with_more(stats, *rows):
         more.append(stats.entropy)
     if stats.argmax is not None:
         more.append(stats.argmax)
+    if stats.rank is not None:
+        more.append(stats.rank)
     return all_statistics(stats, *rows), *more
 
 
@@ -242,7 +258,7 @@ REDUCED = {
 }
 STATS = READ | {
     "ids": args.IDS, "entropy": args.FLAG, "total": args.FLAG, "argmax": args.FLAG,
-    "ignore_index": args.IGNORE_INDEX,
+    "rank": args.RANK_OF_IDS, "ignore_index": args.IGNORE_INDEX,
 }  # fmt: skip
 ROW_LOSS = STATS | REDUCED | {
     "formula": Argument(
@@ -287,6 +303,10 @@ GATHERED = REDUCED | {
     "temperature": args.TEMPERATURE, "t_squared": args.FLAG,
 }  # fmt: skip
 TOPK = {"k": args.HOW_MANY, "temperature": args.NUMBER_TEMPERATURE, "softcap": args.SOFTCAP}
+SAMPLED = {
+    "n": draws.DRAWS, "proposal": draws.PROPOSAL, "temperature": args.NUMBER_TEMPERATURE,
+    "softcap": args.SOFTCAP,
+}  # fmt: skip
 
 FUNCTIONS: dict[str, Function] = {
     "logsumexp": Function(ll.logsumexp, oracle.logsumexp, READ),
@@ -296,11 +316,12 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "row_stats": Function(ll.row_stats, stats, STATS | MASK),
     "row_loss": Function(call_row_loss, row_loss, ROW_LOSS | MASK),
-    "score": Function(ll.score, score, SCORE | MASK),
+    "score": Function(ll.score, score, SCORE | MASK | {"rank": args.RANK}),
     "kept_scores": Function(ll.kept_scores, kept_scores, KEPT_SCORES),
     "cross_entropy": Function(ll.cross_entropy, cross_entropy, CROSS_ENTROPY | MASK),
     "cross_entropy_and_scores": Function(
-        ll.cross_entropy_and_scores, cross_entropy_and_scores, CROSS_ENTROPY | MASK
+        ll.cross_entropy_and_scores, cross_entropy_and_scores,
+        CROSS_ENTROPY | MASK | {"rank": args.RANK},
     ),
     "linear_cross_entropy": Function(call_linear, cross_entropy, CROSS_ENTROPY | MASK),
     "kl_div": Function(ll.kl_div, kl_div, KL_DIV),
@@ -313,6 +334,9 @@ FUNCTIONS: dict[str, Function] = {
         ll.gathered_kl, gathered_kl, GATHERED, tuple(s for s in SOURCES if s not in SHARDS)
     ),
     "capture_topk": Function(ll.capture_topk, topk, TOPK),
+    "capture_sampled": Function(
+        draws.call, lambda x, **how: draws.sampled(x, unknown=UNKNOWN, **how), SAMPLED
+    ),
     "SparseTargets": Function(
         lambda x, **how: sparse(**how), lambda x, **how: how, TARGETS, TENSORS[:1]
     ),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import logitless as ll
+from benchmarks import pictures
 from logitless.cli import scale
 from logitless.cli.explain import DTYPES
 from logitless.heads import choose_cut
@@ -160,20 +161,14 @@ def test_memory_is_what_was_measured(contender):
 
 
 def test_memory_of_transformers_is_what_was_measured():
-    """ll.fuse saves the difference between the first and the last bar, within 3 %.
-
-    The model is tied, and the memory beyond the weights contains the inputs of its 16 layers, which
-    are checkpointed, in both cases.
-    """
-    text = (RESULTS / "training-step-566b4e0.md").read_text()
-    title, *lines = [line.strip("| ").split(" | ") for line in re.findall(r"^\|.*\|$", text, re.M)]
-    plain, fused = title.index("Transformers as it is"), title.index("ll.fuse(model)")
-    (cells,) = [line for line in lines if line[0] == "1 × 65,536"]
-    (got,) = computed("memory", [[head(65536, 2048, 128256, "bf16", None)]])
-    layers = 16 * 65536 * 2048 * 2  # the checkpointed inputs of the layers
-    peak = float(cells[plain].split(" · ")[1]) * 2**30
-    assert got["transformers"] + layers == pytest.approx(peak, rel=0.03)
-    assert float(cells[fused].split(" · ")[1]) * 2**30 > got["logitless"] + layers
+    """The first bar plus the checkpointed inputs of the 16 layers, for each length, within 3 %."""
+    steps = [step for step in pictures.lengths() if step.plain is not None]
+    assert len(steps) >= 4
+    heads = [[head(step.tokens, 2048, 128256, "bf16", None)] for step in steps]
+    for step, got in zip(steps, computed("memory", heads), strict=True):
+        layers = 16 * step.tokens * 2048 * 2
+        assert got["transformers"] + layers == pytest.approx(step.plain * 2**30, rel=0.03), step
+        assert got["logitless"] + layers < step.fused * 2**30
 
 
 @pytest.mark.parametrize(

@@ -51,3 +51,31 @@ def test_fsdp2_trains_in_two_processes():
     found = [float(loss) for loss in re.findall(r"^step .* loss (\d\.\d+)$", output, re.M)]
     assert len(found) == 5
     assert found[-1] < found[0] - 0.3
+
+
+def test_on_policy_raises_the_teachers_log_probability():
+    output = output_of("on_policy.py", "--steps", "12", needs=("transformers", "accelerate"))
+    assert "materialised logits: 0 " in output
+    found = re.findall(r"^ *(\w[\w ,]*?)  +(-\d+\.\d+)$", output, re.M)
+    results = {name: float(value) for name, value in found}
+    before, trainer, loop, _ = results.values()
+    assert [*results] == [
+        "student before", "student after, DistillTrainer", "student after, own loop", "teacher"
+    ]  # fmt: skip
+    assert min(trainer, loop) > before + 0.1
+
+
+def test_draft_head_is_accepted_more_often():
+    output = output_of("draft_head.py", "--steps", "80")
+    rates = {
+        (when, kind): [float(rate) for rate in numbers.split()]
+        for when, kind, numbers in re.findall(
+            r"^ *(before|after)  (1 - TVD|counted)  ([\d. ]+)$", output, re.M
+        )
+    }
+    assert len(rates) == 4
+    assert [len(found) for found in rates.values()] == [3, 4, 3, 4]
+    for before, after in zip(rates["before", "1 - TVD"], rates["after", "1 - TVD"], strict=True):
+        assert after > before + 0.1
+    # The same rate, once computed along held-out text, and once counted after a sampled token.
+    assert abs(rates["after", "counted"][0] - rates["after", "1 - TVD"][0]) < 0.1

@@ -20,7 +20,7 @@ RARE = sized((1025, 2048), (9,))  # rows of every 50th batch
 def results(source, x, target, upstream, positions):
     """Returns the bits of the scores and gradients of the probes at `positions` of a batch."""
     x = x.detach().requires_grad_()
-    scores = ll.score(source(x), target)
+    scores = ll.score(source(x), target, rank=True)
     values = scores.logprob + 0.5 * scores.entropy + 0.1 * scores.lse
     (d,) = torch.autograd.grad(values, x, upstream)
     total = ll.cross_entropy(source(x), target, reduction="sum", row_weight=upstream)

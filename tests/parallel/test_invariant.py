@@ -21,7 +21,7 @@ def results(hidden, weight, target, upstream, over_a_head):
         x = hidden if over_a_head else hidden @ own.t()
         x = x.clone().requires_grad_()
         source = ll.VocabShard(ll.LinearLogits(x, own) if over_a_head else x, ranks)
-        scores = ll.score(source, target)
+        scores = ll.score(source, target, rank=True)
         (scores.logprob + scores.entropy).backward(upstream)
         assert x.grad is not None
         return [bits(t) for t in (*scores, x.grad)]

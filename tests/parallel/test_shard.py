@@ -40,11 +40,11 @@ def test_every_call(name, how):
 SENT = {
     "cross_entropy": [3],
     "cross_entropy, every option": [9],
-    "score": [5],
+    "score": [5, 1],
     "cross_entropy_and_scores": [5],
     "kept_scores": [K],
     "kept_scores, mass": [3 + K],
-    "row_stats": [9 + K],
+    "row_stats": [9 + K, 1],
     "kl_div": [5],
     "jsd": [5, 2],
     "tvd": [5, 3],
@@ -58,7 +58,7 @@ SENT = {
 
 @pytest.mark.parametrize("name", SENT)
 def test_what_is_sent(name):
-    """Few numbers per row; once a forward, twice for JSD and TVD; in a backward, nothing."""
+    """Few numbers per row; once a forward, twice for JSD, TVD and ranks; in a backward, nothing."""
     _, _, calls = on_shards(CALLS[name], normal(N, V, seed=1), (20, 17))
     exchange = ("gather", 2)  # of widths, once
     for of_rank in calls:

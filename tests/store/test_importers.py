@@ -134,7 +134,7 @@ class TestServers:
             ),
             (
                 lambda o: o.prompt_logprobs[2].update({3: SimpleNamespace(logprob=-0.01)}),
-                "must give every token probabilities that add up to at most 1, got",
+                "must have probabilities that add up to at most 1 at each place, got",
             ),
         ],
     )  # fmt: skip

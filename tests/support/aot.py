@@ -33,6 +33,7 @@ from logitless.contract import (
     Reading,
     Slots,
 )
+from logitless.eager.sampled import Sampling
 from logitless.kernels import config, jsd_tvd_fwd, program_exchange
 from tests.support.cubin import resources
 
@@ -48,10 +49,8 @@ TYPES = {
     torch.float32: "*fp32",
     torch.int64: "*i64",
     torch.int32: "*i32",
-    torch.int16: "*i16",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-}
+    torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
+}  # fmt: skip
 PROCESSORS = 132
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -154,7 +153,7 @@ def reading_of(v: Variant) -> Reading:
     """A Reading with labels, with ids if K > 1, and with the statistics of the variant."""
     wants = ("nll",) if v.K == 1 else ("logprob",)
     if v.everything:
-        wants += ("lse", "picked", "entropy", "total", "log_total", "argmax")
+        wants += ("lse", "picked", "entropy", "total", "log_total", "argmax", "rank")
         wants += () if v.K == 1 else ("tail", "logprob_t1")
     return Reading(
         v.V,
@@ -187,6 +186,7 @@ def launches_of(v: Variant):
         with mock.patch.object(config, "processors", return_value=PROCESSORS):
             if v in (Variant(BF16), Variant(FP32, 50257, split=True)):
                 kernels.topk(x, 64, 1.0, None)
+                kernels.sampled(x, torch.rand(2, 50, dtype=torch.float64), Sampling(1.0, 1.0, None))
             if v == Variant(BF16):
                 launch_sums(x)
             if v in ROW_GEMM:

@@ -54,20 +54,20 @@ def calls_of(ll) -> dict[str, Callable]:
 
     def scored(found):
         loss, scores = found
-        return loss, *scores
+        return loss, *(t for t in scores if t is not None)
 
     return {
         "logsumexp": lambda x: (ll.logsumexp(x),),
         "entropy": lambda x: (ll.entropy(x, temperature=2.0),),
         "token_logprobs": lambda x: (ll.token_logprobs(x, IDS[:, 1]),),
         "token_logprobs, K ids": lambda x: (ll.token_logprobs(x, IDS, softcap=3.0),),
-        "score": lambda x: tuple(ll.score(x, TARGET, temperature=ROWS)),
+        "score": lambda x: tuple(ll.score(x, TARGET, temperature=ROWS, rank=True)),
         "kept_scores": lambda x: tuple(ll.kept_scores(x, TARGET, KEPT, temperature=ROWS)[:2]),
         "kept_scores, mass": lambda x: tuple(
             ll.kept_scores(x, TARGET, KEPT, softcap=3.0, temperature=2.0, mass=True)
         ),
         "row_stats": lambda x: tuple(
-            t for t in ll.row_stats(x, IDS, entropy=True, total=True, argmax=True)
+            t for t in ll.row_stats(x, IDS, entropy=True, total=True, argmax=True, rank=True)
         ),
         "row_loss": lambda x: (
             ll.row_loss(formula, x, IDS[:, 1], rows=(ROWS,), entropy=True, row_weight=ROWS),
@@ -107,7 +107,7 @@ def calls_of(ll) -> dict[str, Callable]:
         "cross_entropy_and_scores, every option": lambda x: scored(
             ll.cross_entropy_and_scores(
                 x, TARGET, weight=CLASSES, label_smoothing=0.1, z_loss=0.01, softcap=4.0,
-                temperature=2.0, row_weight=ROWS, reduction="none",
+                temperature=2.0, row_weight=ROWS, reduction="none", rank=True,
             )
         ),
         "cross_entropy_and_scores, in place": lambda x: scored(

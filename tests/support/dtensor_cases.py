@@ -122,7 +122,9 @@ def refused() -> float:
         with pytest.raises(TypeError, match=re.escape(words)):
             given()
     uneven = DTensor.from_local(x, mesh, [Shard(1)], run_check=False, shape=(4, 36), stride=(36, 1))
-    with pytest.raises(ValueError, match="a sharded DTensor must have 9 columns on this rank, as"):
+    with pytest.raises(
+        ValueError, match="a sharded DTensor must have 9 columns on this rank, which"
+    ):
         ll.logsumexp(uneven)
     if dist.get_rank() == 3:
         with pytest.raises(

@@ -1,7 +1,7 @@
 """Tries an installed logitless: checks which packages are there, and runs README and a smoke test.
 
     python -m tests.support.installed            after an install without extras
-    python -m tests.support.installed teacher    after an install of this extra
+    python -m tests.support.installed teacher    after an install of this extra, or of several
 
 `make release` runs this file outside of the clone, in an environment that has the wheel only.
 """
@@ -21,6 +21,8 @@ OPTIONAL = {
     "matplotlib": {"demo", "bench", "teacher"},
     "transformers": {"teacher"},
     "accelerate": {"teacher"},
+    "s3fs": {"remote"},
+    "gcsfs": {"remote"},
 }
 
 

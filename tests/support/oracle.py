@@ -56,6 +56,22 @@ def topk(x, k, temperature=1.0, softcap=None):
     return ids, logp.gather(-1, ids), tail
 
 
+def sampled(x, uniforms, *, proposal=1.0, temperature=1.0, softcap=None):
+    """(weights, margins) of draws by inversion, in fp64.
+
+    `weights` (rows, V) holds the weight of each id of the vocabulary. `margins` (rows,) holds the
+    smallest distance of a row's uniform numbers to the boundary between two ids.
+    """
+    logp = torch.log_softmax(z_of(x.double(), temperature, softcap), -1)
+    ends = torch.softmax(proposal * logp, -1).cumsum(-1)
+    drawn = torch.searchsorted(ends, uniforms, right=True).clamp_max(x.shape[-1] - 1)
+    counts = torch.zeros_like(ends).scatter_add_(-1, drawn, torch.ones_like(uniforms))
+    weights = counts * ((1 - proposal) * logp).exp()
+    weights = torch.where(counts > 0, weights, 0.0)
+    gaps = (uniforms.unsqueeze(-1) - ends.unsqueeze(-2)).abs().amin((-1, -2))
+    return weights / weights.sum(-1, keepdim=True), gaps
+
+
 def kept_scores(x, target, kept, *, mass=False, **how):
     """(log q[target], entropy of q, log mass), where q is the softmax over the kept columns.
 

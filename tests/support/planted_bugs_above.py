@@ -13,6 +13,7 @@ from tests.support.planted_bug import (
     NEIGHBOURS,
     QUANTIZED,
     REPORT,
+    SAMPLED,
     SEVERAL_HEADS,
     SHARD,
     SHARD_HEADS,
@@ -25,6 +26,8 @@ ABOVE = (
     Bug("class weights from column 0", "parallel", "logitless/parallel/rank_merge.py",
         "weight = weight[self.start : self.start + self.width]", "weight = weight[: self.width]",
         (SHARD,)),
+    Bug("each rank draws its own numbers", "parallel", "logitless/parallel/rank_merge.py",
+        "self.join(uniforms)[0]", "self.join(uniforms)[self.start > 0]", (SAMPLED,)),
     Bug("rank's start of the top k", "parallel", "logitless/parallel/rank_merge.py",
         "ids.view(rows, own) + self.start", "ids.view(rows, own)", (SHARD,)),
     Bug("tail moved the wrong way", "parallel", "logitless/parallel/rank_merge.py",
@@ -177,6 +180,19 @@ ABOVE = (
     Bug("padded teacher's head", "hf.py", "logitless/hf.py",
         "logits = logits[..., : self._vocabulary()]", "logits = logits[..., :]",
         ("tests/test_hf.py",)),
+
+    # on_policy.py
+    Bug("end of a completion", "on_policy", "logitless/on_policy.py",
+        "ends.cumsum(-1) - ends == 0", "ends.cumsum(-1) == 0", ("tests/on_policy",)),
+    Bug("prompt behind the answer", "on_policy", "logitless/on_policy.py",
+        "is_token & (has_label.cumsum(-1) == 0)", "is_token & ~has_label", ("tests/on_policy",)),
+    Bug("samples in training mode", "on_policy", "logitless/on_policy.py",
+        "    model.eval()\n    try:", "    try:", ("tests/on_policy",)),
+    Bug("same samples on all ranks", "on_policy", "logitless/on_policy.py",
+        'f"sample {seed} {step} {batch} {rank}"', 'f"sample {seed} {step} {batch}"',
+        ("tests/on_policy",)),
+    Bug("cross-entropy of samples", "hf.py", "logitless/hf.py",
+        '(options | {"ce_weight": 0.0})', "options", ("tests/on_policy",)),
 
     # trl_head/
     Bug("scaled logits' softcap", "trl_head", "logitless/trl_head/computed.py",

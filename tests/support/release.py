@@ -36,6 +36,7 @@ COMMANDS = {
         "scale --plot scale.png",
     ),
     "teacher": ("teacher --help",),
+    "remote": ("teacher --help",),
 }
 # Commands that must exit without an extra, and must name the extra.
 REFUSED = {"demo": "demo --steps 1", "bench": "bench --quick"}
@@ -154,12 +155,14 @@ def try_wheel(wheel: Path, archive: Path, folder: Path) -> None:
     def run(*command: object) -> None:
         call(scripts / str(command[0]), *command[1:], cwd=folder)
 
+    extras: list[str] = []  # installed so far
     for extra, commands in COMMANDS.items():
         wanted = f"{wheel}[{extra}]" if extra else wheel
         run("python", "-m", "pip", "install", "--quiet", "-c", "versions.txt", wanted)
         run("python", "-m", "pip", "check")
         run("python", "-c", "import logitless")
-        run("python", "-m", "tests.support.installed", *filter(None, [extra]))
+        extras += filter(None, [extra])
+        run("python", "-m", "tests.support.installed", *extras)
         if not extra:
             for name, command in REFUSED.items():
                 refused(scripts / "logitless", name, command, folder)

@@ -74,3 +74,24 @@ def assert_holds(store, found):
     for tokens, targets in found:
         assert_near(store[store.find(tokens)][1], targets)
     assert store.verify()
+
+
+def assert_same_store(got, want):
+    """All documents, by number, by range and by tokens, and a packed batch."""
+    assert len(got) == len(want)
+    assert got.tokens == want.tokens
+    assert torch.equal(got.lengths, want.lengths)
+    for i in range(len(want)):
+        assert_equal(got[i], want[i])
+        assert_equal(got[i, 1:3], want[i, 1:3])
+        assert got.find(want[i][0]) == i
+    batch = torch.cat([want[i][0] for i in reversed(range(len(want)))])[None]
+    for name in ("ids", "logprobs", "tail"):
+        of_got, of_want = (getattr(store.targets_for(batch), name) for store in (got, want))
+        assert torch.equal(of_got, of_want)
+
+
+def assert_equal(got, want):
+    assert torch.equal(got[0], want[0])
+    for name in ("ids", "logprobs", "tail"):
+        assert torch.equal(getattr(got[1], name), getattr(want[1], name))

@@ -33,8 +33,8 @@ MIB = 2**20
 class Mode:
     """Names of modes.
 
-    The name of a mode states which passes are timed, and with which clock: graph replay or wall
-    time. A name without a clock means device time.
+    The name of a mode states which passes are timed, and which clock times them: graph replay or
+    wall time. If the name states no clock, device time is measured.
     """
 
     FORWARD, BACKWARD = "forward", "forward + backward"
@@ -146,7 +146,7 @@ RENORM = {"divergence": "forward_kl", "support": "renorm"}
 SMALL_TAIL = TAIL | {"small_tail": True}  # the student's tail has almost no mass
 DISTILL = partial(TEACHERS, "topk_distill", BOTH, passes=3, alone=True)
 CAPTURE = partial(TEACHERS, "capture_topk", FORWARD, passes=1, compiled=False)
-SPARSE = [  # with a tail, the target of topk_distill is a multiple of the time of cross_entropy
+SPARSE = [  # with a tail, the target of topk_distill is a multiple of cross_entropy's time
     LOGITS("cross_entropy", BOTH, passes=3, alone=True),
     DISTILL("tail, K=64", TAIL, {OUR_PLAIN: 1.10}, alone=False),
     DISTILL("tail and cross_entropy, K=64", MIXED, {OUR_PLAIN: 1.25}),

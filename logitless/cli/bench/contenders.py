@@ -1,7 +1,7 @@
 """The inputs of a case, and its contenders: logitless, PyTorch, and other installed libraries.
 
-A contender is a function that takes a case and returns the function to time. The contender returns
-None if its library does not have the op of the case.
+For each contender, a function (a `Finder`) takes a case, and returns the function to time. The
+result is None if the contender's library does not have the op of the case.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def clipped(stats, *rows) -> Tensor:
     return formulas.clipped(stats.logprob, *rows)
 
 
-OURS_BY_OP = {  # functions of logitless whose arguments differ from those in formulas.py
+OURS_BY_OP = {  # functions of logitless whose arguments differ from the arguments in formulas.py
     "in place": partial(ll.cross_entropy, inplace=True),
     "logsumexp": lambda x, target: ll.logsumexp(x),
     "topk_distill": lambda x, ids, logprobs, tail, labels=None, **options: ll.topk_distill(

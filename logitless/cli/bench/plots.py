@@ -19,8 +19,8 @@ LABELS |= {"cce": "cut-cross-entropy", "fla": "flash-linear-attention"}
 TITLES = {"logits": "Cross-entropy over logits", "heads": "Cross-entropy over a head"}
 TITLES |= {"teachers": "Losses with a teacher"}
 IN_PLACE = f"{OURS}, in place"
-GAP = 1.2  # width of the gap between two groups, in widths of a bar
-LEAST_WIDTH = 4  # smallest width of a group, in widths of a bar, so that the group's label fits
+GAP = 1.2  # width of the gap between two groups, in bar widths
+LEAST_WIDTH = 4  # smallest width of a group, in bar widths; the group's label needs this width
 
 
 class Bar(NamedTuple):
@@ -179,7 +179,7 @@ def label_of(name: str) -> str:
 
 
 def amount(value: float) -> str:
-    """Formats a number with at most three digits below 1,000, and with commas above.
+    """Formats a number. A number below 1,000 has at most three digits, a larger one has commas.
 
     Examples are 0.09, 12.3 and 2,004.
     """

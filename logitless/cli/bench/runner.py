@@ -3,8 +3,8 @@
 A contender is logitless, PyTorch or another library. A contender that raises is reported as
 "failed". A contender with wrong results is reported as "wrong". For a failed or wrong contender,
 the report gives the reason instead of a time. A contender that overwrites its inputs is timed on a
-copy of the inputs. The copy is restored before each repetition, and the time of restoring is not
-measured.
+copy of the inputs. Before each repetition, the inputs are copied again. The time of this copy is
+not measured.
 """
 
 from __future__ import annotations

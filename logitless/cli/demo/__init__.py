@@ -1,10 +1,11 @@
-"""`logitless demo`: trains a teacher, captures the teacher into a store, and distils students.
+"""`logitless demo`: trains a teacher, stores its predictions, and distils students.
 
 Four students start from the same seed and train on the same few documents. The first student learns
 from the text only. The second student learns from the teacher's whole logits, in plain PyTorch. The
-third student learns from the K most probable tokens, which the teacher computes in each step. The
-fourth student reads the K most probable tokens from the store. In training, the logits of the third
-and fourth student are not materialised. The students are compared by their loss on held-out text.
+third student learns from the teacher's K most probable tokens, which are computed in each step. The
+fourth student reads the teacher's K most probable tokens from the store. In training, the logits of
+the third and fourth student are not materialised. The students are compared by their loss on
+held-out text.
 
 The demo prints a table, and writes a plot and an HTML report.
 """

@@ -39,7 +39,7 @@ class Scale(NamedTuple):
     width: int
     layers: int
     lr: float
-    loss_rows: int  # number of rows of logits in the measurement `loss_memory`
+    loss_rows: int  # number of rows of logits that `loss_memory` measures
 
 
 SCALES = {
@@ -75,7 +75,7 @@ def encode(text: str, words: list[str] | None = None) -> Tensor:
 
 
 def draw_batches(ids: Tensor, scale: Scale, device: str, seed: int) -> Iterator[Batch]:
-    """Yields batches of windows at random places of the text, without end."""
+    """Yields batches without end. Each window of tokens is from a random place of the text."""
     random = torch.Generator().manual_seed(seed)
     window = torch.arange(scale.context + 1)
     while True:

@@ -1,4 +1,4 @@
-"""The steps of the demo: train a teacher, capture it into a store, train four students."""
+"""The steps of the demo: train a teacher, store its predictions, train four students."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     student: Scale
     documents: int  # number of documents that the students train on
     held_out: int  # number of held-out batches
-    memory_rows: int  # number of tokens in the measurement `loss_memory`
+    memory_rows: int  # number of tokens that `loss_memory` measures
     memory_vocab: int
 
 
@@ -174,7 +174,7 @@ def captured(model: Transformer, documents: Tensor, path: Path, plan: Plan) -> d
         capture(model, batches, writer, head="head", progress=lambda n: advance(n, tokens=n))
     seconds = time.perf_counter() - begin
     store = Store(path)
-    size = sum(shard.path.stat().st_size for shard in store.shards)
+    size = sum(shard.bytes for shard in store.shards)
     report = store.verify()
     inside = 1 - store[0][1].tail.exp().mean()
     return {
@@ -215,7 +215,7 @@ def train_students(
 ) -> None:  # fmt: skip
     """Trains the students in turns, one step each.
 
-    So a slow phase of the machine slows all students equally.
+    A slow phase of the machine then slows all students equally.
     """
     optimizers = [Optimizer(s.model, plan.student.lr, steps) for s in students]
     for student in students[2:]:

@@ -1,0 +1,84 @@
+"""The captures of a teacher: the most probable ids of each row, or ids that are drawn at random.
+
+A `Capture` computes its results from the logits of some rows. The method `capture` of a Source
+(source.py) calls the Capture for one chunk of rows at a time, and joins the results of all rows.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..eager.sampled import Sampling
+
+Captured = tuple[Tensor, ...]  # the results of a Capture; each result has the shape (..., any)
+
+
+class Capture(Protocol):
+    """A function of the rows of logits x (..., V)."""
+
+    name: str  # the name of the public function
+
+    @property
+    def options(self) -> tuple:
+        """The options of the capture, which must be equal on all ranks."""
+        ...
+
+    def of(
+        self, backend: Any, x: Tensor, temperature: float, softcap: float | None, invariant: bool
+    ) -> Captured:
+        """Returns the results for the logits x. Every result has the leading shape of x.
+
+        If `invariant`, the results of a row have the same bits in every batch.
+        """
+        ...
+
+    def rows(self, rows: slice | Tensor) -> "Capture":
+        """Returns the same capture for some of the rows."""
+        ...
+
+
+class TopK(NamedTuple):
+    """Captures ids (..., k), log-probabilities (..., k) and the log of the remaining mass (...)."""
+
+    k: int
+    name = "capture_topk"
+
+    @property
+    def options(self) -> tuple:
+        return (self.k,)
+
+    def of(self, backend, x, temperature, softcap, invariant):
+        return backend.topk(x, self.k, temperature, softcap, invariant)
+
+    def rows(self, rows):
+        return self
+
+
+class Sampled(NamedTuple):
+    """Captures distinct ids, log-weights and a mask, each of shape (..., n), from n draws per row.
+
+    The sum of the weights of a row is 1.
+    """
+
+    uniforms: Tensor  # (N, n), fp64, in ascending order; each number selects one draw
+    proposal: float
+    name = "capture_sampled"
+
+    @property
+    def options(self) -> tuple:
+        return (self.uniforms.shape[1], self.proposal)
+
+    def of(self, backend, x, temperature, softcap, invariant):
+        how = Sampling(self.proposal, temperature, softcap, invariant)
+        return backend.sampled(x, self.uniforms, how)
+
+    def rows(self, rows):
+        return self._replace(uniforms=self.uniforms[rows])
+
+
+def uniforms_of(logits: Any, n: int, generator: torch.Generator | None) -> Tensor:
+    """Returns n uniform numbers per row of the logits, in ascending order, as fp64 (N, n)."""
+    size = (logits.shape[:-1].numel(), n)
+    random = torch.rand(size, generator=generator, device=logits.device, dtype=torch.float64)
+    return random.sort(1).values

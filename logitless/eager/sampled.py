@@ -1,0 +1,186 @@
+"""Ids drawn at random from softmax(z)^proposal of each row, in plain PyTorch.
+
+A draw is the inversion of the cumulative distribution. The mass of an id is the integer
+round(2^40 · e^((y - max y) · proposal / temperature)), where y are the logits after the softcap.
+Let S be the sum of a row's masses, and let u be a random number in [0, 1). The target of the draw
+is the integer floor(u · S). The draw is the first id, in the order of ids, for which the sum of all
+masses up to this id is above the target.
+
+All sums are sums of integers, which have no rounding errors. So the draws do not depend on how the
+columns are split over programs or ranks, and an id whose mass is 0 is never drawn. The mass of an
+id is 0 if p^proposal of the id is below 2^-41 times the largest p^proposal of the row.
+
+`draw` is the part of the algorithm that both backends share. The backend provides the functions of
+`Parts`. The uniform numbers of a row must be in ascending order. Then the ids of the draws are in
+ascending order too, and equal ids are neighbours.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..contract import PRECISION
+from .rows import capped, chunks
+
+ONE = 2.0**40  # the mass of the most probable id of a row
+MOST_COLUMNS = 1 << 22  # the sum of this many masses fits into 63 bits
+
+
+class Sampling(NamedTuple):
+    """The options of `draw`."""
+
+    proposal: float
+    temperature: float
+    softcap: float | None
+    invariant: bool = False  # whether a row must have the same bits in every batch
+
+    @property
+    def rate(self) -> float:
+        """The factor of y - max y in the exponent of a mass."""
+        return self.proposal / self.temperature
+
+
+class Parts(NamedTuple):
+    """The functions of a backend that read logits x (..., V). N is the number of rows.
+
+    `top(x, how)` returns the max of y of each row, as (N,). The max is NaN if a logit is NaN.
+    `sums(x, top, how)` returns sums of masses as int64 (N, B), for B blocks of columns.
+    `columns(x, top, how, sums, targets)` returns the columns of the draws, and y - top at these
+    columns, both of the shape (N, n) of the targets. Targets must be in [0, S).
+    """
+
+    top: Callable[..., Tensor]
+    sums: Callable[..., Tensor]
+    columns: Callable[..., tuple[Tensor, Tensor]]
+
+
+def sampled(
+    x: Tensor,  # (..., V)
+    uniforms: Tensor,  # (N, n), fp64 in [0, 1), in ascending order
+    how: Sampling,
+    join: Callable[[Tensor], Tensor] | None = None,
+    start: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns ids, log-weights and a mask of the distinct ids that are drawn. See `draw`."""
+    return draw(Parts(_top, _sums, _columns), x, uniforms, how, join, start)
+
+
+def draw(
+    parts: Parts,
+    x: Tensor,
+    uniforms: Tensor,
+    how: Sampling,
+    join: Callable[[Tensor], Tensor] | None,
+    start: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draws n ids per row, and returns `distinct` of the draws, with the leading shape of x.
+
+    If the columns are sharded over ranks, x holds the columns from `start` on, and `join` is an
+    all-gather. Without ranks, `join` is None.
+    """
+    (N, n), V = uniforms.shape, x.shape[-1]
+    own = torch.zeros((N, 1), device=x.device, dtype=torch.int64)
+    top = torch.full((N,), -torch.inf, device=x.device, dtype=PRECISION[x.dtype])
+    if V and N:
+        top = parts.top(x, how)
+    if join is not None:
+        top = join(top[:, None])[..., 0].amax(0)
+    if V and N:
+        own = parts.sums(x, top, how)
+    total = here = own.sum(1)
+    before = torch.zeros_like(total)  # the mass of the columns of other ranks before `start`
+    if join is not None:
+        each, starts = join(torch.stack((here, torch.full_like(here, start)), 1)).unbind(-1)
+        total, before = each.sum(0), torch.where(starts < start, each, 0).sum(0)
+
+    targets = (uniforms * total[:, None]).long().minimum(total[:, None] - 1) - before[:, None]
+    at, relative = torch.zeros_like(targets), torch.zeros_like(uniforms)
+    if V and N:
+        inside = targets.clamp_min(0).minimum(here[:, None] - 1)
+        at, relative = parts.columns(x, top, how, own, inside)
+    ids = at + start
+    if join is not None:
+        mine = (targets >= 0) & (targets < here[:, None])
+        ids = join(torch.where(mine, ids, 0)).sum(0)  # each draw is a column of one rank
+        if how.proposal != 1:
+            relative = join(torch.where(mine, relative.double(), 0.0)).sum(0)
+    found = distinct(ids, relative, top, how)
+    return tuple(t.view(*x.shape[:-1], n) for t in found)  # pyright: ignore[reportReturnType]
+
+
+def distinct(
+    ids: Tensor,  # (N, n), in ascending order
+    relative: Tensor,  # (N, n), y - top of each id; used only if the proposal is not 1
+    top: Tensor,  # (N,), the max of y of each row
+    how: Sampling,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the distinct ids of each row, their log-weights, and a mask, each of shape (N, n).
+
+    The slots after the last distinct id are masked, and hold id 0 and log-weight -inf. A row of
+    -inf has only masked slots. A row with a logit of NaN, or with a max of +inf, has one unmasked
+    slot, whose log-weight is NaN.
+    """
+    first = torch.ones_like(ids, dtype=torch.bool)
+    first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    slot = first.cumsum(1) - 1
+    counts = torch.zeros_like(ids).scatter_add_(1, slot, torch.ones_like(ids))
+    ids = torch.zeros_like(ids).scatter_(1, slot, ids)
+    if how.proposal == 1:
+        logprobs = logprobs_of_counts(counts, ids.shape[1])
+    else:
+        z = torch.zeros_like(counts, dtype=torch.float64).scatter_(1, slot, relative.double())
+        weights = counts.double().log() + z * ((1 - how.proposal) / how.temperature)
+        logprobs = weights - weights.logsumexp(1, keepdim=True)
+
+    ok, bad = top.isfinite()[:, None], (top.isnan() | (top == torch.inf))[:, None]
+    mask = (counts > 0) & ok
+    ids, logprobs = torch.where(mask, ids, 0), torch.where(mask, logprobs, -torch.inf)
+    mask[:, :1] |= bad
+    logprobs[:, :1].masked_fill_(bad, torch.nan)
+    return ids, logprobs.to(top.dtype), mask
+
+
+def logprobs_of_counts(counts: Tensor, n: int) -> Tensor:
+    """Returns log(counts / n) in fp64, and -inf where the count is 0.
+
+    The logarithm is computed in fp64, so that its fp32 rounding has the same bits on every device.
+    """
+    return (counts.double() / n).log()
+
+
+def _top(x: Tensor, how: Sampling) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    found = [capped(flat[rows], how.softcap)[0].amax(1) for rows in chunks(flat, None)]
+    return torch.cat(found)
+
+
+def _sums(x: Tensor, top: Tensor, how: Sampling) -> Tensor:
+    return torch.cat([masses.sum(1, keepdim=True) for _, _, masses in _masses(x, top, how)])
+
+
+def _columns(
+    x: Tensor, top: Tensor, how: Sampling, sums: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    at = torch.empty_like(targets)
+    relative = torch.empty(targets.shape, device=x.device, dtype=torch.float64)
+    for rows, below, masses in _masses(x, top, how):
+        found = torch.searchsorted(masses.cumsum(1), targets[rows], right=True)
+        at[rows] = found = found.clamp_max(x.shape[-1] - 1)  # the masses of a bad row can be 0
+        relative[rows] = below.gather(1, found)
+    return at, relative
+
+
+def _masses(x: Tensor, top: Tensor, how: Sampling) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yields (rows, y - top, masses) of some rows at a time.
+
+    If `how.invariant`, one row is computed at a time, from a copy of the row.
+    """
+    flat = x.detach().reshape(-1, x.shape[-1])
+    single = (slice(i, i + 1) for i in range(len(flat)))
+    for rows in single if how.invariant else chunks(flat, None, 4):
+        assert isinstance(rows, slice)
+        y, _ = capped(flat[rows].clone() if how.invariant else flat[rows], how.softcap)
+        below = y.double() - top[rows, None]
+        yield rows, below, ((below * how.rate).exp_() * ONE).round_().nan_to_num_(0.0).long()

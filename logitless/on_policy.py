@@ -1,0 +1,282 @@
+"""Completions that a student samples for on-policy distillation.
+
+logitless/hf.py exports `sample`, and uses this module in a Trainer of Transformers. The divergence
+between student and teacher on the completions is computed in store/training.py.
+"""
+
+import contextlib
+import inspect
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .core import call as _call
+from .core import tensor_checks as _checks
+
+IGNORED = -100  # the label of tokens that the loss does not count
+COLUMNS = ("input_ids", "attention_mask", "labels", "position_ids")
+
+
+@_call.named()
+def sample(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    generation_config: Any = None,
+    seed: int | None = None,
+) -> dict[str, Tensor]:
+    """Samples a completion of each prompt, and returns input_ids, attention_mask and labels.
+
+    `model` is a causal model of Transformers, fused or not, with or without an adapter of PEFT.
+    `inputs` is a batch with input_ids of shape (B, T). The prompt of a row is all tokens before the
+    first token whose label is not -100. If all labels of a row are -100, or if `inputs` has no
+    labels, the whole row is the prompt. Tokens whose attention_mask is 0 are padding, on either
+    side of a row.
+
+    The result holds tensors of shape (B, T'). Each row begins with its prompt and its completion,
+    and ends with padding. The labels are the tokens of the completion, and -100 elsewhere. The
+    first token in eos_token_id ends a completion, and is its last label. So `model(**batch)` and
+    `distill_loss` count exactly the tokens that the model sampled.
+
+    `generation_config` is a GenerationConfig with do_sample=True and max_new_tokens. By default, at
+    most 128 tokens are drawn from the model's own distribution, without top-k or top-p. With
+    num_return_sequences=n, the result has n rows per prompt. The model samples in eval mode and
+    without gradients. Afterwards, each module is in the mode that it had before. With a `seed`, the
+    samples depend on the seed, and the random state of PyTorch is the same as before. Without a
+    seed, the samples use the random state of PyTorch.
+
+    >>> batch = sample(student, {"input_ids": prompts}, seed=step)
+    >>> with torch.no_grad(), ll.lazy_logits():
+    ...     wanted = teacher(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    >>> logits = student(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    >>> counts = batch["labels"][:, 1:] != -100
+    >>> ll.kl_div(logits[:, :-1], wanted[:, :-1], direction="reverse", mask=counts).backward()
+    """
+    check_model(model)
+    check_seed(seed)
+    config = _complete(checked_config(generation_config), model)
+    device = next(model.parameters()).device
+    prompts, is_prompt = _prompts(inputs, config.pad_token_id)
+    prompts, is_prompt = prompts.to(device), is_prompt.to(device)
+    with torch.no_grad(), _in_eval_mode(model), _seeded(seed, model):
+        texts = model.generate(  # pyright: ignore
+            input_ids=prompts, attention_mask=is_prompt.long(), generation_config=config,
+            **_without_model_defaults(),
+        )  # fmt: skip
+    texts = getattr(texts, "sequences", texts)
+    is_prompt = is_prompt.repeat_interleave(len(texts) // len(is_prompt), 0)
+    return _batch(texts, is_prompt, _ids(config.eos_token_id), config.pad_token_id)
+
+
+def draws_on_policy(share: float, seed: int, step: int, batch: int) -> bool:
+    """Whether the student samples this batch of this training step.
+
+    The answer is True with the probability `share`. The answer is the same on all ranks and in a
+    resumed run, because it depends only on the arguments.
+    """
+    return random.Random(f"on_policy {seed} {step} {batch}").random() < share
+
+
+def seed_of(seed: int, step: int, batch: int, rank: int) -> int:
+    """The seed of the samples of a batch. Each rank has its own seed."""
+    return random.Random(f"sample {seed} {step} {batch} {rank}").getrandbits(63)
+
+
+def default_config() -> Any:
+    from transformers import GenerationConfig
+
+    return GenerationConfig(
+        do_sample=True, max_new_tokens=128, temperature=1.0, top_k=0, top_p=1.0, num_beams=1
+    )
+
+
+def checked_config(config: Any) -> Any:
+    """Returns the GenerationConfig, or the default if `config` is None."""
+    from transformers import GenerationConfig
+
+    if config is None:
+        return default_config()
+    if not isinstance(config, GenerationConfig):
+        raise TypeError(
+            f"generation_config must be a GenerationConfig, got {type(config).__name__}."
+        )
+    if not config.do_sample:
+        raise ValueError(
+            "generation_config must have do_sample=True, because on-policy distillation trains on"
+            f" samples, got do_sample={config.do_sample}."
+        )
+    if not config.max_new_tokens:
+        raise ValueError(
+            "generation_config must have max_new_tokens, the largest number of tokens of a"
+            f" completion, got max_new_tokens={config.max_new_tokens}."
+        )
+    if config.stop_strings is not None:
+        raise ValueError(
+            "generation_config must have stop_strings=None, because only the tokens in"
+            f" eos_token_id end a completion, got stop_strings={config.stop_strings!r:.50}."
+        )
+    return config
+
+
+def check_model(model: Any) -> None:
+    if not callable(getattr(model, "generate", None)):
+        raise TypeError(
+            "model must have the method generate of Transformers' models, got"
+            f" {type(model).__name__}."
+        )
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(
+            "model must be a causal model, because a completion continues its prompt, got the"
+            f" encoder-decoder {type(model).__name__}."
+        )
+
+
+def check_seed(seed: Any) -> None:
+    if seed is None:
+        return
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an int or None, got {seed!r}.")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be in [0, 2^63), got {seed}.")
+
+
+def _complete(config: Any, model: Any) -> Any:
+    """A copy of the config with the eos_token_id and pad_token_id that `generate` uses."""
+    from transformers import GenerationConfig
+
+    own = getattr(model, "generation_config", None)
+    eos = config.eos_token_id if config.eos_token_id is not None else _field(own, "eos_token_id")
+    pad = config.pad_token_id if config.pad_token_id is not None else _field(own, "pad_token_id")
+    if pad is None:
+        pad = next(iter(_ids(eos)), 0)
+    return GenerationConfig(**(config.to_dict() | {"eos_token_id": eos, "pad_token_id": pad}))
+
+
+def _field(config: Any, name: str) -> Any:
+    return getattr(config, name, None)
+
+
+def _ids(eos: Any) -> list[int]:
+    """The ids in eos_token_id, which is None, a number, a list or a tensor."""
+    if eos is None:
+        return []
+    return torch.as_tensor(eos).flatten().tolist()
+
+
+def _without_model_defaults() -> dict[str, bool]:
+    """An argument of `generate` in version 4 of Transformers.
+
+    Without this argument, fields of the config that have Transformers' default value are replaced
+    by the model's own values. Version 5 replaces only fields that are None.
+    """
+    from transformers import GenerationMixin
+
+    known = inspect.signature(GenerationMixin.generate).parameters  # pyright: ignore
+    return {"use_model_defaults": False} if "use_model_defaults" in known else {}
+
+
+def _prompts(inputs: Mapping[str, Any], pad: int) -> tuple[Tensor, Tensor]:
+    """Returns the prompts of a batch, padded on the left, and a mask that is False at padding."""
+    ids, is_token, labels = _checked_columns(inputs)
+    has_label = torch.zeros_like(is_token) if labels is None else (labels != IGNORED) & is_token
+    is_prompt = is_token & (has_label.cumsum(-1) == 0)
+    lengths = is_prompt.sum(-1)
+    if not bool((lengths > 0).all()):
+        row = int((lengths == 0).nonzero()[0])
+        raise ValueError(
+            "labels must be -100 for the tokens of the prompt at the beginning of each row, got no"
+            f" prompt in row {row}. The collator must set these labels to -100."
+        )
+    order = torch.sort(is_prompt, dim=-1, stable=True).indices  # places the prompt last
+    width = int(lengths.max())
+    order = order[:, ids.shape[1] - width :]
+    is_prompt = is_prompt.gather(-1, order)
+    return ids.gather(-1, order).masked_fill(~is_prompt, pad), is_prompt
+
+
+def _checked_columns(inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the token ids, a mask that is False at padding, and the labels or None."""
+    if not isinstance(inputs, Mapping) or not isinstance(inputs.get("input_ids"), Tensor):
+        got = sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
+        raise TypeError(f"inputs must be a batch with the tensor input_ids, got {got}.")
+    unknown = sorted(inputs.keys() - {*COLUMNS})
+    if unknown:
+        raise ValueError(
+            f"inputs must have only the columns {', '.join(COLUMNS)}, because a sampled text has no"
+            f" other columns, got {', '.join(unknown)}."
+        )
+    ids = inputs["input_ids"]
+    _checks._integer("input_ids", ids)
+    if ids.dim() != 2 or not ids.numel():
+        raise ValueError(
+            "input_ids must have shape (B, T) with at least one token,"
+            f" got shape {tuple(ids.shape)}."
+        )
+    for name in COLUMNS[1:3]:
+        t = inputs.get(name)
+        if t is not None and t.shape != ids.shape:
+            raise ValueError(
+                f"{name} must have the shape of input_ids, {tuple(ids.shape)},"
+                f" got {tuple(t.shape)}."
+            )
+    mask, labels = inputs.get("attention_mask"), inputs.get("labels")
+    is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+    _one_text_per_row(inputs.get("position_ids"), is_token)
+    return ids, is_token, labels
+
+
+def _one_text_per_row(positions: Tensor | None, is_token: Tensor) -> None:
+    if positions is None:
+        return
+    begins = ((positions.expand_as(is_token) == 0) & is_token).sum(-1)
+    if int(begins.max()) > 1:
+        row = int(begins.argmax())
+        raise ValueError(
+            "position_ids must be 0 only once per row, because each row has one prompt, got"
+            f" {int(begins[row])} texts in row {row}. Use a collator that does not pack texts."
+        )
+
+
+def _batch(texts: Tensor, is_prompt: Tensor, eos: list[int], pad: int) -> dict[str, Tensor]:
+    """Returns the sampled texts as a batch whose rows are padded on the right."""
+    answer = texts[:, is_prompt.shape[1] :]
+    ends = torch.isin(answer, torch.tensor(eos, dtype=answer.dtype, device=answer.device)).int()
+    is_answer = ends.cumsum(-1) - ends == 0  # True up to and including the first end
+    is_token = torch.cat((is_prompt, is_answer), -1)
+    order = torch.sort(~is_token, dim=-1, stable=True).indices  # places padding last
+    order = order[:, : int(is_token.sum(-1).max())]
+    has_label = torch.cat((torch.zeros_like(is_prompt), is_answer), -1).gather(-1, order)
+    is_token, texts = is_token.gather(-1, order), texts.gather(-1, order)
+    return {
+        "input_ids": texts.masked_fill(~is_token, pad),
+        "attention_mask": is_token.long(),
+        "labels": texts.masked_fill(~has_label, IGNORED),
+    }
+
+
+@contextlib.contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Sets the eval mode, and afterwards restores the mode of each module."""
+    in_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in in_training:
+            module.training = True
+
+
+@contextlib.contextmanager
+def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
+    """Sets the random state by a seed, and afterwards restores the state of the model's devices."""
+    if seed is None:
+        yield
+        return
+    devices = sorted({p.device for p in model.parameters() if p.device.type != "cpu"}, key=str)
+    kind = devices[0].type if devices else "cuda"
+    with torch.random.fork_rng(devices, device_type=kind):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,150 @@
+"""Iterates over the documents of a store, epoch by epoch, and resumes in the middle of an epoch.
+
+torchdata's StatefulDataLoader saves and restores the state of `Documents`.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from ..targets.sparse import SparseTargets, unchecked
+from . import checks
+from .device import on_cpu
+from .reader import Store
+
+
+class Documents(IterableDataset):
+    """An iterable dataset of a store's documents. Each item is the pair `store[i]`.
+
+    Without `seed`, documents come in the order of the store. With `seed`, each epoch has another
+    order: the shards are shuffled, and then the documents of `mixed` consecutive shards are
+    shuffled together. So a remote store needs only a few shards at a time, and the next shards are
+    fetched in the background. Call `set_epoch` before each epoch.
+
+    Each rank reads an equal share of the documents. Up to (world - 1) documents are left out of an
+    epoch. The defaults of `rank` and `world` are the variables RANK and WORLD_SIZE that torchrun
+    sets. The workers of a DataLoader divide the share of their rank.
+
+    `state_dict` returns the place in the epoch, and `load_state_dict` continues there. A resumed
+    run must have the same store, seed, ranks and number of workers.
+
+    >>> loader = StatefulDataLoader(Documents(store, seed=0), 8, collate_fn=pad_documents)
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        seed: int | None = None,
+        mixed: int = 4,
+        rank: int | None = None,
+        world: int | None = None,
+    ):
+        rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+        world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
+        checks.documents(seed, mixed, rank, world)
+        self.store, self.seed, self.mixed = store, seed, mixed
+        self.rank, self.world = rank, world
+        self.epoch = self.position = 0  # position: number of documents that this worker has read
+        self._begin = 0  # position at which the next iteration begins
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next iteration. Another epoch begins with its first document."""
+        checks.whole("epoch", epoch, 0, 2**31)
+        if epoch != self.epoch:
+            self.epoch, self.position, self._begin = epoch, 0, 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, SparseTargets]]:
+        begin, self._begin = self._begin, 0
+        self.position = begin
+        return self._items(begin)
+
+    def _items(self, begin: int) -> Iterator[tuple[Tensor, SparseTargets]]:
+        order = self.order()
+        share, shares = self._share()
+        order = order[share::shares][begin:]
+        if len(order):
+            self.store.prefetch(order, ahead=2 if self.seed is None else max(2, self.mixed))
+        for position, number in enumerate(order.tolist(), begin + 1):
+            item = self.store[number]
+            self.position = position
+            yield item
+
+    @on_cpu
+    def order(self) -> Tensor:
+        """The numbers of the documents of all ranks, in the order of this epoch."""
+        firsts = self.store.firsts
+        order = torch.arange(len(self.store))
+        if self.seed is not None:
+            random = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+            shards = torch.randperm(len(firsts) - 1, generator=random).tolist()
+            groups = [order[:0]]
+            for at in range(0, len(shards), self.mixed):
+                together = [order[firsts[n] : firsts[n + 1]] for n in shards[at : at + self.mixed]]
+                group = torch.cat(together)
+                groups.append(group[torch.randperm(len(group), generator=random)])
+            order = torch.cat(groups)
+        return order[: len(order) - len(order) % self.world]
+
+    def _share(self) -> tuple[int, int]:
+        """Which share of the documents this worker of this rank reads, and how many shares exist.
+
+        Worker w reads every (workers · world)-th document, from document (w · world + rank) on. So
+        the ranks have equal shares.
+        """
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return number * self.world + self.rank, workers * self.world
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the epoch, and the arguments on which the order depends."""
+        return {"epoch": self.epoch, "position": self.position, **self._fixed()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues after the last document that was read before `state_dict` was called."""
+        checks.state_of_documents(state, self._fixed())
+        self.epoch = state["epoch"]
+        self.position = self._begin = state["position"]
+
+    def _fixed(self) -> dict[str, Any]:
+        share, shares = self._share()
+        return {
+            "documents": len(self.store), "tokens": self.store.tokens, "seed": self.seed,
+            "mixed": self.mixed, "share": share, "shares": shares,
+        }  # fmt: skip
+
+
+@on_cpu
+def pad_documents(
+    documents: Sequence[tuple[Tensor, SparseTargets]], pad_token: int = 0
+) -> dict[str, Any]:
+    """Pads documents on the right, and returns a batch.
+
+    The batch has input_ids, attention_mask and labels of shape (B, T), and targets with the same
+    rows. Padding has the label -100 and no slots. `documents` are items of `Documents`.
+    """
+    checks.some_documents(documents)
+    lengths = torch.tensor([len(tokens) for tokens, _ in documents])
+    first = torch.cumsum(lengths, 0) - lengths
+    place = torch.arange(int(lengths.max()))
+    is_token = place < lengths[:, None]
+    # Padding is gathered from one more token and one more row, which follow all documents.
+    at = torch.where(is_token, first[:, None] + place, lengths.sum())
+    tokens = torch.cat([*(tokens for tokens, _ in documents), torch.tensor([pad_token])])[at]
+    rows = [targets for _, targets in documents]
+    if not bool(is_token.all()):
+        like = rows[0][:1]
+        empty = unchecked(
+            torch.zeros_like(like.ids), torch.full_like(like.logprobs, -torch.inf),
+            torch.zeros_like(like.tail), torch.zeros(like.ids.shape, dtype=torch.bool),
+        )  # fmt: skip
+        rows.append(empty)
+    return {
+        "input_ids": tokens, "attention_mask": is_token.long(),
+        "labels": tokens.masked_fill(~is_token, -100),
+        "targets": SparseTargets.cat(rows)[at.flatten()].reshape(*at.shape),
+    }  # fmt: skip

@@ -1,0 +1,189 @@
+"""store.index: one file that lists the shards of a store and the starts of their documents.
+
+A remote store is opened by reading this file alone. The lookup of documents by their tokens needs a
+second file, store-HASH.lookup, which is fetched at the first lookup. Both are safetensors files.
+store.index has these tensors:
+
+    files    U8   JSON with the store's header, and with the name, the size and the SHA-256 of each
+                  shard and of the lookup file; each shard also has its number of documents and its
+                  number of index entries
+    starts   I64  the column `starts` of each shard, one shard after the other   (store/format.py)
+
+The metadata of store.index has a SHA-256 of both tensors. The lookup file has the tensors
+`index.hash` and `index.doc` of all shards, one shard after the other (store/index.py). HASH is the
+beginning of the SHA-256 of these tensors, so that a new lookup file does not replace the file that
+an older store.index lists.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..targets import safetensors
+from . import file_checks
+from . import remote_checks as checks
+from .device import on_cpu
+from .folder import LOOKUP, SHARD, header_of, shard_files
+from .format import Header
+from .lock import Lock
+from .remote import Listed
+from .shard import Shard, digest_of
+
+INDEX, FORMAT, VERSION = "store.index", "logitless.index", "1"
+PIECE = 1 << 22  # number of bytes that are hashed at once
+
+
+class ListedShard(NamedTuple):
+    """A shard as store.index lists it."""
+
+    file: Listed
+    documents: int
+    entries: int  # number of index entries
+    starts: Tensor
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The content of store.index."""
+
+    header: Header
+    shards: Sequence[ListedShard]
+    lookup: Listed
+
+    @staticmethod
+    def of_bytes(where: str, data: bytes) -> "Listing":
+        """Reads and checks the content of store.index."""
+        file, tensors = safetensors.from_bytes(where, data)
+        checks.index_format(where, file.metadata, FORMAT, VERSION)
+        checks.index_digest(where, digest_of(tensors) == file.metadata.get("sha256"))
+        fields = _fields(where, tensors)
+        header = Header.from_json(where, json.dumps(fields["header"]))
+        shards, first = [], 0
+        for name, size, digest, documents, entries in fields["shards"]:
+            starts = tensors["starts"][first : first + documents + 1]
+            checks.index_content(where, len(starts) == documents + 1 > 1)
+            file_checks.shard_starts(f"{where} for {name}", starts, int(starts[-1]))
+            shards.append(ListedShard(Listed(name, size, digest), documents, entries, starts))
+            first += documents + 1
+        checks.index_content(where, first == len(tensors["starts"]))
+        return Listing(header, shards, Listed(*fields["lookup"]))
+
+    def write(self, path: Path) -> None:
+        """Writes store.index to a folder."""
+        fields = {
+            "header": asdict(self.header),
+            "shards": [[*s.file, s.documents, s.entries] for s in self.shards],
+            "lookup": list(self.lookup),
+        }
+        text = bytearray(json.dumps(fields).encode())
+        starts = [torch.empty(0, dtype=torch.int64), *(shard.starts for shard in self.shards)]
+        tensors = {"starts": torch.cat(starts), "files": torch.frombuffer(text, dtype=torch.uint8)}
+        metadata = {"format": FORMAT, "version": VERSION, "sha256": digest_of(tensors)}
+        safetensors.write(path / INDEX, tensors, metadata, durable=True)
+
+
+def _fields(where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The checked JSON of the tensor `files`."""
+    kinds = {name: (t.dtype, t.dim()) for name, t in tensors.items()}
+    wanted = {"starts": (torch.int64, 1), "files": (torch.uint8, 1)}
+    checks.index_content(where, kinds == wanted)
+    try:
+        fields = json.loads(bytes(safetensors.buffer(tensors["files"])))
+    except (ValueError, RecursionError):
+        fields = None
+    right = isinstance(fields, dict) and fields.keys() == {"header", "shards", "lookup"}
+    checks.index_content(where, right)
+    lookup, shards = fields["lookup"], fields["shards"]
+    checks.index_content(where, _is_listed(lookup, 3, LOOKUP) and isinstance(shards, list))
+    checks.index_content(where, all(_is_listed(shard, 5, SHARD) for shard in shards))
+    return fields
+
+
+def _is_listed(item: Any, length: int, name: Any) -> bool:
+    """Whether a list holds a file name, a size, a SHA-256 and then other sizes.
+
+    A file name of another form is refused, because the name becomes a part of an address.
+    """
+    return (
+        isinstance(item, list)
+        and len(item) == length
+        and all(isinstance(text, str) for text in (item[0], item[2]))
+        and name.fullmatch(item[0]) is not None
+        and len(item[2]) == 64
+        and all(c in "0123456789abcdef" for c in item[2])
+        and all(type(n) is int and 0 <= n < 2**63 for n in (item[1], *item[3:]))
+    )
+
+
+@on_cpu
+def write_index(path: str | os.PathLike) -> int:
+    """Writes the files store.index and store-HASH.lookup of a store in a local folder.
+
+    Returns the number of documents. A remote store needs both files. All shards are read, and
+    compared with their SHA-256. After more documents were added to a store, call `write_index`
+    again.
+    """
+    checks.local_store(path)
+    folder = Path(path)
+    header = header_of(folder)
+    with Lock(folder / "store.lock", wait=True):
+        listing = listing_of(folder, header, shard_files(folder))
+    return sum(shard.documents for shard in listing.shards)
+
+
+def listing_of(folder: Path, header: Header, files: Iterable[Path]) -> Listing:
+    """Lists shards, and writes store.index and the lookup file to the folder of the shards.
+
+    The SHA-256 of a shard that the folder's store.index already lists is not computed again,
+    because a shard never changes.
+    """
+    known = {shard.file.name: shard for shard in _existing(folder)}
+    shards, hashes, numbers = [], [torch.empty(0, dtype=torch.int64)], []
+    for path in files:
+        shard, size = Shard(path, header), path.stat().st_size
+        before = known.get(path.name)
+        if before is None or before.file.bytes != size:
+            file_checks.same_digest(path, shard.is_intact())
+            before = None
+        of_shard, documents = shard.index()
+        listed = Listed(path.name, size, sha256_of(path)) if before is None else before.file
+        shards.append(ListedShard(listed, len(shard), len(of_shard), shard.starts))
+        hashes.append(of_shard)
+        numbers.append(documents)
+    lookup = _write_lookup(folder, torch.cat(hashes), torch.cat([*numbers, torch.empty(0).int()]))
+    listing = Listing(header, shards, lookup)
+    listing.write(folder)
+    for path in folder.glob("store-*.lookup"):
+        if path.name != lookup.name:
+            path.unlink()
+    return listing
+
+
+def _existing(folder: Path) -> Sequence[ListedShard]:
+    """The shards that the folder's store.index lists. An unreadable store.index lists none."""
+    try:
+        return Listing.of_bytes(INDEX, (folder / INDEX).read_bytes()).shards
+    except (FileNotFoundError, ValueError):
+        return ()
+
+
+def _write_lookup(folder: Path, hashes: Tensor, numbers: Tensor) -> Listed:
+    tensors = {"index.hash": hashes, "index.doc": numbers}
+    name = f"store-{digest_of(tensors)[:16]}.lookup"
+    safetensors.write(folder / name, tensors, {"format": FORMAT, "version": VERSION}, durable=True)
+    return Listed(name, (folder / name).stat().st_size, sha256_of(folder / name))
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(PIECE):
+            digest.update(piece)
+    return digest.hexdigest()

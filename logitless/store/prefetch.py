@@ -1,0 +1,99 @@
+"""Fetches the shards that will be read next, in background threads.
+
+The order of the shards is known in two cases. Either the reader passes the order of the documents,
+or the reader reads one shard after the other. A thread ends when its shard is in the cache. If a
+thread fails, the reader fetches the shard itself, and raises the error.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+SCANNED = 256  # number of entries of an order that are searched for other shards
+NEARBY = 1024  # a shard that was read this many documents ago counts as still being read
+
+
+class Prefetch:
+    """Starts to fetch shards. `fetch` fetches a shard by its number, and `has` checks the cache."""
+
+    def __init__(self, shards: int, has: Callable[[int], bool], fetch: Callable[[int], None]):
+        self.shards, self.has, self.fetch = shards, has, fetch
+        self.ahead = 2  # number of shards that are fetched before they are read
+        self.order: Tensor | None = None  # shard numbers, as `without_repetitions` returns them
+        self.at = -1  # position in `order`
+        self.last: int | None = None  # the shard that was read last
+        self._of_process = (0, set())  # a process, and the shards that its threads are fetching
+        self._change = threading.Lock()
+
+    def follow(self, order: Tensor | None, ahead: int) -> None:
+        """Starts with the first shards of an order. None stands for all shards in their order."""
+        with self._change:
+            self.order, self.at, self.last, self.ahead = order, -1, None, ahead
+        for number in self._upcoming(-1):
+            self._start(number)
+
+    def reading(self, number: int) -> None:
+        """Called before a shard is read. Starts to fetch the shards that follow this shard."""
+        with self._change:
+            if number == self.last:
+                return
+            in_order = number == (0 if self.last is None else self.last + 1)
+            self.last = number
+            if self.order is not None:
+                following = self.order[self.at + 1 : self.at + 1 + SCANNED].tolist()
+                if number not in following:
+                    return
+                self.at += 1 + following.index(number)
+            elif not in_order:
+                return
+        for upcoming in self._upcoming(number):
+            self._start(upcoming)
+
+    def _upcoming(self, number: int) -> list[int]:
+        """The next `ahead` different shards after shard `number`."""
+        if self.order is None:
+            return [*range(number + 1, min(number + 1 + self.ahead, self.shards))]
+        following = self.order[self.at + 1 : self.at + 1 + SCANNED].tolist()
+        return [n for n in dict.fromkeys(following) if n != number][: self.ahead]
+
+    def _start(self, number: int) -> None:
+        fetching = self._fetching()
+        with self._change:
+            if number in fetching or self.has(number):
+                return
+            fetching.add(number)
+        name = f"logitless prefetch {number}"
+        work = (self.fetch, number, fetching)
+        threading.Thread(target=_fetch, args=work, name=name, daemon=True).start()
+
+    def _fetching(self) -> set[int]:
+        """The shards that threads of this process are fetching. A forked process has no threads."""
+        if self._of_process[0] != os.getpid():
+            self._change = threading.Lock()  # the parent may have held the lock during the fork
+            self._of_process = (os.getpid(), set())
+        return self._of_process[1]
+
+
+def without_repetitions(numbers: Tensor) -> Tensor:
+    """Removes shards that also occur in the NEARBY entries before.
+
+    `numbers` holds the shard of each document. If the documents of a few shards are shuffled
+    together, each of these shards is kept once.
+    """
+    by_shard = torch.argsort(numbers, stable=True)
+    repeated = torch.zeros(len(numbers), dtype=torch.bool)
+    same = numbers[by_shard[1:]] == numbers[by_shard[:-1]]
+    repeated[by_shard[1:]] = same & (by_shard.diff() <= NEARBY)
+    return numbers[~repeated]
+
+
+def _fetch(fetch: Callable[[int], None], number: int, fetching: set[int]) -> None:
+    try:
+        with contextlib.suppress(Exception):  # the reader meets the same error and raises it
+            fetch(number)
+    finally:
+        fetching.discard(number)

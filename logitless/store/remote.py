@@ -1,0 +1,237 @@
+"""Reads and writes files at an address, such as s3://bucket/targets.
+
+Python's standard library reads addresses of http and https. The package fsspec reads and writes all
+other addresses. A request that fails is repeated after a wait, and each wait is twice as long as
+the wait before it. A file whose size or SHA-256 is known is compared with both. So a file that was
+cut off or changed on its way counts as a failed request.
+"""
+
+import functools
+import hashlib
+import http.client
+import os
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from . import remote_checks as checks
+
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts
+PIECE = 1 << 22  # number of bytes that one call of `read` asks for
+LARGEST = 1 << 36  # largest size in bytes of a file whose size is not known
+# Protocols of which a folder must exist before a file is written into the folder. Folders are not
+# created for other protocols, because object stores would create a bucket of a misspelt name.
+FOLDERS = {"file", "local", "ftp", "hdfs", "sftp", "smb", "ssh", "webdav"}
+TRY_AGAIN = {408, 425, 429}  # statuses of HTTP below 500 that a later attempt can change
+Result = TypeVar("Result")
+
+
+class Listed(NamedTuple):
+    """A file of a store, as store.index lists it."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class Readable(Protocol):
+    """An open file of which only `read` is called."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
+def is_address(path: Any) -> bool:
+    """Whether a path is an address, such as s3://bucket/targets, instead of a local folder."""
+    return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)", path) is not None
+
+
+class Remote:
+    """The folder at an address.
+
+    `timeout` is the longest time in seconds that a server of http or https can send nothing. Other
+    protocols have timeouts of their own, which `options` can set. `options` are the keyword
+    arguments of the file system of fsspec. For http and https, the only option is `headers`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = 60.0,
+        attempts: int = 5,
+        options: Mapping[str, Any] | None = None,
+    ):
+        checks.connection(timeout, attempts)
+        self.url, self.timeout, self.attempts = url.rstrip("/"), timeout, attempts
+        self.options = dict(options or {})
+        self.pause: Callable[[float], Any] = time.sleep
+        self.is_http = re.match(r"https?://", url) is not None
+        if self.is_http:
+            checks.http_options(self.options)
+        else:
+            _ = self._system  # raises at once if a package is missing
+
+    def address(self, name: str) -> str:
+        """The address of a file. A query at the end of the folder's address is kept."""
+        if not self.is_http:
+            return f"{self.url}/{name}"
+        parts = urllib.parse.urlsplit(self.url)
+        return parts._replace(path=f"{parts.path.rstrip('/')}/{name}").geturl()
+
+    def read(self, name: str, parsed: Callable[[str, bytes], Result]) -> Result:
+        """Reads a whole file into memory, and returns `parsed` of its address and its bytes.
+
+        If `parsed` raises a ValueError, the file is read again. Raises FileNotFoundError if the
+        file does not exist.
+        """
+
+        def attempt() -> Result:
+            with self._opened(name) as (file, size):
+                data = b"".join(_pieces(file, LARGEST if size is None else size + 1))
+            checks.whole_file(self.address(name), len(data), size)
+            return parsed(self.address(name), data)
+
+        return self._repeated(name, attempt)
+
+    def fetch(self, listed: Listed, into: Any) -> None:
+        """Writes the bytes of a listed file into an open local file, and compares their SHA-256."""
+        where = self.address(listed.name)
+
+        def attempt() -> None:
+            digest, done = hashlib.sha256(), 0
+            into.seek(0)
+            with self._opened(listed.name) as (file, _):
+                for piece in _pieces(file, listed.bytes + 1):
+                    done += len(piece)
+                    if done > listed.bytes:
+                        break
+                    digest.update(piece)
+                    _locally(into.write, piece)
+            checks.listed_file(where, done, digest.hexdigest(), listed)
+
+        self._repeated(listed.name, attempt)
+
+    def write(self, path: Path, name: str) -> None:
+        """Uploads a local file, and compares its size at the address."""
+        checks.can_write(self.url, self.is_http)
+        size = path.stat().st_size
+
+        def attempt() -> None:
+            system, folder = self._system
+            if FOLDERS & {system.protocol, *system.protocol}:
+                system.makedirs(folder, exist_ok=True)
+            system.put_file(os.fspath(path), f"{folder}/{name}")
+            system.invalidate_cache(folder)
+            checks.uploaded(self.address(name), system.info(f"{folder}/{name}")["size"], size)
+
+        self._repeated(name, attempt, "written")
+
+    def remove(self, name: str) -> None:
+        """Removes a file, if it exists."""
+
+        def attempt() -> None:
+            system, folder = self._system
+            if system.exists(f"{folder}/{name}"):
+                system.rm_file(f"{folder}/{name}")
+
+        self._repeated(name, attempt, "removed")
+
+    def _repeated(self, name: str, attempt: Callable[[], Result], done: str = "read") -> Result:
+        """Returns the result of `attempt`. Repeats an attempt that fails, except if it is final."""
+        wait, last = FIRST_WAIT, None
+        for number in range(self.attempts):
+            if number:
+                self.pause(wait)
+                wait = min(2 * wait, LONGEST_WAIT)
+            try:
+                return attempt()
+            except (FileNotFoundError, PermissionError, ImportError):
+                raise
+            except _LocalError as error:
+                raise error.error from None
+            except urllib.error.HTTPError as error:
+                error.close()
+                if error.code < 500 and error.code not in TRY_AGAIN:
+                    checks.refused(self.address(name), error)
+                last = error
+            except Exception as error:  # file systems of fsspec raise errors of many packages
+                last = error
+        raise checks.failed(self.address(name), done, self.attempts, last) from last
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[tuple[Readable, int | None]]:
+        """Opens a file, and yields the open file and its size. An unknown size is None."""
+        if self.is_http:
+            request = urllib.request.Request(self.address(name), headers=self._headers())
+            with urllib.request.urlopen(request, timeout=self.timeout) as file:
+                yield file, _length(file)
+        else:
+            system, folder = self._system
+            with system.open(f"{folder}/{name}", "rb", cache_type="none") as file:
+                yield file, None
+
+    def _headers(self) -> dict[str, str]:
+        return {"User-Agent": "logitless", **self.options.get("headers", {})}
+
+    @property
+    def _system(self) -> tuple[Any, str]:
+        """The file system of fsspec, and the path of the folder in it.
+
+        A forked process gets a file system of its own, because connections cannot be shared.
+        """
+        return self._system_of(os.getpid())
+
+    @functools.cached_property
+    def _system_of(self) -> Callable[[int], tuple[Any, str]]:
+        return functools.lru_cache(maxsize=1)(lambda _: _file_system(self.url, self.options))
+
+    def __reduce__(self):
+        how = {"timeout": self.timeout, "attempts": self.attempts, "options": self.options}
+        return functools.partial(Remote, **how), (self.url,)
+
+
+class _LocalError(Exception):
+    """An error of the local disk. The request is not repeated."""
+
+    def __init__(self, error: OSError):
+        super().__init__(str(error))
+        self.error = error
+
+
+def _locally(write: Callable[[bytes], Any], piece: bytes) -> None:
+    try:
+        write(piece)
+    except OSError as error:
+        raise _LocalError(error) from error
+
+
+def _pieces(file: Readable, most: int) -> Iterator[bytes]:
+    """Yields the bytes of an open file, up to `most` bytes."""
+    while most > 0 and (piece := file.read(min(PIECE, most))):
+        most -= len(piece)
+        yield piece
+
+
+def _length(response: http.client.HTTPResponse) -> int | None:
+    """The size of the body that a server has announced, or None."""
+    text = response.headers.get("Content-Length", "")
+    return int(text) if text.isdecimal() else None
+
+
+def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ModuleNotFoundError as error:
+        raise checks.missing_package(url, "fsspec") from error
+    try:
+        return fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        raise checks.missing_package(url, str(error)) from error
+    except ValueError as error:
+        raise checks.unknown_protocol(url, error) from error

@@ -1,0 +1,140 @@
+"""Uploads the finished shards of a writer in a background thread.
+
+A line of RANK.uploaded names each shard that was uploaded, so that a writer which was killed
+continues with the other shards. After its last shard, a writer uploads store.index, which lists the
+uploaded shards of all ranks that share the folder. So a reader never finds a shard in store.index
+that was not uploaded.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from . import file_checks
+from . import remote_checks as checks
+from .folder import SHARD, shard_files
+from .format import Header
+from .listing import INDEX, Listing, listing_of
+from .lock import Lock
+from .remote import Remote, is_address
+
+ATTEMPTS = 8  # attempts per file; the waits between the attempts take one minute in total
+
+
+class Uploads:
+    """The uploads of one writer. `finish` returns when all shards of the writer are uploaded."""
+
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        rank: int,
+        header: Header,
+        options: Mapping[str, Any] | None = None,
+    ):
+        checks.upload_address(url, is_address(url))
+        self.remote = Remote(url, attempts=ATTEMPTS, options=options)
+        checks.can_write(url, self.remote.is_http)
+        self.folder, self.rank, self.header = folder, rank, header
+        self.record = folder / f"{rank}.uploaded"
+        self.failed: dict[Path, Exception] = {}
+        self._waiting: queue.Queue[Path | None] = queue.Queue()
+        self._stopping = threading.Event()
+        self.remote.pause = self._pause
+        self._check_address()
+        done = _recorded(self.record, self.remote.url)
+        for path in shard_files(folder):
+            if path.name.partition("-")[0] == str(rank) and path.name not in done:
+                self._waiting.put(path)
+        self._thread = threading.Thread(target=self._run, name="logitless upload", daemon=True)
+        self._thread.start()
+
+    def add(self, path: Path) -> None:
+        """Uploads a shard soon. The caller does not wait."""
+        self._waiting.put(path)
+
+    def finish(self) -> None:
+        """Waits for all uploads, and then uploads store.index.
+
+        Raises an OSError that names the shards that were not uploaded.
+        """
+        self._waiting.put(None)
+        self._thread.join()
+        for path in list(self.failed):  # shards that failed get another turn
+            self._upload(path)
+        if self.failed:
+            names = sorted(path.name for path in self.failed)
+            error = next(iter(self.failed.values()))
+            raise checks.not_uploaded(self.remote.url, names, error) from error
+        self._upload_index()
+
+    def stop(self) -> None:
+        """Ends after the upload that is under way, without waiting for it."""
+        self._stopping.set()
+        self._waiting.put(None)
+
+    def _run(self) -> None:
+        while (path := self._waiting.get()) is not None and not self._stopping.is_set():
+            self._upload(path)
+
+    def _upload(self, path: Path) -> None:
+        try:
+            self.remote.write(path, path.name)
+            line = json.dumps({"url": self.remote.url, "name": path.name})
+            with open(self.record, "a") as file:
+                # The line begins with a line break, because a killed writer may have left a part
+                # of a line.
+                file.write(f"\n{line}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            self.failed.pop(path, None)
+        except Exception as error:  # reported by `finish`
+            self.failed[path] = error
+
+    def _upload_index(self) -> None:
+        with Lock(self.folder / "store.lock", wait=True):
+            self._check_address()
+            before = {path.name for path in self.folder.glob("store-*.lookup")}
+            done = set()
+            for record in self.folder.glob("*.uploaded"):
+                done |= _recorded(record, self.remote.url)
+            files = [path for path in shard_files(self.folder) if path.name in done]
+            lookup = listing_of(self.folder, self.header, files).lookup.name
+            for name in (lookup, "store.json", INDEX):
+                self.remote.write(self.folder / name, name)
+            for name in before - {lookup}:
+                self.remote.remove(name)
+
+    def _check_address(self) -> None:
+        """Refuses an address that has another store, whose files the upload would replace."""
+        try:
+            listing = self.remote.read(INDEX, Listing.of_bytes)
+        except FileNotFoundError:
+            return
+        where = self.remote.address(INDEX)
+        file_checks.same_header(where, listing.header, self.header, self.folder)
+        for shard in listing.shards:
+            path = self.folder / shard.file.name
+            same = path.is_file() and path.stat().st_size == shard.file.bytes
+            checks.own_address(self.remote.url, shard.file.name, same)
+
+    def _pause(self, seconds: float) -> None:
+        if self._stopping.wait(seconds):
+            raise InterruptedError("the upload was stopped")
+
+
+def _recorded(record: Path, url: str) -> set[str]:
+    """The names of the shards that were uploaded to an address."""
+    found = set()
+    with contextlib.suppress(FileNotFoundError):
+        for line in record.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):  # the part of a line that a killed writer left
+                fields = json.loads(line)
+                if isinstance(fields, dict) and fields.get("url") == url:
+                    found.add(str(fields.get("name")))
+    return {name for name in found if SHARD.fullmatch(name)}

@@ -1,0 +1,231 @@
+"""The statistic "rank": how many logits of a row are greater than the logit of the row's id.
+
+The fuzzer (tests/differential) and the calls of tests/support/calls.py cover rank over every source
+and several ranks. Here are its definition for odd logits, and the metrics of the docs.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.heads import choose_cut, products
+from logitless.heads.choose_cut import Cut
+from logitless.kernels import config
+from tests.support.rank_threads import on_ranks
+from tests.support.sources import SOURCES
+
+N, D, V = 6, 5, 101
+INF, NAN = math.inf, math.nan
+
+
+def by_definition(x, ids, softcap=None):
+    """Counts in fp64. A NaN is greater than every number, and than NaN."""
+    y = x.double()
+    y = y if softcap is None else softcap * torch.tanh(y / softcap)
+    return (~(y <= y.gather(-1, ids.long().unsqueeze(-1)))).sum(-1)
+
+
+def odd_logits(device):
+    """Rows with equal logits, infinities and NaN, and the rank of each row's id."""
+    x = torch.arange(V, device=device, dtype=torch.float32).flip(0).repeat(9, 1)
+    ids = torch.full((9,), 7, device=device)
+    want = [7] * 9
+    x[1, 3], want[1] = x[1, 7], 6  # an equal logit is not greater
+    x[2] = -INF
+    want[2] = 0
+    x[3, 7], want[3] = -INF, V - 1
+    x[4, 7], x[4, 90], want[4] = INF, INF, 0
+    x[5, 60], want[5] = NAN, 8  # a NaN counts as greater
+    x[6, 7], want[6] = NAN, V
+    x[7], want[7] = NAN, V
+    ids[8], want[8] = -100, -1
+    return x, ids, want
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.usefixtures("small_blocks")
+def test_odd_logits(splits, device):
+    x, ids, want = odd_logits(device)
+    with config.override(splits=splits):
+        for form in (ids, ids.int(), torch.stack((ids, ids * 0, ids), 1)):
+            for start in (0, 1):  # a slice, whose rows are not aligned
+                wide = torch.zeros(len(x), V + 3, device=device)
+                wide[:, start : start + V] = x
+                got = ll.row_stats(wide[:, start : start + V], form, rank=True)
+                assert got.rank.dtype == torch.int64
+                assert got.rank.tolist() == want
+                assert got.argmax is None
+
+
+@pytest.mark.parametrize("widths", [(0, 40, 61), (101, 0)], ids=str)
+@pytest.mark.usefixtures("impl")
+def test_odd_logits_over_ranks(widths, device):
+    x, ids, want = odd_logits(device)
+
+    def work(ranks):
+        start = sum(widths[: ranks.index])
+        own = x[:, start : start + widths[ranks.index]]
+        one = ll.row_stats(ll.VocabShard(own, ranks), ids, rank=True).rank
+        several = torch.stack((ids, ids * 0), 1)
+        return one.tolist(), ll.row_stats(ll.VocabShard(own, ranks), several, rank=True).rank
+
+    for one, several in on_ranks(len(widths), work):
+        assert one == want
+        assert several.tolist() == want
+
+
+@pytest.mark.usefixtures("impl", "nobody_looks")
+@pytest.mark.parametrize("shard", [False, True])
+def test_an_id_out_of_range_ranks_last(shard, device):
+    x = torch.randn(3, V, device=device)
+    ids = torch.tensor([V, -7, 4], device=device)
+    got = ll.row_stats(ll.VocabShard(x) if shard else x, ids, rank=True).rank
+    assert got.tolist() == [V, V, by_definition(x, ids.clamp(0, 4))[2]]
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize(
+    ("by", "dtype"), [("eager", torch.float64), *itertools.product(("eager", "triton"), DTYPES)]
+)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_dtypes(by, dtype, softcap, device):
+    """16-bit logits have many equal numbers. A softcap keeps equal logits equal."""
+    x = (torch.randn(N, V, device=device) * 2).to(dtype)
+    ids = torch.randint(0, V, (N,), device=device)
+    with ll.impl(by):
+        got = ll.row_stats(x, ids, rank=True, softcap=softcap, temperature=0.3).rank
+    assert torch.equal(got, by_definition(x, ids))
+
+
+@pytest.mark.usefixtures("impl")
+def test_saturated_logits_are_equal(device):
+    """Logits are compared after the softcap: 900 and 1000 are both 2 after a softcap of 2."""
+    x = torch.tensor([[1.0, 900.0, 1000.0]], device=device)
+    ids = torch.tensor([1], device=device)
+    assert ll.row_stats(x, ids, rank=True).rank.item() == 1
+    assert ll.row_stats(x, ids, rank=True, softcap=2.0).rank.item() == 0
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_beside_a_loss(source, reduction, device):
+    h = torch.randn(N, D, device=device, requires_grad=True)
+    w = torch.randn(V, D, device=device, requires_grad=True)
+    target = torch.randint(0, V, (N,), device=device)
+    target[1] = -100
+    x = SOURCES[source](h, w)
+    loss, scores = ll.cross_entropy_and_scores(x, target, reduction=reduction, rank=True)
+    want, plain = ll.cross_entropy_and_scores(SOURCES[source](h, w), target, reduction=reduction)
+    assert plain.rank is None
+    assert torch.equal(scores.argmax, plain.argmax)
+    for a, b in zip(*(torch.autograd.grad(t.sum(), (h, w)) for t in (loss, want)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    rank = by_definition(h @ w.T, target.clamp_min(0))
+    rank[1] = -1
+    assert torch.equal(scores.rank, rank)
+    assert torch.equal(ll.score(SOURCES[source](h, w), target, rank=True).rank, rank)
+
+
+@pytest.mark.parametrize("cut", [Cut(N, 16), Cut(4, 32), Cut(N, on_chip=True), Cut(2)], ids=str)
+def test_cuts_of_a_head(cut, device):
+    """A head cut by columns, or computed on the chip, computes whole rows for a rank."""
+    h, w = torch.randn(N, D, device=device), torch.randn(V, D, device=device)
+    target = torch.randint(0, V, (N,), device=device)
+
+    def choose(work):
+        return cut if work.merges else Cut(3)
+
+    with choose_cut.override(choose):
+        got = ll.row_stats(ll.LinearLogits(h, w), target, rank=True).rank
+    assert torch.equal(got, by_definition(h @ w.T, target))
+
+
+def test_a_mean_beside_a_rank_takes_three_gemms(monkeypatch, device):
+    seen = []
+    for module, name in ((torch, "mm"), (torch, "addmm"), (products, "dense_logits")):
+        function = getattr(module, name)
+
+        def record(*args, function=function, **kwargs):
+            seen.append(function)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, record)
+    h = torch.randn(N, D, device=device, requires_grad=True)
+    w = torch.randn(V, D, device=device, requires_grad=True)
+    target = torch.randint(0, V, (N,), device=device)
+    ll.cross_entropy_and_scores(ll.LinearLogits(h, w), target, rank=True)[0].backward()
+    assert len(seen) == 3
+
+
+@pytest.mark.usefixtures("impl")
+def test_in_a_formula(device):
+    """The rank is a constant of the formula, and its metrics are results of row_loss."""
+    x = torch.randn(N, V, device=device, requires_grad=True)
+    target = torch.randint(0, V, (N,), device=device)
+    target[2] = -100
+
+    def formula(stats):
+        return -stats.logprob / (1 + stats.rank), stats.rank, stats.rank < 10
+
+    loss, rank, hit = ll.row_loss(formula, x, target, rank=True, reduction="sum")
+    live = target != -100
+    want = by_definition(x, target.clamp_min(0))
+    assert torch.equal(rank, torch.where(live, want, -1))
+    assert torch.equal(hit, live & (want < 10))
+    (d,) = torch.autograd.grad(loss, x)
+    nll = torch.nn.functional.cross_entropy(x, target, reduction="none", ignore_index=-100)
+    (d_want,) = torch.autograd.grad((nll / (1 + want)).sum(), x)
+    torch.testing.assert_close(d, d_want, rtol=1e-5, atol=1e-6)
+
+
+def test_metrics_of_the_docs():
+    """Recall, reciprocal rank and NDCG of one relevant item, by sorting."""
+    x, ids = torch.randn(50, V), torch.randint(0, V, (50,))
+    rank = ll.row_stats(x, ids, rank=True).rank
+    place = (x.argsort(-1, descending=True) == ids[:, None]).int().argmax(-1)
+    assert torch.equal(rank, place)
+    top = x.topk(10, -1).indices
+    assert torch.equal(rank < 10, (top == ids[:, None]).any(-1))
+
+
+def test_compiled(device):
+    x = torch.randn(N, V, device=device)
+    target = torch.randint(0, V, (N,), device=device)
+    want = by_definition(x, target)
+    assert torch.equal(torch.compile(ranks, backend="eager", fullgraph=True)(x, target), want)
+    h, w = torch.randn(N, D, device=device), torch.randn(V, D, device=device)
+    loss, rank = torch.compile(scored, backend="aot_eager", fullgraph=True)(h, w, target)
+    want, scores = ll.cross_entropy_and_scores(h @ w.T, target, rank=True)
+    torch.testing.assert_close(loss, want)
+    assert torch.equal(rank, scores.rank)
+
+
+def ranks(x, target):
+    return ll.row_stats(x, target, rank=True).rank
+
+
+def scored(h, w, target):
+    loss, scores = ll.cross_entropy_and_scores(ll.LinearLogits(h, w), target, rank=True)
+    return loss, scores.rank
+
+
+def test_no_rows(impl, device):
+    x, ids = torch.randn(0, V, device=device), torch.zeros(0, dtype=torch.int64, device=device)
+    assert ll.row_stats(x, ids, rank=True).rank.shape == (0,)
+
+
+def test_bad_arguments():
+    x = torch.randn(2, V)
+    with pytest.raises(ValueError, match="ids must be given if rank=True, got None"):
+        ll.row_stats(x, rank=True)
+    with pytest.raises(ValueError, match=r"at least one id per row if rank=True, got \(2, 0\)"):
+        ll.row_stats(x, torch.zeros(2, 0, dtype=torch.int64), rank=True)
+    with pytest.raises(TypeError, match="rank must be True or False, got 'yes'"):
+        ll.score(x, torch.tensor([0, 1]), rank="yes")
+    with pytest.raises(IndexError, match=r"ids must be in \[0, 101\)"):
+        ll.row_stats(x, torch.tensor([0, V]), rank=True)

@@ -1,0 +1,190 @@
+"""The cache: its limit, which files it deletes, and several processes that share it."""
+
+import hashlib
+import os
+import threading
+
+import pytest
+import torch
+
+from logitless.store import Store, cache
+from logitless.store.cache import Cache, default_folder
+from logitless.store.lock import Lock
+from logitless.store.remote import Listed
+from tests.support import forked, stores
+from tests.support.patience import HANG
+from tests.support.servers import served_store
+from tests.support.stores import LENGTHS, documents
+
+
+def file_of(text: bytes, size: int = 100) -> tuple[Listed, bytes]:
+    data = text * size
+    return Listed(text.decode(), len(data), hashlib.sha256(data).hexdigest()), data
+
+
+FILES = dict(file_of(bytes([letter])) for letter in b"abcdef")
+A, B, C, *_ = FILES
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A cache with room for three files, and the list of files that were fetched."""
+    fetched = []
+
+    def fetch(listed, into):
+        fetched.append(listed.name)
+        into.write(FILES[listed])
+
+    found = Cache(tmp_path / "cache", 300)
+    return found, fetch, fetched
+
+
+def read(small, listed) -> None:
+    found, fetch, _ = small
+    with found.reading(listed, fetch) as path:
+        assert path.read_bytes() == FILES[listed]
+
+
+def held(found: Cache) -> set[str]:
+    return {listed.name for listed in FILES if found.has(listed)}
+
+
+def size(found: Cache) -> int:
+    return sum(p.stat().st_size for p in found.folder.iterdir() if p.suffix != ".lock")
+
+
+class TestRoom:
+    def test_a_file_is_fetched_once(self, small):
+        read(small, A)
+        read(small, A)
+        assert small[2] == ["a"]
+
+    def test_the_least_recently_used_file_goes(self, small):
+        a, b, c, d, e, _ = FILES
+        for n, listed in enumerate((a, b, c)):
+            read(small, listed)
+            os.utime(small[0].folder / listed.sha256, (n, n))
+        read(small, a)  # now the file that was used last
+        read(small, d)
+        assert held(small[0]) == {"a", "c", "d"}
+        read(small, e)
+        assert held(small[0]) == {"a", "d", "e"}
+        assert size(small[0]) == 300
+
+    def test_an_open_file_stays(self, small):
+        found, fetch, _ = small
+        a, b, c, d, e, f = FILES
+        with found.reading(a, fetch) as path:
+            for listed in (b, c, d, e, f):
+                read(small, listed)
+                assert size(found) <= 300
+            assert path.read_bytes() == FILES[a]
+        assert "a" in held(found)
+
+    def test_no_room_until_a_reader_ends(self, small, monkeypatch):
+        """A thread waits for room. It does not exceed the limit, and deletes no open file."""
+        found, fetch, fetched = small
+        a, b, c, d, *_ = FILES
+        waited, ended = threading.Event(), threading.Event()
+        monkeypatch.setattr(cache.time, "sleep", lambda _: (waited.set(), ended.wait(0.01)))
+        with found.reading(a, fetch), found.reading(b, fetch):
+            with found.reading(c, fetch):
+                thread = threading.Thread(target=read, args=(small, d))
+                thread.start()
+                assert waited.wait(HANG)
+                assert held(found) == {"a", "b", "c"}
+                assert "d" not in fetched
+            thread.join(HANG)
+            assert held(found) == {"a", "b", "d"}
+
+    def test_a_failed_fetch_leaves_nothing(self, small):
+        found, _, _ = small
+
+        def fail(listed, into):
+            into.write(b"half")
+            raise OSError("broken")
+
+        with pytest.raises(OSError, match="broken"), found.reading(A, fail):
+            pass
+        assert size(found) == 0
+        read(small, A)
+
+    def test_parts_of_killed_processes_are_deleted(self, small):
+        found, _, _ = small
+        (found.folder / f"{A.sha256}.part").write_bytes(bytes(250))
+        read(small, B)
+        assert size(found) == 100
+        (found.folder / f"{C.sha256}.part").write_bytes(b"old")
+        read(small, C)
+        assert held(found) == {"b", "c"}
+
+    def test_a_part_counts_with_its_full_size(self, small):
+        found, _, _ = small
+
+        def look(listed, into):
+            assert size(found) == 100
+            into.write(FILES[listed])
+
+        found.fetched(A, look)
+
+    def test_folders(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("LOGITLESS_CACHE", str(tmp_path / "chosen"))
+        assert Cache().folder == tmp_path / "chosen"
+        assert Cache().limit == 1 << 36
+        monkeypatch.delenv("LOGITLESS_CACHE")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert default_folder() == tmp_path / "logitless"
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert default_folder() == tmp_path / ".cache/logitless"
+
+
+class TestLock:
+    def test_shared(self, tmp_path):
+        path = tmp_path / "a.lock"
+        refused = pytest.raises(ValueError, match="must have one writer at a time")
+        with Lock(path, shared=True), Lock(path, shared=True), refused:
+            Lock(path)
+        with Lock(path), pytest.raises(ValueError, match="must have one writer at a time"):
+            Lock(path, shared=True)
+        Lock(path).release()
+
+
+def _epoch(rank: int, url: str, folder: str, limit: int) -> list[float]:
+    """Reads all documents several times, each process in another order."""
+    store = Store(url, cache=folder, cache_bytes=limit)
+    sums = torch.zeros(len(store), dtype=torch.float64)
+    for turn in range(6):
+        order = range(len(store)) if (rank + turn) % 2 else range(len(store) - 1, -1, -1)
+        for i in order:
+            _, targets = store[i]
+            sums[i] = targets.logprobs.double().sum() + targets.ids.double().sum()
+            total = [p.stat().st_size for p in Cache(folder).folder.glob("?" * 64)]
+            assert sum(total) <= limit
+    return sums.tolist()
+
+
+class TestProcesses:
+    def test_two_processes_share_a_cache(self, tmp_path):
+        """With room for all shards, each shard is fetched once by one of the two processes."""
+        local = stores.write(tmp_path / "store", documents(*LENGTHS), shard_bytes=2000)
+        want = _sums(local)
+        with served_store(local) as server:
+            folder = str(tmp_path / "cache")
+            assert forked.together(2, _epoch, server.url, folder, 10**6) == [want, want]
+            shards = [n for name, n in server.requests.items() if name.endswith(".safetensors")]
+            assert shards == [1] * len(local.shards)
+
+    def test_a_cache_with_room_for_one_or_two_shards(self, tmp_path):
+        """Files are deleted all the time, and all rows are right."""
+        local = stores.write(tmp_path / "store", documents(*LENGTHS), shard_bytes=2000)
+        want, limit = _sums(local), max(shard.bytes for shard in local.shards) + 1500
+        with served_store(local) as server:
+            folder = str(tmp_path / "cache")
+            assert forked.together(2, _epoch, server.url, folder, limit) == [want, want]
+            assert sum(server.requests.values()) > 2 + len(local.shards)
+
+
+def _sums(store) -> list[float]:
+    rows = (store[i][1] for i in range(len(store)))
+    return [float(t.logprobs.double().sum() + t.ids.double().sum()) for t in rows]

@@ -1,0 +1,120 @@
+"""Shards are fetched before they are read."""
+
+import threading
+
+import pytest
+import torch
+
+from logitless.store import Store
+from logitless.store.prefetch import Prefetch
+from tests.support import stores
+from tests.support.patience import HANG
+from tests.support.servers import served_store
+from tests.support.stores import LENGTHS, documents
+
+
+def wait_for_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("logitless prefetch"):
+            thread.join(HANG)
+
+
+class Shards:
+    """Shards of which tests can see which threads have begun to fetch them."""
+
+    def __init__(self, n: int):
+        self.begun: list[int] = []
+        self.done: set[int] = set()
+        self.prefetch = Prefetch(n, self.done.__contains__, self.fetch)
+
+    def fetch(self, number: int) -> None:
+        self.begun.append(number)
+        self.done.add(number)
+
+    def only(self, *numbers: int) -> bool:
+        """Whether exactly these shards were fetched, once all threads have ended."""
+        wait_for_threads()
+        return sorted(self.begun) == sorted(numbers)
+
+
+class TestOrder:
+    def test_in_order(self):
+        shards = Shards(6)
+        shards.prefetch.reading(0)
+        assert shards.only(1, 2)
+        shards.prefetch.reading(0)
+        assert shards.only(1, 2)
+        shards.prefetch.reading(1)
+        assert shards.only(1, 2, 3)
+        for number in (2, 3, 4, 5):
+            shards.prefetch.reading(number)
+        assert shards.only(1, 2, 3, 4, 5)
+
+    def test_reading_here_and_there_fetches_nothing(self):
+        shards = Shards(9)
+        for number in (4, 2, 7, 3):
+            shards.prefetch.reading(number)
+        assert shards.only()
+        shards.prefetch.reading(4)  # the shard after 3
+        assert shards.only(5, 6)
+
+    def test_a_known_order(self):
+        shards = Shards(6)
+        shards.prefetch.follow(torch.tensor([5, 0, 3, 0, 1]), 2)
+        assert shards.only(5, 0)
+        shards.prefetch.reading(5)
+        assert shards.only(5, 0, 3)
+        shards.prefetch.reading(0)
+        assert shards.only(5, 0, 3, 1)  # the next two shards, except 0, which is being read
+        shards.prefetch.reading(3)
+        assert shards.only(5, 0, 3, 1)
+
+    def test_all_shards(self):
+        shards = Shards(3)
+        shards.prefetch.follow(None, 2)
+        assert shards.only(0, 1)
+
+    def test_a_failure_is_left_to_the_reader(self):
+        def fail(number):
+            raise OSError("broken")
+
+        prefetch = Prefetch(3, lambda number: False, fail)
+        prefetch.reading(0)
+        wait_for_threads()
+        assert prefetch._fetching() == set()
+
+
+class TestStore:
+    @pytest.fixture
+    def local(self, tmp_path):
+        return stores.write(tmp_path / "store", documents(*LENGTHS), shard_bytes=2000)
+
+    def test_a_known_order(self, local, tmp_path):
+        with served_store(local) as server:
+            remote = Store(server.url, cache=tmp_path / "cache")
+            remote.prefetch([4, 0, 4, 4], ahead=1)
+            wait_for_threads()
+            name = local.shards[-1].path.name
+            assert server.requests == {"store.index": 1, name: 1}
+            remote[4]
+            wait_for_threads()
+            assert server.requests["0-000000.safetensors"] == 1
+
+    @pytest.mark.parametrize(
+        ("order", "ahead", "words"),
+        [
+            ([0, 5], 2, r"order must list numbers of documents in \[0, 5\), got 5"),
+            ([-1], 2, r"order must list numbers of documents in \[0, 5\), got -1"),
+            ([0.5], 2, "order must"),
+            (torch.zeros(2, 2).long(), 2, r"order must have the shape \(n,\), got \(2, 2\)"),
+            (None, 0, r"ahead must lie in \[1, 1000\], got 0"),
+        ],
+    )
+    def test_arguments(self, order, ahead, words, local):
+        with pytest.raises((TypeError, ValueError), match=words):
+            local.prefetch(order, ahead=ahead)
+
+    def test_a_local_store(self, local):
+        local.prefetch()
+        local.prefetch(range(5))
+        local.prefetch([])
