@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import nn
+from .contrastive.info_nce import contrastive
+from .contrastive.sigmoid import sigmoid_contrastive
 from .core.choose_backend import impl
 from .core.invariant import invariant
 from .lazy.fuse import fuse, is_fused, unfuse
@@ -53,6 +55,7 @@ __all__ = [
     "VocabShard",
     "capture_sampled",
     "capture_topk",
+    "contrastive",
     "cross_entropy",
     "cross_entropy_and_scores",
     "entropy",
@@ -75,6 +78,7 @@ __all__ = [
     "row_loss",
     "row_stats",
     "score",
+    "sigmoid_contrastive",
     "slot_loss",
     "soft_cross_entropy",
     "store",

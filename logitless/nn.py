@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .contrastive.modules import ContrastiveLoss, SigmoidContrastiveLoss
 from .core import call as _call
 from .core import option_checks as _option_checks
 from .core import tensor_checks as _checks
@@ -19,6 +20,7 @@ from .losses import sparse_teacher as distill
 from .losses import statistics
 
 __all__ = [
+    "ContrastiveLoss",
     "CrossEntropyLoss",
     "Entropy",
     "FusedHead",
@@ -27,6 +29,7 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LogSumExp",
     "Score",
+    "SigmoidContrastiveLoss",
     "TVDLoss",
     "TokenLogprobs",
     "TopKDistillLoss",

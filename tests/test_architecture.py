@@ -15,14 +15,15 @@ FLOORS = (  # from the lowest; a room imports from lower floors alone
     ("core",),
     ("heads", "targets"),
     ("losses", "parallel"),
-    ("lazy",),
+    ("contrastive", "lazy"),
     ("nn", "on_policy", "store", "trl_head"),
     ("__init__", "hf"),
     ("cli",),
     ("__main__",),
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
-INNER = ("core", "heads", "targets", "losses", "parallel", "lazy")  # rooms that export nothing
+# Rooms that export nothing.
+INNER = ("core", "heads", "targets", "losses", "parallel", "contrastive", "lazy")
 
 # Imports inside functions: which file imports from which room, and why not at its head.
 INSIDE_FUNCTIONS = {

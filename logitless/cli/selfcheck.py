@@ -98,13 +98,13 @@ def naive_renorm(x, ids, _):
     return (logp.exp() * (logp - log_q)).sum(-1)
 
 
-def head_of(other: Tensor) -> Tensor:
-    """A weight of shape (16, D).
+def head_of(other: Tensor, classes: int = 16) -> Tensor:
+    """A weight of shape (classes, D).
 
     Each row has one nonzero entry, 1 or -0.5, so that the logits have no rounding errors.
     """
-    rows = torch.arange(16, device=other.device)
-    weight = other.new_zeros((16, other.shape[1]))
+    rows = torch.arange(classes, device=other.device)
+    weight = other.new_zeros((classes, other.shape[1]))
     weight[rows, rows % other.shape[1]] = torch.where(rows % 2 == 0, 1.0, -0.5).to(other.dtype)
     return weight
 
@@ -236,6 +236,22 @@ def naive_with_scores(x, ids, _):
     return torch.stack((formulas.cross_entropy(x, ids), *scores), -1)
 
 
+def by_pairs(x, ids, other):
+    b, labels = head_of(other, len(x)), ids % 3
+    return ll.contrastive(x, b, labels=labels, reduction="none")
+
+
+def naive_by_pairs(x, ids, other):
+    same, one = (ids % 3)[:, None] == ids % 3, torch.eye(len(x), device=x.device)
+    z = (x @ head_of(other, len(x)).T).masked_fill(same & (one == 0), -torch.inf)
+    return (z.logsumexp(1) + z.logsumexp(0)) / 2 - z.diagonal()
+
+
+def naive_by_sigmoids(x, _, other):
+    sign = 1 - 2 * torch.eye(len(x), device=x.device, dtype=x.dtype)
+    return F.softplus(sign * (x @ head_of(other, len(x)).T - 1)).sum(1)
+
+
 CHECKS = (
     Check("logsumexp", lambda x, *_: ll.logsumexp(x), lambda x, *_: x.logsumexp(-1)),
     Check("entropy", lambda x, *_: ll.entropy(x), lambda x, *_: naive_entropy(x)),
@@ -302,6 +318,12 @@ CHECKS = (
         ),
     ),
     Check("linear_cross_entropy, fp32", in_fp32, naive_over_a_head),
+    Check("contrastive", by_pairs, naive_by_pairs),
+    Check(
+        "sigmoid_contrastive",
+        lambda x, _, t: ll.sigmoid_contrastive(x, head_of(t, len(x)), bias=-1.0, reduction="none"),
+        naive_by_sigmoids,
+    ),
     Check("invariant", invariantly, naive_over_a_head),
     Check("fuse", by_a_fused_model, naive_over_a_head),
     Check(

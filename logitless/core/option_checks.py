@@ -23,7 +23,7 @@ def _number(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a number, got {value!r}.")
 
 
-def _between(name: str, value: Any, least: float, most: float) -> None:
+def between(name: str, value: Any, least: float, most: float) -> None:
     _number(name, value)
     if not least <= value <= most:
         raise ValueError(f"{name} must be in [{least:g}, {most:g}], got {value}.")
@@ -32,30 +32,30 @@ def _between(name: str, value: Any, least: float, most: float) -> None:
 def temperature(value: Any) -> None:
     if isinstance(value, Tensor):
         raise TypeError("temperature must be one number for all rows, got a Tensor.")
-    _between("temperature", value, LEAST, MOST)
+    between("temperature", value, LEAST, MOST)
 
 
 def proposal(value: Any) -> None:
     """Checks the exponent of the probabilities from which `capture_sampled` draws."""
-    _between("proposal", value, LEAST, MOST)
+    between("proposal", value, LEAST, MOST)
 
 
 def softcap(value: Any) -> None:
     if value is not None:
-        _between("softcap", value, LEAST, MOST)
+        between("softcap", value, LEAST, MOST)
 
 
 def z_loss(value: Any) -> None:
-    _between("z_loss", value, 0, MOST)
+    between("z_loss", value, 0, MOST)
 
 
 def fraction(name: str, value: Any) -> None:
-    _between(name, value, 0, 1)
+    between(name, value, 0, 1)
 
 
 def factor(name: str, value: Any) -> None:
     """Checks `ce_weight` or `kd_weight`, each of which multiplies one term of a loss."""
-    _between(name, value, -MOST, MOST)
+    between(name, value, -MOST, MOST)
 
 
 def ignore_index(value: Any) -> None:

@@ -1,5 +1,11 @@
 """The backend in plain PyTorch, which is the default on CPUs, and on every device for fp64."""
 
+from .contrastive import (
+    contrastive_finish,
+    contrastive_gradient,
+    contrastive_read,
+    sigmoid_contrastive,
+)
 from .gather import gather, gather_gradient
 from .pair import merge_pairs, pair_finish, pair_gradient, pair_join, pair_partial, pair_read
 from .row_gemm import row_gemm
@@ -24,6 +30,9 @@ __all__ = [
     "above",
     "can_accumulate",
     "coefficients",
+    "contrastive_finish",
+    "contrastive_gradient",
+    "contrastive_read",
     "cross_entropy",
     "finish",
     "gather",
@@ -49,6 +58,7 @@ __all__ = [
     "scale_",
     "scale_two_",
     "share",
+    "sigmoid_contrastive",
     "slots",
     "topk",
     "weighted_nll",

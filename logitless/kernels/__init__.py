@@ -1,6 +1,8 @@
 """The Triton backend. Its files import only contract.py and eager/ from the rest of the package."""
 
 from .blockfp_gemm import accumulate, can_accumulate, exponents
+from .contrastive_bwd import contrastive_gradient
+from .contrastive_fwd import contrastive_finish, contrastive_read
 from .duplicate_ids import with_repeats
 from .gather import gather, gather_gradient
 from .host import gradient, one_pass, read, scale_, scale_two_
@@ -12,6 +14,7 @@ from .pair_fwd import pair_finish, pair_partial, pair_read
 from .reduce import reduce, share
 from .row_gemm import row_gemm
 from .sampled import sampled
+from .sigmoid_contrastive import sigmoid_contrastive
 from .slot_divergence import slots
 from .smoothing_z_loss import cross_entropy, label_coefficients, label_mass, weighted_nll
 from .stats_coefficients import coefficients
@@ -26,6 +29,9 @@ __all__ = [
     "accumulate",
     "can_accumulate",
     "coefficients",
+    "contrastive_finish",
+    "contrastive_gradient",
+    "contrastive_read",
     "cross_entropy",
     "exponents",
     "finish",
@@ -52,6 +58,7 @@ __all__ = [
     "scale_",
     "scale_two_",
     "share",
+    "sigmoid_contrastive",
     "slots",
     "topk",
     "weighted_nll",

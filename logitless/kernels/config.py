@@ -282,6 +282,47 @@ def narrow_splits(
     return overridden(cut._replace(splits=splits))
 
 
+def contrastive_fwd(rows: int, columns: int, itemsize: int) -> Config:
+    """Each warp reads one row of a tile with 16 bytes per thread: 512 bytes per row.
+
+    A program reads `span` rows of a strip of `block_v` columns. The more rows, the fewer states of
+    columns are written and merged.
+    """
+    lanes = min(8, ceil_pow2(rows))
+    cut = Config(
+        min(512 // itemsize, ceil_pow2(columns)), 8, span=512, block_n=min(32, ceil_pow2(rows))
+    )
+    cut = overridden(cut)
+    cut = cut._replace(block_n=max(cut.block_n, lanes))
+    return cut._replace(span=ceil_div(cut.span, cut.block_n) * cut.block_n)
+
+
+def contrastive_merge() -> Config:
+    """A program merges `block_n` states of `block_v` rows or columns at a time."""
+    return overridden(Config(32, 4, block_n=32))
+
+
+def contrastive_bwd(rows: int, columns: int, itemsize: int) -> Config:
+    """A program overwrites `span` rows of a strip of `block_v` columns, `block_n` rows at a time.
+
+    The normalisers of the columns stay in registers.
+    """
+    cut = Config(
+        min(1024 // itemsize, ceil_pow2(columns)), 8, span=64, block_n=min(8, ceil_pow2(rows))
+    )
+    cut = overridden(cut)
+    return cut._replace(span=ceil_div(cut.span, cut.block_n) * cut.block_n)
+
+
+def sigmoid_contrastive(rows: int, columns: int, itemsize: int) -> Config:
+    """Each warp reads one row of a tile with 16 bytes per thread. Row sums stay inside a warp."""
+    cut = Config(
+        min(512 // itemsize, ceil_pow2(columns)), 8, span=64, block_n=min(16, ceil_pow2(rows))
+    )
+    cut = overridden(cut)
+    return cut._replace(span=ceil_div(cut.span, cut.block_n) * cut.block_n)
+
+
 @functools.cache
 def memory(device: torch.device) -> int:
     """The bytes of shared memory that one program can use."""

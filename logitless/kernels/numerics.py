@@ -81,7 +81,7 @@ def _tanh(u, IN: tl.constexpr):
 
 
 @triton.jit
-def _rounded_product(a, b):
+def rounded_product(a, b):
     """Returns a · b, rounded to fp32 before any further arithmetic.
 
     With the operator *, the compiler could contract y = a · b and a later difference y - max(y)
@@ -106,7 +106,7 @@ def capped(x, softcap):
     y = x.to(tl.float32)
     if softcap is not None:
         t = _tanh(y * (1.0 / softcap), x.dtype)
-        return _rounded_product(softcap, t), 1.0 - t * t
+        return rounded_product(softcap, t), 1.0 - t * t
     else:
         return y, 1.0
 

@@ -1,6 +1,7 @@
 """The ranks of a process group that share a vocabulary, and the collectives between them."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,30 @@ class Ranks:
             local, _reduce_scatter(local, t.contiguous(), group=self.group, async_op=True)
         )
 
+    def shift(self, tensors: Sequence[Tensor], rows: int, tag: int = 0) -> "_Arrivals":
+        """Starts to send tensors to the next rank, and to receive those of the previous rank.
+
+        wait() returns the received tensors, which have `rows` rows. Shifts that run at the same
+        time need different tags: a shift of k tensors uses the tags from `tag` to `tag + k - 1`.
+        """
+        if self.by_cpu and any(t.is_cuda for t in tensors):
+            moved = self.shift([t.cpu() for t in tensors], rows, tag).wait()
+            return _Arrivals([t.to(s.device) for t, s in zip(moved, tensors, strict=True)], ())
+        after, before = (
+            dist.get_global_rank(self.group, (self.index + step) % self.count)  # pyright: ignore
+            for step in (1, -1)
+        )
+        sent = [t.contiguous() for t in tensors]
+        got = [torch.empty((rows, *t.shape[1:]), device=t.device, dtype=t.dtype) for t in sent]
+        operations = [
+            dist.P2POp(function, t, peer, self.group, number)
+            for function, some, peer in ((dist.isend, sent, after), (dist.irecv, got, before))
+            for number, t in enumerate(some, tag)
+            if t.numel()
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return _Arrivals(got, works, sent)
+
     # --- checks for LOGITLESS_CHECK=1; same_call.py writes the texts that ranks compare
 
     def agree(self, text: str) -> None:
@@ -95,6 +120,9 @@ class Alone(Ranks):
     def reduce_scatter(self, t: Tensor) -> "_Slice":
         return _Slice(t)
 
+    def shift(self, tensors: Sequence[Tensor], rows: int, tag: int = 0) -> "_Arrivals":
+        return _Arrivals(list(tensors), ())
+
 
 class _Done:
     def wait(self) -> None:
@@ -110,6 +138,19 @@ class _Slice(NamedTuple):
     def wait(self) -> Tensor:
         self.work.wait()
         return self.local
+
+
+class _Arrivals(NamedTuple):
+    """Tensors that a rank receives. Their values are complete after wait()."""
+
+    received: list[Tensor]
+    works: Sequence[Any]
+    sent: Sequence[Tensor] = ()  # kept in memory until the transfer is complete
+
+    def wait(self) -> list[Tensor]:
+        for work in self.works:
+            work.wait()
+        return self.received
 
 
 def ranks_of(group) -> Ranks:

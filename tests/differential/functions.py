@@ -363,6 +363,10 @@ FUNCTIONS: dict[str, Function] = {
 NOT_LOSSES = {  # public, and not called on logits: what they are tested by instead
     "LinearLogits": "a source",
     "VocabShard": "a source",
+    "contrastive": "of embeddings: tests/contrastive, with a fuzzer of its own",
+    "sigmoid_contrastive": "of embeddings: tests/contrastive, with a fuzzer of its own",
+    "nn.ContrastiveLoss": "of embeddings: tests/contrastive",
+    "nn.SigmoidContrastiveLoss": "of embeddings: tests/contrastive",
     "global_mean": "of several processes: tests/parallel/test_rank_processes.py",
     "nn.FusedHead": "a source",
     "Partial": "what partial returns",

@@ -39,6 +39,18 @@ def test_store_makes_a_pair_and_distils_it():
     assert after < before - 0.3
 
 
+def test_contrastive_trains_the_same_towers():
+    output = output_of("contrastive.py", "--pairs", "512", "--steps", "12")
+    found = re.findall(
+        r"^ *(\w+) .* (\S+) MB in the loss +last loss (\S+) +recall at 10 (\S+)$", output, re.M
+    )
+    (first, _, loss, recall), (second, _, our_loss, our_recall) = found
+    assert (first, second) == ("plain", "logitless")
+    assert abs(float(loss) - float(our_loss)) < 1e-3
+    assert abs(float(recall) - float(our_recall)) < 0.01
+    assert float(our_recall) > 0.1
+
+
 def test_grpo_raises_the_reward():
     output = output_of("grpo.py", "--steps", "12", needs=("transformers",))
     found = [float(reward) for reward in re.findall(r"^step .* reward (\d\.\d+)", output, re.M)]

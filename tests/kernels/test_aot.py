@@ -27,6 +27,9 @@ def test_kernels_compile_ahead_of_time(target):
     kernels = {row["kernel"].split()[0] for row in rows}
     assert kernels == {
         "_blockfp_gemm_kernel",
+        "_contrastive_bwd_kernel",
+        "_contrastive_fwd_kernel",
+        "_contrastive_merge_kernel",
         "_cross_entropy_kernel",
         "_duplicate_ids_kernel",
         "_gather_bwd_kernel",
@@ -48,6 +51,7 @@ def test_kernels_compile_ahead_of_time(target):
         "_scale_kernel",
         "_scale_two_kernel",
         "_zero_ignored_kernel",
+        "_sigmoid_contrastive_kernel",
         "_slot_divergence_kernel",
         "_stats_coefficients_kernel",
         "_stats_finish_kernel",

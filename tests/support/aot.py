@@ -35,6 +35,7 @@ from logitless.contract import (
 )
 from logitless.eager.sampled import Sampling
 from logitless.kernels import config, jsd_tvd_fwd, program_exchange
+from tests.support.aot_launches import launch_contrastive, launch_sums
 from tests.support.cubin import resources
 
 TARGETS = {
@@ -189,6 +190,8 @@ def launches_of(v: Variant):
                 kernels.sampled(x, torch.rand(2, 50, dtype=torch.float64), Sampling(1.0, 1.0, None))
             if v == Variant(BF16):
                 launch_sums(x)
+            if v in CONTRASTIVE:
+                launch_contrastive(v.dtype, **CONTRASTIVE[v])
             if v in ROW_GEMM:
                 launch_row_gemm(x, ROW_GEMM[v])
         if v in (Variant(BF16), Variant(BF16, 50257, K=8, softcap=30.0, everything=True)):
@@ -332,6 +335,14 @@ def launch_narrow(v: Variant, width: int) -> None:
             )  # fmt: skip
 
 
+# The variants of contrastive losses. Sizes of 512 are whole tiles.
+CONTRASTIVE = {
+    Variant(BF16): {"size": 512},
+    Variant(FP32, softcap=30.0): {"size": 512},
+    Variant(FP16, 50257, everything=True): {"size": 501, "everything": True},
+    Variant(BF16, 50257, K=8, softcap=30.0, everything=True): {"size": 500, "everything": True},
+}
+
 # The variants to compile, and whether the logits are fp32 although the hidden states are not.
 ROW_GEMM = {
     Variant(BF16): False,
@@ -353,16 +364,6 @@ def launch_row_gemm(dz: torch.Tensor, wide: bool) -> None:
     with mock.patch.object(config, "memory", return_value=config.HOPPER_MEMORY if hopper else 0):
         kernels.row_gemm(h, weight, out, weight[:, 0] if wide else None, True)
         kernels.row_gemm(dz, weight, h)
-
-
-def launch_sums(dz: torch.Tensor) -> None:
-    """Launches the sum of a weight's gradient over three chunks, for both layouts of dz."""
-    h, total = torch.zeros(2, 512, dtype=dz.dtype), torch.zeros(dz.shape[1], 512, dtype=dz.dtype)
-    exponents = kernels.exponents(total)
-    for chunk in range(3):
-        kernels.accumulate(dz, h, total, exponents, chunk == 0, chunk == 2)
-        columns = dz.t().contiguous().t()
-        kernels.accumulate(columns, h, total, exponents, chunk == 0, chunk == 2)
 
 
 def profile_of(source, kernel, bound) -> dict:

@@ -273,3 +273,43 @@ def topk_distill(
         logp = torch.log_softmax(z_of(x, 1.0, softcap), -1)
         row = row - ce_weight * logp.gather(-1, label.unsqueeze(-1)).squeeze(-1)
     return over_rows(row, live, row_weight, reduction)
+
+
+# --- contrastive losses
+
+
+def left_out(n, m, positives, mask=None, labels=None):
+    """Which pairs are left out, (n, m), and which pairs are positives."""
+    positive = positives.unsqueeze(1) == torch.arange(m, device=positives.device)
+    out = torch.zeros(n, m, dtype=torch.bool, device=positives.device)
+    if mask is not None:
+        out = out | mask
+    if labels is not None:
+        out = out | (labels[0].unsqueeze(1) == labels[1])
+    return out & ~positive, positive
+
+
+def contrastive(a, b, *, scale=1.0, symmetric=True, positives=None, mask=None, labels=None,
+                ignore_index=-100, reduction="mean"):  # fmt: skip
+    z, m = scale * a @ b.T, len(b)
+    own = torch.arange(len(a), device=a.device) if positives is None else positives.long()
+    counts = own != ignore_index
+    out, _ = left_out(len(a), m, own, mask, labels)
+    z = z.masked_fill(out, -torch.inf)
+    own = torch.where(counts, own, 0).unsqueeze(1)
+    loss = torch.where(counts, torch.logsumexp(z, 1) - z.gather(1, own).squeeze(1), 0.0)
+    if symmetric:
+        loss = (loss + torch.logsumexp(z, 0) - z.diagonal()) / 2
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / counts.sum().clamp(min=1)
+
+
+def sigmoid_contrastive(a, b, *, scale=1.0, bias=0.0, positives=None, reduction="mean"):
+    own = torch.arange(len(a), device=a.device) if positives is None else positives.long()
+    _, positive = left_out(len(a), len(b), own)
+    y = torch.where(positive, 1.0, -1.0).to(a.dtype)
+    loss = -torch.nn.functional.logsigmoid(y * (scale * a @ b.T + bias)).sum(1)
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / max(len(a), 1)

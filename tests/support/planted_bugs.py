@@ -31,6 +31,7 @@ from tests.support.planted_bug import (
     Bug,
 )
 from tests.support.planted_bugs_above import ABOVE
+from tests.support.planted_bugs_contrastive import CONTRASTIVE
 
 BUGS = (
     # contract.py
@@ -321,4 +322,5 @@ BUGS = (
         "flat = torch.where(ignored.unsqueeze(-1), 0.0, flat)", "flat = flat.clone()",
         (ROW_LOSS,)),
     *ABOVE,
+    *CONTRASTIVE,
 )  # fmt: skip

@@ -61,6 +61,15 @@ class Simulated(Ranks):
         own = self.exchange("reduce_scatter", t).sum(0).chunk(self.count)[self.index]
         return SimpleNamespace(wait=lambda: own)
 
+    def shift(self, tensors, rows: int, tag: int = 0):
+        received = []
+        for t in tensors:
+            self.calls.append(("shift", t.numel()))
+            given = self.world.exchange(self.index, len(self.calls) - 1, t.detach().clone())
+            received.append(given[self.index - 1])
+        assert all(len(t) == rows for t in received)
+        return SimpleNamespace(wait=lambda: received)
+
 
 def on_ranks(count: int, work: Callable[[Simulated], Any]) -> list[Any]:
     """The results of work(rank) on all ranks."""

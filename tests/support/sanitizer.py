@@ -41,7 +41,10 @@ LIMIT = 1800  # seconds per tool, to end a hang
 NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 TOOLS = {"memcheck": (NO_CACHE, ("--padding", "512")), "racecheck": ({}, ())}
 # These checks run only in fp32, because cuBLAS fails under racecheck in some 16-bit GEMMs.
-IN_FP32 = ("linear_cross_entropy, columns", "linear_cross_entropy, fp32", "fuse", "lazy_logits")
+IN_FP32 = (
+    "linear_cross_entropy, columns", "linear_cross_entropy, fp32", "fuse", "lazy_logits",
+    "contrastive", "sigmoid_contrastive",
+)  # fmt: skip
 CLEAN = re.compile(r"(ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards\b)")
 
 

@@ -1,0 +1,1 @@
+"""Contrastive losses over all pairs of two sets of embeddings, also over several ranks."""

@@ -1,0 +1,169 @@
+"""Checks of the arguments of contrastive losses.
+
+Error messages have the same form as in core/tensor_checks.py.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import call, option_checks, target_checks, tensor_checks
+from ..core.invariant import is_invariant
+from ..core.source import is_dtensor
+from ..core.tensor_checks import _floating, _integer, _same_device, _shape
+
+
+def contrastive(
+    a, b, scale, symmetric, positives, mask, first_labels, second_labels, ignore_index, reduction,
+    averaged, workspace,
+) -> None:  # fmt: skip
+    """Checks the arguments of `contrastive`, except the shape of the mask."""
+    embeddings(a, b)
+    number("scale", scale, a)
+    tensor_checks.yes_or_no("symmetric", symmetric)
+    option_checks.ignore_index(ignore_index)
+    if symmetric and positives is not None:
+        raise ValueError(
+            "positives must be None with symmetric=True, because both directions use the pairs"
+            " (i, i), got a tensor; pass symmetric=False."
+        )
+    if symmetric and len(a) != len(b):
+        raise ValueError(
+            f"b must have {len(a)} rows like a with symmetric=True, got {_shape(b)}; pass"
+            " symmetric=False for different numbers of rows."
+        )
+    positive_columns(a, b, positives)
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a Tensor, got {type(mask).__name__}.")
+    if first_labels is not None or second_labels is not None:
+        pair_labels(first_labels, a, "a")
+        pair_labels(second_labels, b, "b")
+    options(reduction, averaged, workspace)
+
+
+def sigmoid(a, b, scale, bias, positives, reduction, averaged, workspace) -> None:
+    """Checks the arguments of `sigmoid_contrastive`."""
+    embeddings(a, b)
+    number("scale", scale, a)
+    number("bias", bias, a)
+    positive_columns(a, b, positives)
+    options(reduction, averaged, workspace)
+
+
+def embeddings(a: Any, b: Any) -> None:
+    for name, t in (("a", a), ("b", b)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}.")
+        if is_dtensor(t):
+            raise TypeError(
+                f"{name} must be a plain Tensor, got a DTensor; pass this rank's rows as a plain"
+                " tensor, and the process group as `group`."
+            )
+        if t.dtype not in tensor_checks.LOGIT_DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}.")
+        if t.dim() != 2 or t.shape[1] == 0:
+            raise ValueError(
+                f"{name} must have shape (rows, D) with at least one column, got {_shape(t)}."
+            )
+    if b.shape[1] != a.shape[1]:
+        raise ValueError(
+            f"b must have shape (M, {a.shape[1]}) to match a {_shape(a)}, got {_shape(b)}."
+        )
+    if b.dtype != a.dtype:
+        raise TypeError(f"b must be {a.dtype} like a, got {b.dtype}.")
+    _same_device("b", b, a, "a")
+
+
+def number(name: str, value: Any, a: Tensor) -> None:
+    """Checks `scale` or `bias`: a finite number, or a floating-point tensor with one number."""
+    if isinstance(value, Tensor):
+        _floating(name, value)
+        if value.numel() != 1:
+            raise ValueError(f"{name} must hold one number, got shape {_shape(value)}.")
+        _same_device(name, value, a, "a")
+        return
+    option_checks._number(name, value)
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}.")
+
+
+def positive_columns(a: Tensor, b: Tensor, positives: Any) -> None:
+    if positives is None:
+        if len(b) < len(a):
+            raise ValueError(
+                f"b must have at least {len(a)} rows, one positive for each row of a, got"
+                f" {_shape(b)}; otherwise pass positives."
+            )
+        return
+    _integer("positives", positives)
+    if positives.shape != a.shape[:1]:
+        raise ValueError(
+            f"positives must have shape {_shape(a.shape[:1])} to match a {_shape(a)}, got"
+            f" {_shape(positives)}."
+        )
+    _same_device("positives", positives, a, "a")
+    if len(b) == 0 and len(a):
+        raise ValueError(f"b must have at least one row, got {_shape(b)}.")
+
+
+def pair_mask(mask: Tensor, a: Tensor, total: int) -> None:
+    """Checks a mask. `total` is the number of rows of b on all ranks."""
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"mask must be torch.bool, True for pairs that are left out, got {mask.dtype}."
+        )
+    if mask.shape != (len(a), total):
+        raise ValueError(
+            f"mask must have shape ({len(a)}, {total}), one entry per row of a and row of b, got"
+            f" {_shape(mask)}."
+        )
+    _same_device("mask", mask, a, "a")
+
+
+def split_labels(labels: Any) -> tuple[Any, Any]:
+    """Returns the labels of a and of b. `labels` is None, one tensor for both, or a pair."""
+    if labels is None or isinstance(labels, Tensor):
+        return labels, labels
+    if isinstance(labels, (tuple, list)) and len(labels) == 2:
+        return labels[0], labels[1]
+    got = f"{len(labels)} items" if isinstance(labels, (tuple, list)) else type(labels).__name__
+    raise TypeError(f"labels must be a Tensor, or a pair (labels of a, labels of b), got {got}.")
+
+
+def pair_labels(t: Any, x: Tensor, of: str) -> None:
+    name = f"labels of {of}"
+    _integer(name, t)
+    if t.shape != x.shape[:1]:
+        raise ValueError(
+            f"{name} must have shape {_shape(x.shape[:1])} to match {of} {_shape(x)}, got"
+            f" {_shape(t)}."
+        )
+    _same_device(name, t, x, of)
+
+
+def options(reduction: Any, averaged: Any, workspace: Any) -> None:
+    option_checks.check(reduction=reduction, workspace=workspace)
+    tensor_checks.yes_or_no("averaged", averaged)
+
+
+def values(positives: Tensor | None, b: Tensor, ignore_index: int | None) -> None:
+    """Raises if a positive is no row of b. Values on a GPU are read only with LOGITLESS_CHECK=1."""
+    if positives is not None and call.reads_values(positives):
+        counts = None if ignore_index is None else positives != ignore_index
+        target_checks.in_range(positives, len(b), counts, "positives", ignore_index)
+
+
+def supported(name: str) -> None:
+    """Raises inside `ll.invariant()` and inside transforms of torch.func."""
+    if is_invariant():
+        raise RuntimeError(
+            f"{name} must not be called inside ll.invariant(), because the loss of a pair depends"
+            " on all rows of the batch."
+        )
+    if call.in_func():
+        raise RuntimeError(
+            f"{name} must be differentiated by torch.autograd, because torch.func (grad, vjp, vmap)"
+            " is not supported."
+        )

@@ -1,0 +1,134 @@
+"""nn.Modules of the contrastive losses, with a scale and a bias that can be trained."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..core import option_checks, tensor_checks
+from ..core.call import named
+from .info_nce import contrastive
+from .sigmoid import sigmoid_contrastive
+
+
+class _ContrastiveModule(nn.Module):
+    """Base class of contrastive losses. The scale is exp(log_scale), and can be trained."""
+
+    log_scale: Tensor
+
+    def __init__(
+        self, scale: float, max_scale: float | None, trainable: bool, group, options: dict
+    ):
+        super().__init__()
+        option_checks.between("scale", scale, option_checks.LEAST, option_checks.MOST)
+        if max_scale is not None:
+            option_checks.between("max_scale", max_scale, scale, option_checks.MOST)
+        tensor_checks.yes_or_no("trainable", trainable)
+        option_checks.check(**options)
+        self.max_scale, self.trainable, self.group = max_scale, trainable, group
+        self.options = options
+        self._number("log_scale", math.log(scale))
+
+    def _number(self, name: str, value: float) -> None:
+        """Registers one number, as a parameter if the module is trainable."""
+        number = torch.tensor(value, dtype=torch.float32)
+        if self.trainable:
+            self.register_parameter(name, nn.Parameter(number))
+        else:
+            self.register_buffer(name, number)
+
+    def _scale(self) -> Tensor:
+        """Returns exp(log_scale), at most max_scale.
+
+        As in CLIP, log_scale itself is clamped, so that a later step can reduce the scale again.
+        """
+        if self.max_scale is not None:
+            with torch.no_grad():
+                self.log_scale.clamp_(max=math.log(self.max_scale))
+        return self.log_scale.exp()
+
+    def extra_repr(self) -> str:
+        about = {"max_scale": self.max_scale, "trainable": self.trainable, **self.options}
+        return ", ".join(f"{name}={value}" for name, value in about.items())
+
+
+class ContrastiveLoss(_ContrastiveModule):
+    """`logitless.contrastive` as a module, with a scale that can be trained.
+
+    The scale is exp(log_scale). It starts at `scale` and is at most `max_scale`, as in CLIP. Like
+    CLIP, the module stores the logarithm, because an optimiser then changes the scale by a factor.
+    With trainable=False, the scale is constant. The embeddings are used as they are: normalise them
+    before the call. `group` is not stored in a state_dict. The other options are the same as in
+    `logitless.contrastive`.
+
+    >>> loss = ContrastiveLoss()(images, texts)
+    """
+
+    @named()
+    def __init__(
+        self,
+        *,
+        scale: float = 1 / 0.07,
+        max_scale: float | None = 100.0,
+        trainable: bool = True,
+        symmetric: bool = True,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        group=None,
+        averaged: bool = True,
+        workspace: int | None = None,
+    ):
+        options = {
+            "symmetric": symmetric, "ignore_index": ignore_index, "reduction": reduction,
+            "averaged": averaged, "workspace": workspace,
+        }  # fmt: skip
+        super().__init__(scale, max_scale, trainable, group, options)
+
+    def forward(
+        self,
+        a: Tensor,
+        b: Tensor,
+        positives: Tensor | None = None,
+        mask: Tensor | None = None,
+        labels: Tensor | tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        return contrastive(
+            a, b, scale=self._scale(), positives=positives, mask=mask, labels=labels,
+            group=self.group, **self.options,
+        )  # fmt: skip
+
+
+class SigmoidContrastiveLoss(_ContrastiveModule):
+    """`logitless.sigmoid_contrastive` as a module, with a scale and a bias that can be trained.
+
+    The scale is exp(log_scale). The defaults are the start of SigLIP: scale 10, bias -10, and no
+    upper bound of the scale. The other options are the same as in `ContrastiveLoss`.
+
+    >>> loss = SigmoidContrastiveLoss()(images, texts)
+    """
+
+    bias: Tensor
+
+    @named()
+    def __init__(
+        self,
+        *,
+        scale: float = 10.0,
+        bias: float = -10.0,
+        max_scale: float | None = None,
+        trainable: bool = True,
+        reduction: str = "mean",
+        group=None,
+        averaged: bool = True,
+        workspace: int | None = None,
+    ):
+        options = {"reduction": reduction, "averaged": averaged, "workspace": workspace}
+        super().__init__(scale, max_scale, trainable, group, options)
+        option_checks.factor("bias", bias)
+        self._number("bias", bias)
+
+    def forward(self, a: Tensor, b: Tensor, positives: Tensor | None = None) -> Tensor:
+        return sigmoid_contrastive(
+            a, b, scale=self._scale(), bias=self.bias, positives=positives, group=self.group,
+            **self.options,
+        )  # fmt: skip

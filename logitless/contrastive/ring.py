@@ -1,0 +1,97 @@
+"""Blocks of embeddings that come around a ring of ranks.
+
+Each rank keeps its own rows of a. The rows of b are passed from rank to rank. In each step, a rank
+computes the similarities of its own a with the block of b that it holds, and sends the block to the
+next rank. After as many steps as there are ranks, every a has met every b. A rank holds at most two
+blocks at a time, so the memory of a rank does not grow with the number of ranks.
+
+Sums that belong to the rows of b, such as the gradient of b, travel with the block. Every rank adds
+its part. After the last step, the sums arrive at the rank that owns the block. The order of the
+additions is fixed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.call import check_once, thorough
+from ..parallel.ranks import Alone, Ranks, ranks_of
+
+Visit = Callable[[int, Sequence[Tensor], Sequence[Tensor]], None]
+
+
+class Ring:
+    """The ranks of a group, and the numbers of rows of a and b on each rank.
+
+    If the group is None, this process computes the loss alone.
+    """
+
+    rows: list[int]
+    columns: list[int]
+
+    def __init__(self, group):
+        self.ranks: Ranks = Alone() if group is None else ranks_of(group)
+        self.index, self.count = self.ranks.index, self.ranks.count
+
+    def check(self, check: Callable[..., None], *args: Any) -> None:
+        """Calls check(*args).
+
+        With LOGITLESS_CHECK=1, all ranks raise if a check fails on one rank, or if the ranks pass
+        different options.
+        """
+        compares = self.count > 1 and thorough()
+        try:
+            check_once(check, *args)
+        except Exception as error:
+            if compares:
+                self.ranks.refuse(error)
+            raise
+        if compares:
+            self.ranks.agree(f"{check.__name__} of {[_text(value) for value in args]}")
+
+    def exchange_sizes(self, a: Tensor, b: Tensor) -> None:
+        self.rows, self.columns = [len(a)], [len(b)]
+        if self.count > 1:
+            sizes = torch.tensor([len(a), len(b)], device=self.ranks.device)
+            self.rows, self.columns = (list(t) for t in self.ranks.gather(sizes).t().tolist())
+
+    @property
+    def largest(self) -> int:
+        """The largest number of rows of b on a rank."""
+        return max(self.columns)
+
+    def columns_before(self, owner: int) -> int:
+        """The number of rows of b on all ranks before `owner`."""
+        return sum(self.columns[:owner])
+
+    def around(self, given: Sequence[Tensor], sums: Sequence[Tensor], visit: Visit) -> list[Tensor]:
+        """Calls visit(owner, given, sums) for the block of each rank, and returns this rank's sums.
+
+        `given` and `sums` belong to this rank's block, and have one row per row of b. `visit` adds
+        to `sums` in place. While `visit` computes a block, the next block is already being sent.
+        """
+        given, sums = list(given), list(sums)
+        for step in range(self.count):
+            owner = (self.index - step) % self.count
+            coming = self.columns[(owner - 1) % self.count]
+            last = step == self.count - 1
+            arriving = None if last else self.ranks.shift(given, coming)
+            visit(owner, given, sums)
+            if self.count > 1:
+                sums = self.ranks.shift(sums, coming, len(given)).wait()
+            if arriving is not None:
+                given = arriving.wait()
+        return sums
+
+    def total(self, numbers: Tensor) -> Tensor:
+        """Sums a tensor over all ranks, in the order of the ranks."""
+        return numbers if self.count == 1 else self.ranks.gather(numbers).sum(0)
+
+
+def _text(value: Any) -> Any:
+    """Describes an argument for a comparison between ranks. Ranks can have different numbers."""
+    if isinstance(value, Tensor):
+        return value.dim(), value.shape[1:], value.dtype, value.requires_grad
+    return value

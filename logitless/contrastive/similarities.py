@@ -1,0 +1,126 @@
+"""Similarities a @ b.T in chunks of rows, and the GEMMs of their gradients.
+
+One chunk of similarities is in memory at a time. A backend reads the chunk, or overwrites the chunk
+by its gradient. Every chunk uses the same memory.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import eager
+from ..contract import PRECISION
+from ..core.choose_backend import backend_of
+from ..eager.contrastive import Block
+from ..heads.choose_cut import default_workspace, even_chunk
+from ..heads.gemms import add_product
+from ..heads.gradient_sums import Sum, clear_padding
+
+# Rows of similarities are padded to a multiple of PACK columns. The kernels then read 16 bytes at a
+# time, because Triton vectorises a load only if the stride is a multiple of 16.
+PACK = 16
+# On a CPU, the eager backend allocates up to four tensors of the size of a chunk. So a chunk gets
+# only a part of the default workspace.
+EAGER_PART = 8
+
+
+class Chunk(NamedTuple):
+    """The similarities of some rows of a and of all rows of b."""
+
+    rows: slice
+    x: Tensor  # (n, m)
+    block: Block
+
+
+class Similarities:
+    """The similarities of a with one or several blocks of b."""
+
+    def __init__(self, a: Tensor, most: int, workspace: int | None, backend: Any = None):
+        """Allocates the memory of a chunk.
+
+        `most` is the largest number of rows of b in a block. Backward passes the backend of
+        forward, because the normalisers of the backends have different units.
+        """
+        self.backend: Any = backend_of(a) if backend is None else backend
+        self.full = PRECISION[a.dtype]
+        self.a = self.working(a.detach())
+        width = _padded(most) * self.a.element_size()
+        limit = workspace or default_workspace(max(width, 1), a.device.type)
+        if workspace is None and self.backend is eager:
+            limit //= EAGER_PART
+        self.step = even_chunk(len(a), limit // max(width, 1))
+        size = min(self.step, len(a)) * _padded(most)
+        self.memory = torch.empty(size, device=a.device, dtype=self.a.dtype)
+
+    def working(self, t: Tensor) -> Tensor:
+        """Returns embeddings in the dtype of the GEMMs, in contiguous memory.
+
+        On a CPU, GEMMs of 16-bit tensors are slow, so the eager backend computes in fp32.
+        """
+        if self.backend is eager and not t.is_cuda:
+            t = t.to(self.full)
+        return t.contiguous()
+
+    def chunks(self, b: Tensor, block: Block) -> Iterator[Chunk]:
+        """Computes the similarities with b, one chunk of rows of a at a time."""
+        m, width = len(b), _padded(len(b))
+        for start in range(0, len(self.a), self.step):
+            rows = slice(start, min(start + self.step, len(self.a)))
+            n = rows.stop - start
+            x = self.memory[: n * width].view(n, width)[:, :m]
+            yield Chunk(rows, add_product(self.a[rows], b, None, x), block.rows(rows))
+
+
+class Gradients:
+    """The gradients of a, and of one block of b at a time, summed in fp32 or fp64.
+
+    The gradients are those of a and b for the similarities a @ b.T, before the factor `scale`.
+    """
+
+    def __init__(self, similarities: Similarities, for_a: bool):
+        self.backend, self.a, self.full = (
+            similarities.backend, similarities.a, similarities.full,
+        )  # fmt: skip
+        self.d_a = self.zeros_like(self.a) if for_a else None
+
+    def zeros_like(self, t: Tensor) -> Tensor:
+        return torch.zeros(t.shape, device=t.device, dtype=self.full)
+
+    def add(self, chunk: Chunk, b: Tensor, d_b: Tensor | None) -> None:
+        """Adds the gradients of a chunk, in which x is the gradient of the similarities.
+
+        The gradient of b is added to `d_b`.
+        """
+        dz, rows = chunk.x, chunk.rows
+        if dz.device.type == "cpu":
+            clear_padding(dz)
+        if self.d_a is not None:
+            Sum(self.backend, self.d_a[rows], 1, fresh=False).add(dz.t(), b)
+        if d_b is not None:
+            Sum(self.backend, d_b, 1, fresh=False).add(dz, self.a[rows])
+
+
+def times(total: Tensor | None, factor: Tensor, like: Tensor) -> Tensor | None:
+    """Returns total · factor in the dtype of `like`."""
+    if total is None:
+        return None
+    out = total if total.dtype == like.dtype else torch.empty_like(total, dtype=like.dtype)
+    return torch.mul(total, factor, out=out)
+
+
+def picked(chunk: Chunk, valid: Tensor | None) -> Tensor | None:
+    """Returns the similarities of the positives of a chunk, or None if the block has no positives.
+
+    `valid` says which rows have a positive. Other rows get an arbitrary similarity.
+    """
+    x, block = chunk.x, chunk.block
+    if block.positives is not None:
+        columns = block.positives if valid is None else torch.where(valid, block.positives, 0)
+        return x.gather(1, columns.unsqueeze(1)).squeeze(1)
+    return None if block.diagonal is None else x.diagonal(block.diagonal)
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // PACK) * PACK

@@ -1,0 +1,103 @@
+"""Tiles of similarities x = a @ b.T, and which pairs of a tile are positives or left out.
+
+A tile has two dimensions, or three dimensions of which the first two are rows. The row numbers and
+the column numbers of a tile are passed with as many dimensions as the tile. Rows of similarities
+are padded in memory. Kernels read and overwrite the padding, so that every load and store moves 16
+bytes per thread.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..eager.contrastive import Block
+from .numerics import INF, rounded_product
+
+
+class Pairs(NamedTuple):
+    """Pointers that say which pairs are positives, and which are left out. Each can be None."""
+
+    POSITIVES: tl.tensor  # (n,), the column of each row's positive
+    diagonal: tl.tensor  # without POSITIVES, the positive of row i is the column i + diagonal
+    MASK: tl.tensor  # (n, m), 1 for pairs that are left out
+    stride_mask: tl.tensor
+    ROW_LABELS: tl.tensor  # (n,)
+    COLUMN_LABELS: tl.tensor  # (m,)
+
+
+@triton.jit
+def load_similarities(X, stride_x, rows, cols, n, FULL: tl.constexpr):
+    """Loads a tile in fp32. If FULL, the whole tile is inside the similarities."""
+    at = rows.to(tl.int64) * stride_x + cols
+    if FULL:
+        return tl.load(X + at).to(tl.float32)
+    else:
+        return tl.load(X + at, mask=(rows < n) & (cols < stride_x), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def positives_of(pairs, rows, cols, n):
+    """Returns which pairs of a tile are positives."""
+    if pairs.POSITIVES is not None:
+        return tl.load(pairs.POSITIVES + rows, mask=rows < n, other=-1) == cols
+    else:
+        return rows + pairs.diagonal == cols
+
+
+@triton.jit
+def logits_of(x, rate, pairs, rows, cols, n, m, FULL: tl.constexpr):
+    """Returns the logits of a tile times log2 e. Pairs that are left out have the logit -inf."""
+    z = rounded_product(x, rate)
+    HAS_POSITIVES: tl.constexpr = (pairs.POSITIVES is not None) | (pairs.diagonal is not None)
+    if pairs.MASK is not None:
+        at = rows.to(tl.int64) * pairs.stride_mask + cols
+        out = tl.load(pairs.MASK + at, mask=(rows < n) & (cols < m), other=0) != 0
+        if pairs.ROW_LABELS is not None:
+            out = out | _same_label(pairs, rows, cols, n, m)
+        if HAS_POSITIVES:
+            out = out & (positives_of(pairs, rows, cols, n) == 0)
+        z = tl.where(out, -INF, z)
+    elif pairs.ROW_LABELS is not None:
+        out = _same_label(pairs, rows, cols, n, m)
+        if HAS_POSITIVES:
+            out = out & (positives_of(pairs, rows, cols, n) == 0)
+        z = tl.where(out, -INF, z)
+    if not FULL:
+        z = tl.where((rows < n) & (cols < m), z, -INF)
+    return z
+
+
+@triton.jit
+def _same_label(pairs, rows, cols, n, m):
+    of_rows = tl.load(pairs.ROW_LABELS + rows, mask=rows < n, other=0)
+    return of_rows == tl.load(pairs.COLUMN_LABELS + cols, mask=cols < m, other=0)
+
+
+def tensors_of(block: Block) -> tuple[Tensor | None, ...]:
+    """Returns the tensors POSITIVES, MASK, ROW_LABELS and COLUMN_LABELS of a launch."""
+    positives, mask = block.positives, block.mask
+    if positives is not None:
+        positives = positives.contiguous()
+    if mask is not None:
+        mask = (mask if mask.stride(1) == 1 else mask.contiguous()).view(torch.uint8)
+    labels: Any = (None, None)
+    if block.labels is not None:
+        labels = (t.contiguous() for t in block.labels)
+    return positives, mask, *labels
+
+
+def numbers_of(x: Tensor, block: Block) -> tuple[int | None, ...]:
+    """Returns n, m, stride_x, diagonal and stride_mask of a launch.
+
+    The padding of a row of x must be memory that a kernel can overwrite.
+    """
+    assert x.stride(1) == 1 or x.shape[1] == 1
+    diagonal = block.diagonal if block.positives is None else None
+    mask = block.mask
+    stride = None
+    if mask is not None:
+        stride = mask.stride(0) if mask.stride(1) == 1 else mask.shape[1]
+    return *x.shape, x.stride(0), diagonal, stride

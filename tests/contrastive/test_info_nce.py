@@ -1,0 +1,209 @@
+"""InfoNCE against materialised logits: every option, both backends, all gradients."""
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.kernels import config
+from tests.support import oracle
+from tests.support.contrastive import SMALL, assert_right, embeddings, gradients
+
+N, M = 37, 45
+CASES = {
+    "symmetric": {},
+    "one way": {"symmetric": False},
+    "rectangular": {"symmetric": False, "m": M},
+    "positives": {"symmetric": False, "m": M, "positives": True},
+    "ignored": {"symmetric": False, "m": M, "positives": "ignored"},
+    "mask": {"mask": True},
+    "mask of columns": {"mask": "transposed"},
+    "mask one way": {"symmetric": False, "m": M, "mask": True, "positives": True},
+    "labels": {"labels": True},
+    "labels one way": {"symmetric": False, "m": M, "labels": True, "positives": "ignored"},
+    "labels and mask": {"labels": True, "mask": True},
+}
+
+
+def options(case, device):
+    how = dict(CASES[case])
+    m = how.pop("m", N)
+    kind = how.pop("positives", None)
+    if kind:
+        how["positives"] = torch.randint(0, m, (N,), device=device)
+        if kind == "ignored":
+            how["positives"][::4] = -100
+    kind = how.pop("mask", None)
+    if kind:
+        shape = (m, N) if kind == "transposed" else (N, m)
+        mask = torch.rand(shape, device=device) < 0.4
+        how["mask"] = mask.T if kind == "transposed" else mask
+    if how.pop("labels", None):
+        how["labels"] = tuple(torch.randint(0, 5, (size,), device=device) for size in (N, m))
+    return m, how
+
+
+@pytest.fixture
+def small_tiles():
+    with config.override(block_v=32, block_n=8, span=16, num_warps=4):
+        yield
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("case", CASES)
+def test_eager(case, reduction, device):
+    m, how = options(case, device)
+    a, b = embeddings(N, m, device=device)
+    scale = torch.tensor(3.0, dtype=torch.float64, device=device)
+    with ll.impl("eager"):
+        assert_right("contrastive", a, b, scale=scale, reduction=reduction, **how)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("small_tiles")
+def test_kernels(case, device):
+    m, how = options(case, device)
+    a, b = embeddings(N, m, torch.float32, device)
+    scale = torch.tensor(3.0, device=device)
+    with ll.impl("triton"):
+        assert_right("contrastive", a, b, scale=scale, reduction="none", **how)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [20.0, -2.0])
+def test_dtypes(impl, dtype, scale, device):
+    """A negative scale makes the smallest similarity the largest logit."""
+    a, b = embeddings(N, N, dtype, device)
+    scale = torch.tensor(scale, device=device)
+    assert_right("contrastive", a, b, scale=scale, reduction="sum")
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_whole_tiles(device):
+    """Sizes that are multiples of all tiles take another path in the kernels."""
+    a, b = embeddings(32, 32, torch.float32, device)
+    with ll.impl("triton"):
+        assert_right("contrastive", a, b, scale=torch.tensor(2.0, device=device), workspace=None)
+
+
+@pytest.mark.parametrize("n", [1, 2, 9])
+@pytest.mark.usefixtures("impl")
+def test_few_rows(n, device):
+    a, b = embeddings(n, n, torch.float32, device)
+    assert_right("contrastive", a, b, scale=torch.tensor([2.0], device=device))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.usefixtures("impl")
+def test_no_rows(reduction, device):
+    a, b = embeddings(0, 0, torch.float32, device)
+    scale = torch.tensor(2.0, device=device)
+    value, d_a, d_b, d_scale = gradients(
+        ll.contrastive, a, b, torch.ones((), device=device), ("scale",), scale=scale,
+        reduction=reduction,
+    )  # fmt: skip
+    assert value.shape == ((0,) if reduction == "none" else ())
+    assert not value.any()
+    assert d_a.shape == d_b.shape == a.shape
+    assert d_scale == 0
+
+
+@pytest.mark.usefixtures("impl")
+def test_all_rows_ignored(device):
+    a, b = embeddings(4, 6, torch.float32, device)
+    value, *found = gradients(
+        ll.contrastive, a, b, torch.ones((), device=device), symmetric=False,
+        positives=torch.full((4,), 7, device=device), ignore_index=7,
+    )  # fmt: skip
+    assert value == 0
+    assert not any(t.any() for t in found)
+
+
+@pytest.mark.usefixtures("impl", "small_tiles")
+def test_ignored_rows_are_not_read(device):
+    a, b = embeddings(N, M, torch.float32, device)
+    positives = torch.randint(0, M, (N,), device=device)
+    positives[::3] = -100
+    clean = gradients(ll.contrastive, a, b, torch.ones((), device=device), symmetric=False,
+                      positives=positives)  # fmt: skip
+    a[::3] = torch.nan
+    dirty = gradients(ll.contrastive, a, b, torch.ones((), device=device), symmetric=False,
+                      positives=positives)  # fmt: skip
+    for x, y in zip(clean, dirty, strict=True):
+        assert torch.equal(x, y)
+    assert not dirty[1][::3].any()
+
+
+@pytest.mark.parametrize("by", ["mask", "labels"])
+@pytest.mark.usefixtures("impl", "small_tiles")
+def test_only_the_positives_are_left(by, device):
+    """Loss and gradients are exactly 0."""
+    a, b = embeddings(N, N, torch.float32, device)
+    how = {"mask": torch.ones(N, N, dtype=torch.bool, device=device)}
+    if by == "labels":
+        how = {"labels": torch.zeros(N, dtype=torch.int64, device=device)}
+    found = gradients(
+        ll.contrastive, a, b, torch.ones((), device=device), ("scale",),
+        scale=torch.tensor(7.3, device=device), reduction="none", **how,
+    )  # fmt: skip
+    assert not any(t.any() for t in found)
+
+
+@pytest.mark.usefixtures("impl")
+def test_large_logits(device):
+    """Logits of ±10,000 neither overflow nor underflow."""
+    a, b = embeddings(N, N, torch.float32, device)
+    assert_right("contrastive", a, b, scale=torch.tensor(1e4, device=device))
+
+
+@pytest.mark.usefixtures("impl", "small_tiles")
+def test_nan_stays_in_its_row_and_column(device):
+    a, b = embeddings(N, N, torch.float32, device)
+    a[5] = torch.nan
+    one_way = ll.contrastive(a, b, symmetric=False, reduction="none")
+    assert one_way.isnan().nonzero().flatten().tolist() == [5]
+    assert ll.contrastive(a, b, reduction="none").isnan().all()
+
+
+@pytest.mark.usefixtures("impl")
+def test_the_same_bits_every_time(device):
+    a, b = embeddings(N, N, torch.float32, device)
+    how = {"scale": torch.tensor(3.0, device=device), "workspace": SMALL}
+    one = torch.ones((), device=device)
+    first, second = (
+        gradients(ll.contrastive, a, b, one, ("scale",), **how) for _ in range(2)
+    )  # fmt: skip
+    for x, y in zip(first, second, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.usefixtures("impl")
+def test_strided_inputs(device):
+    wide = torch.randn(N, 2 * 24, device=device)
+    a, b = wide[:, ::2], torch.randn(24, N, device=device).T
+    assert_right("contrastive", a, b, scale=torch.tensor(1.0, device=device))
+
+
+@pytest.mark.usefixtures("impl", "nobody_looks")
+def test_positives_out_of_range(device):
+    """Values that are not checked make the row NaN, and read nothing out of bounds."""
+    a, b = embeddings(4, 6, torch.float32, device)
+    positives = torch.tensor([0, 6, -1, 3], device=device)
+    a.requires_grad_()
+    loss = ll.contrastive(a, b, symmetric=False, positives=positives, reduction="none")
+    assert loss.isnan().tolist() == [False, True, True, False]
+    (d_a,) = torch.autograd.grad(loss.sum(), a)
+    assert d_a.isnan().any(1).tolist() == [False, True, True, False]
+
+
+def test_equal_to_two_cross_entropies(impl, device):
+    a, b = embeddings(N, N, torch.float32, device)
+    t = torch.arange(N, device=device)
+    both = [ll.linear_cross_entropy(5.0 * x, y, t) for x, y in ((a, b), (b, a))]
+    torch.testing.assert_close(ll.contrastive(a, b, scale=5.0), sum(both) / 2)
+
+
+def test_a_number_as_scale(impl, device):
+    a, b = embeddings(N, N, torch.float32, device)
+    assert_right("contrastive", a, b, scale=2.5, numbers=())
+    want = oracle.contrastive(a.double(), b.double(), scale=3)
+    torch.testing.assert_close(ll.contrastive(a, b, scale=3).double(), want, rtol=1e-5, atol=0)

@@ -1,0 +1,113 @@
+"""The sigmoid loss against materialised logits: every option, both backends, all gradients."""
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.core.choose_backend import backend_of
+from logitless.eager.contrastive import Block
+from logitless.kernels import config
+from tests.support.contrastive import SMALL, assert_right, embeddings, gradients
+
+N, M = 37, 45
+BOTH = ("scale", "bias")
+
+
+def numbers(device, dtype=torch.float32, scale=4.0, bias=-2.0):
+    return {
+        "scale": torch.tensor(scale, device=device, dtype=dtype),
+        "bias": torch.tensor([bias], device=device, dtype=dtype),
+    }
+
+
+@pytest.fixture
+def small_tiles():
+    with config.override(block_v=32, block_n=8, span=16, num_warps=4):
+        yield
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("m", [N, M])
+def test_eager(m, reduction, device):
+    a, b = embeddings(N, m, device=device)
+    how = numbers(device, torch.float64)
+    if m > N:
+        how["positives"] = torch.randint(0, m, (N,), device=device, dtype=torch.int32)
+    with ll.impl("eager"):
+        assert_right("sigmoid_contrastive", a, b, numbers=BOTH, reduction=reduction, **how)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("m", [N, M])
+@pytest.mark.usefixtures("small_tiles")
+def test_kernels(m, reduction, device):
+    a, b = embeddings(N, m, torch.float32, device)
+    how = numbers(device)
+    if m > N:
+        how["positives"] = torch.randint(0, m, (N,), device=device)
+    with ll.impl("triton"):
+        assert_right("sigmoid_contrastive", a, b, numbers=BOTH, reduction=reduction, **how)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("impl")
+def test_dtypes(dtype, device):
+    a, b = embeddings(32, 32, dtype, device)
+    assert_right("sigmoid_contrastive", a, b, numbers=BOTH, **numbers(device))
+
+
+@pytest.mark.usefixtures("impl")
+def test_no_rows(device):
+    a, b = embeddings(0, 0, torch.float32, device)
+    found = gradients(ll.sigmoid_contrastive, a, b, torch.ones((), device=device), BOTH,
+                      **numbers(device))  # fmt: skip
+    assert not any(t.any() for t in found)
+    assert found[1].shape == a.shape
+
+
+def test_tiny_losses_are_exact(impl, device):
+    """At the start of SigLIP, the loss of a negative is 5e-5, and 1 + 5e-5 has few digits."""
+    x, bias = torch.zeros(16, 16, device=device), torch.tensor(-10.0, device=device)
+    backend = backend_of(x)
+    loss, sums = backend.sigmoid_contrastive(x, Block(torch.ones_like(bias)), bias, True)
+    t = torch.tensor(-10.0, dtype=torch.float64)
+    exact = 16 * torch.nn.functional.softplus(t)
+    torch.testing.assert_close(loss.double().cpu(), exact.expand(16), rtol=5e-7, atol=0)
+    torch.testing.assert_close(sums[1].double().cpu(), 256 * t.sigmoid(), rtol=5e-7, atol=0)
+
+
+@pytest.mark.parametrize("size", [-200.0, 200.0])
+@pytest.mark.usefixtures("impl")
+def test_large_logits(size, device):
+    a, b = embeddings(N, N, torch.float32, device)
+    assert_right("sigmoid_contrastive", a, b, numbers=BOTH, **numbers(device, scale=size))
+
+
+@pytest.mark.usefixtures("impl", "small_tiles")
+def test_nan_stays_in_its_row(device):
+    a, b = embeddings(N, N, torch.float32, device)
+    a[5] = torch.nan
+    loss = ll.sigmoid_contrastive(a, b, reduction="none")
+    assert loss.isnan().nonzero().flatten().tolist() == [5]
+
+
+@pytest.mark.usefixtures("impl", "nobody_looks")
+def test_positives_out_of_range(device):
+    a, b = embeddings(3, 6, torch.float32, device)
+    loss = ll.sigmoid_contrastive(
+        a, b, positives=torch.tensor([0, 6, -1], device=device), reduction="none"
+    )
+    assert loss.isnan().tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.usefixtures("impl")
+def test_backward_twice(reduction, device):
+    """The second backward computes the gradients again."""
+    a, b = (t.requires_grad_() for t in embeddings(9, 9, torch.float32, device))
+    loss = 3 * ll.sigmoid_contrastive(a, b, reduction=reduction, workspace=SMALL).sum()
+    first = [t.clone() for t in torch.autograd.grad(loss, (a, b), retain_graph=True)]
+    second = torch.autograd.grad(loss, (a, b))
+    for x, y in zip(first, second, strict=True):
+        assert torch.equal(x, y)
+        assert x.any()
