@@ -27,12 +27,15 @@ NUMBERS = ("rows", "columns", "chunks", "blocks", "workspace", "gemms", "floor",
 GRID = list(
     itertools.product(
         (1, 100, 4096, 8191, 65536, 600_000),
-        (64, 768, 4096),
+        (64, 128, 129, 768, 4096),
         (7, 50257, 128256, 1_000_003),
         DTYPES,
         (None, 1, 64, 500),
     )
 )
+# The sizes at which a head is no longer small, and at which the rest of an odd vocabulary shows.
+GRID += [(1000, 1400, 128256, dtype, None) for dtype in DTYPES]
+GRID += [(4096, 768, 50297, dtype, None) for dtype in DTYPES]
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )
