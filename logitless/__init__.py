@@ -21,6 +21,7 @@ from .losses.cross_entropy import (
 from .losses.dense_teacher import jsd, kl_div, soft_cross_entropy, tvd
 from .losses.kept_scores import KeptScores, kept_scores
 from .losses.row_loss import row_loss
+from .losses.sampled_softmax import sampled_softmax
 from .losses.slot_loss import slot_loss
 from .losses.sparse_teacher import gathered_kl, topk_distill
 from .losses.statistics import (
@@ -77,6 +78,7 @@ __all__ = [
     "report",
     "row_loss",
     "row_stats",
+    "sampled_softmax",
     "score",
     "sigmoid_contrastive",
     "slot_loss",

@@ -16,6 +16,7 @@ from .lazy.fused_head import head_logits
 from .lazy.linear_logits import LinearLogits
 from .losses import cross_entropy as losses
 from .losses import dense_teacher as pair
+from .losses import sampled_softmax as sampled
 from .losses import sparse_teacher as distill
 from .losses import statistics
 
@@ -28,6 +29,7 @@ __all__ = [
     "KLDivLoss",
     "LinearCrossEntropyLoss",
     "LogSumExp",
+    "SampledSoftmaxLoss",
     "Score",
     "SigmoidContrastiveLoss",
     "TVDLoss",
@@ -266,6 +268,50 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
         row_weight: Tensor | None = None,
     ) -> Tensor:
         return super().forward(LinearLogits(hidden, linear_weight, bias), target, row_weight)
+
+
+class SampledSoftmaxLoss(nn.Module):
+    """`logitless.sampled_softmax` as a module. The table of items is an argument of forward."""
+
+    @_call.named()
+    def __init__(
+        self,
+        *,
+        temperature: float = 1.0,
+        remove_hits: bool = True,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        sparse_grad: bool = False,
+        workspace: int | None = None,
+    ):
+        super().__init__()
+        self.options = {
+            "temperature": temperature, "remove_hits": remove_hits, "ignore_index": ignore_index,
+            "reduction": reduction, "sparse_grad": sparse_grad, "workspace": workspace,
+        }  # fmt: skip
+        _option_checks.check(**self.options)
+        _option_checks.temperature(temperature)  # one number, not one number per row
+        for name in ("remove_hits", "sparse_grad"):
+            _checks.yes_or_no(name, self.options[name])
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.options.items())
+
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        negatives: Tensor,
+        log_q: Tensor | None = None,
+        target_log_q: Tensor | None = None,
+        bias: Tensor | None = None,
+        row_weight: Tensor | None = None,
+    ) -> Tensor:
+        return sampled.sampled_softmax(
+            hidden, weight, target, negatives, log_q=log_q, target_log_q=target_log_q, bias=bias,
+            row_weight=row_weight, **self.options,
+        )  # fmt: skip
 
 
 class FusedHead(nn.Linear):

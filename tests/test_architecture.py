@@ -29,6 +29,7 @@ INNER = ("core", "heads", "targets", "losses", "parallel", "contrastive", "lazy"
 INSIDE_FUNCTIONS = {
     ("core/choose_backend.py", "kernels"): "Triton takes long to import, and a CPU needs none",
     ("cli/teacher.py", "store"): "other subcommands start without the store",
+    ("cli/teacher_size.py", "store"): "other subcommands start without the store",
 }
 # Files that may ask what kind of logits something is, besides core/source.py, and why.
 BOUNDARY = {

@@ -7,13 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from .report import bytes_text
+
 
 @contextmanager
 def bar(title: str, total: float | None = None) -> Iterator[Callable]:
-    """Yields advance(done, note="", tokens=0), which adds `done` to the progress towards `total`.
+    """Yields advance(done, note="", tokens=0, written=0), which adds `done` to the progress.
 
-    If `advance` is called with tokens, the bar shows the speed in tokens per second. The bar is
-    drawn on stderr. Under torchrun, only rank 0 draws the bar.
+    The progress is complete at `total`. If `advance` is called with tokens, the bar shows the speed
+    in tokens per second. `written` is the number of bytes written so far, and the bar shows bytes
+    per second. The bar also shows the remaining time. The bar is drawn on stderr. Under torchrun,
+    only rank 0 draws the bar.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -25,13 +29,14 @@ def bar(title: str, total: float | None = None) -> Iterator[Callable]:
     shown = os.environ.get("RANK", "0") == "0"
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
         task = progress.add_task("", total=total, speed="")
-        begin, seen = time.perf_counter(), 0
+        begin, seen, stored = time.perf_counter(), 0, 0.0
 
-        def advance(done: float, note: str = "", tokens: int = 0) -> None:
-            nonlocal seen
-            seen += tokens
-            rate = seen / max(time.perf_counter() - begin, 1e-9)
-            speed = f"{rate:,.0f} tokens/s" if seen else ""
+        def advance(done: float, note: str = "", tokens: int = 0, written: float = 0) -> None:
+            nonlocal seen, stored
+            seen, stored = seen + tokens, max(stored, written)
+            seconds = max(time.perf_counter() - begin, 1e-9)
+            speed = f"{seen / seconds:,.0f} tokens/s" if seen else ""
+            speed += f", {bytes_text(stored / seconds)}/s" if stored else ""
             progress.update(task, advance=done, description=note, speed=speed)
 
         yield advance

@@ -14,6 +14,15 @@ def time_text(ms: float | None) -> str:
     return number(ms and ms * 1e3, ".1f", " µs") if ms and ms < 0.2 else number(ms, ".3f", " ms")
 
 
+def bytes_text(n: float) -> str:
+    """A number of bytes as text, such as 1.5 GB."""
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if n < 1000 or unit == "TB":
+            return f"{n:.3g} {unit}" if n < 1000 else f"{n:,.0f} {unit}"
+        n /= 1000
+    raise AssertionError
+
+
 def sizes(shape: str) -> str:
     """A shape such as "8192×128256" with spaces and commas: 8,192 × 128,256."""
     return " × ".join(f"{int(n):,}" for n in shape.split("×"))

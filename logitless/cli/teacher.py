@@ -1,12 +1,14 @@
 """`logitless teacher`: captures a teacher's top-k distributions into a store.
 
-    capture    runs a Transformers model over documents
-    import     reads the output of vLLM or SGLang
-    verify     checks a store
-    info       describes a store
-    index      writes the files that readers of a remote store need
-    merge      joins several stores into one
-    size       computes how large a store will be
+    capture       runs a Transformers model over documents
+    import        reads the output of vLLM or SGLang
+    verify        checks a store
+    info          describes a store
+    index         writes the files that readers of a remote store need
+    merge         joins several stores into one
+    to-parquet    writes a store as parquet files, for dataset viewers
+    from-parquet  reads these files into a store
+    size          computes how large a store will be
 
 Under torchrun, every rank captures a part of the documents. Running the same command again resumes
 a capture that was stopped.
@@ -19,6 +21,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,9 +29,12 @@ from logitless.cli import require
 
 from . import teacher_data as _data
 from .progress import bar
-from .report import table
+from .teacher_size import expected as _expected
+from .teacher_size import sentence as _sentence
+from .teacher_size import size
 
 STORE = "folder of a store, or an address such as s3://bucket/targets"
+K = 64  # the default of --k
 SIZES = (16, 32, 64, 128, 256)  # values of K in the table of the command `size`
 
 
@@ -67,6 +73,11 @@ def add_parser(subparsers) -> None:
         " the size of the teacher's head",
     )
     add("--temperature", type=float, default=1.0, help="temperature of the training; default: 1")
+    add(
+        "--sample", type=_positive, metavar="N",
+        help="store the counts of N random draws per token, instead of the K most probable tokens",
+    )  # fmt: skip
+    add("--seed", type=int, default=0, help="seed of the draws of --sample; default: 0")
     add("--device", help="default: a GPU if there is one")
     add("--dtype", default="auto", help="dtype of the model: auto, bfloat16, float32, ...")
 
@@ -107,11 +118,21 @@ def add_parser(subparsers) -> None:
         help="approximate file size; default: 256 MiB",
     )
 
+    to_parquet = commands.add_parser("to-parquet", help="write a store as parquet files")
+    to_parquet.add_argument("store", type=_store, help=STORE)
+    to_parquet.add_argument("out", type=Path, help="folder of the parquet files")
+
+    from_parquet = commands.add_parser("from-parquet", help="read files of `to-parquet`")
+    from_parquet.add_argument("out", type=Path, help="folder of the store")
+    from_parquet.add_argument("files", type=Path, nargs="+", help="parquet files")
+
     size = commands.add_parser("size", help="how large a store will be")
     add = size.add_argument
     add("--tokens", type=_tokens, required=True, help="number of tokens, such as 1e9")
     add("--vocab", "--vocab-size", type=_positive, required=True, help="size of the vocabulary")
     add("--k", type=_positive, nargs="+", default=SIZES, help="values of K; default: a table")
+    add("--sample", type=_positive, nargs="+", metavar="N", help="numbers of draws, instead of --k")
+    add("--distinct", type=float, help="distinct ids per token with --sample; default: 0.3 N")
     _add_values(size)
 
 
@@ -150,8 +171,8 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--k",
         type=_positive,
-        default=64,
-        help="number of most probable tokens to keep; default: 64",
+        default=K,
+        help=f"number of most probable tokens to keep; default: {K}",
     )
     _add_values(parser)
 
@@ -167,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
     require("teacher", "rich")
     try:
         return ACTIONS[args.action](args) or 0
-    except (TypeError, ValueError, OSError) as error:
+    except (TypeError, ValueError, OSError, ModuleNotFoundError) as error:
         print(error, file=sys.stderr)
         return 1
 
@@ -189,11 +210,12 @@ def capture(args: argparse.Namespace) -> None:
         raise ValueError("--eos must have a tokenizer with an end-of-text token, got none.")
     config = AutoConfig.from_pretrained(args.model).get_text_config()
     expected = args.vocab_size or getattr(config, "vocab_size", None)
-    fields = {"k": args.k, "values": args.values, "teacher": args.model}
+    fields = {**_slots(args), "teacher": args.model}
     fields |= {"temperature": args.temperature, "tokenizer": store.tokenizer_hash(tokenizer)}
-    store.Header(expected or 2**32, **fields)
-    for line in _data.lines(args.data):
-        _data.check(line, expected)
+    header = store.Header(expected or 2**32, **fields)
+    amount = _expected(_data.lines(args.data), tokenizer, end, args.max_length, expected)
+    if os.environ.get("RANK", "0") == "0":
+        print(_sentence(header, amount, args.out), flush=True)
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device)
     head = model.get_output_embeddings().weight.shape[0]
@@ -211,9 +233,27 @@ def capture(args: argparse.Namespace) -> None:
         )
         world = int(os.environ.get("WORLD_SIZE", "1"))
         batches = _data.batches(documents, args.batch_tokens, lambda size: advance(size * world))
-        added = store.capture(model, batches, writer, progress=lambda n: advance(0, tokens=n))
+        generator = None
+        if args.sample:
+            # A run that is resumed, and every rank, draws other numbers than before.
+            seed = args.seed + 1_000_003 * writer.rank + len(writer)
+            generator = torch.Generator(device).manual_seed(seed)
+        added = store.capture(
+            model, batches, writer, generator=generator,
+            progress=lambda n: advance(0, tokens=n, written=writer.written),
+        )  # fmt: skip
         text = f"{added} documents added, {len(writer) - added} were already in {args.out}"
     print(f"rank {os.environ.get('RANK', '0')}: {text}" if world > 1 else text)
+
+
+def _slots(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields `k` and `values` of a store's header."""
+    if args.sample is None:
+        return {"k": args.k, "values": args.values}
+    for name, value, default in (("--k", args.k, K), ("--values", args.values, "u8")):
+        if value != default:
+            raise ValueError(f"{name} must not be passed together with --sample, got {value}.")
+    return {"k": args.sample, "values": "counts"}
 
 
 def _device(name: str | None) -> torch.device:
@@ -252,28 +292,6 @@ def import_(args: argparse.Namespace) -> None:
         add_outputs(writer, _data.lines(args.data), args.format, completion, advance)
         text = f"{len(writer)} documents in {args.out}"
     print(text)
-
-
-def size(args: argparse.Namespace) -> None:
-    from logitless.store import Header
-
-    rows = []
-    for k in args.k:
-        per_token = Header(args.vocab, k, args.values).token_bytes()
-        rows.append({
-            "K": str(k), "bytes per token": f"{per_token:.1f}",
-            f"{args.tokens:.3g} tokens": _bytes(per_token * args.tokens),
-        })  # fmt: skip
-    print(table(rows))
-    print(f"V = {args.vocab:,}, values = {args.values}; plus 60 to 100 bytes per document")
-
-
-def _bytes(n: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB", "TB"):
-        if n < 1000 or unit == "TB":
-            return f"{n:.3g} {unit}" if n < 1000 else f"{n:,.0f} {unit}"
-        n /= 1000
-    raise AssertionError
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -325,9 +343,25 @@ def merge(args: argparse.Namespace) -> None:
     print(f"{documents} documents in {args.out}")
 
 
+def to_parquet(args: argparse.Namespace) -> None:
+    from logitless import store
+
+    opened = store.Store(args.store)
+    with bar("to-parquet", opened.tokens) as advance:
+        documents = store.to_parquet(opened, args.out, progress=lambda n: advance(n, tokens=n))
+    print(f"{documents} documents in {args.out}")
+
+
+def from_parquet(args: argparse.Namespace) -> None:
+    from logitless.store import from_parquet
+
+    _data.are_files(args.files)
+    print(f"{from_parquet(args.files, args.out)} documents in {args.out}")
+
+
 ACTIONS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "capture": capture, "import": import_, "verify": verify, "info": info, "index": index,
-    "merge": merge, "size": size,
+    "merge": merge, "to-parquet": to_parquet, "from-parquet": from_parquet, "size": size,
 }  # fmt: skip
 
 

@@ -25,6 +25,8 @@ def print_info(path: Path | str, plot: Path | None) -> None:
     }
     rows |= {name: str(value) for name, value in vars(store.info).items()}
     k = store.info.k
+    if store.info.sampled:
+        rows["distinct ids per token"] = f"{statistics.slots:.2f}"
     rows[f"mass of the {k} slots"] = f"{float(statistics.covered[-1]):.4f}"
     entropy = f"{float(statistics.entropy.mean()):.3f} nats" if statistics.rows else "-"
     rows["entropy, the tail as one token"] = entropy

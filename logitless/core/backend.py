@@ -249,6 +249,30 @@ class Backend(Protocol):
         """
         ...
 
+    # --- rows of a table
+
+    def row_dots(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        """Returns hidden[i] · weight[ids[i, j]] as a tensor (N, M), in fp32 or fp64.
+
+        The result is 0 for the id NO_ID, and NaN for all other ids outside [0, V).
+        """
+        ...
+
+    def row_dots_gradients(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        g: Tensor,
+        needs: tuple[bool, bool],
+        sparse: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the gradients of hidden and weight, where g is the gradient of `row_dots`.
+
+        If `sparse`, the gradient of the weight is a sparse COO tensor.
+        """
+        ...
+
     # --- GEMMs
 
     def row_gemm(

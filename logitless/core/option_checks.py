@@ -31,7 +31,9 @@ def between(name: str, value: Any, least: float, most: float) -> None:
 
 def temperature(value: Any) -> None:
     if isinstance(value, Tensor):
-        raise TypeError("temperature must be one number for all rows, got a Tensor.")
+        trained = value.requires_grad
+        hint = " To train a scale, multiply the hidden states by the scale." if trained else ""
+        raise TypeError(f"temperature must be one number for all rows, got a Tensor.{hint}")
     between("temperature", value, LEAST, MOST)
 
 

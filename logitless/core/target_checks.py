@@ -67,12 +67,28 @@ def ids_of_rows(name: str, t: Any, x: Tensor) -> None:
     _same_device(name, t, x)
 
 
+def negatives(t: Any, x: Tensor) -> None:
+    """Checks `negatives`: K ids that all rows share, or K ids per row in the last dimension."""
+    _integer("negatives", t)
+    shared = t.dim() == 1
+    if not shared and (t.dim() != len(x.shape) or t.shape[:-1] != x.shape[:-1]):
+        several = ", ".join([*map(str, x.shape[:-1]), "K"])
+        raise ValueError(
+            f"negatives must have shape (K,) or ({several}) to match hidden {_shape(x)}, "
+            f"got {_shape(t)}."
+        )
+    if t.shape[-1] == 0:
+        raise ValueError(f"negatives must hold at least one id, got shape {_shape(t)}.")
+    _same_device("negatives", t, x, "hidden")
+
+
 def in_range(
-    ids: Tensor, V: int, counts: Tensor | None, name: str, ignore_index: int | None
-) -> None:
+    ids: Tensor, V: int, counts: Tensor | None, name: str, ignore_index: int | None,
+    place: str = "row",
+) -> None:  # fmt: skip
     """Raises if an id is outside [0, V). Ids for which the mask `counts` is False are not checked.
 
-    The error message names the row.
+    The error message names the row, or another `place`.
     """
     bad = (ids < 0) | (ids >= V)
     if counts is not None:
@@ -82,9 +98,9 @@ def in_range(
     rule = f"be in [0, {V})" + (
         "" if ignore_index is None else f" or ignore_index ({ignore_index})"
     )
-    place = tuple(bad.nonzero()[0].tolist())
-    where = place[0] if len(place) == 1 else place
-    raise IndexError(f"{name} must {rule}, got {int(ids[place])} at row {where}.")
+    at = tuple(bad.nonzero()[0].tolist())
+    where = at[0] if len(at) == 1 else at
+    raise IndexError(f"{name} must {rule}, got {int(ids[at])} at {place} {where}.")
 
 
 def labels(t: Any, x: Tensor, ce_weight: float) -> None:

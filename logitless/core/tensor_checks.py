@@ -114,7 +114,8 @@ def in_bounds(temperature: Tensor, live: Tensor | None, least: float, most: floa
 def row_temperature(t: Tensor, x: Tensor) -> None:
     if t.requires_grad:
         raise ValueError(
-            "temperature must not require grad, because losses compute no gradient for temperature."
+            "temperature must not require grad, because losses compute no gradient for "
+            "temperature; to train a scale, multiply the hidden states by the scale."
         )
     if not t.is_floating_point():
         raise TypeError(f"temperature must be a floating-point tensor, got {t.dtype}.")
@@ -159,6 +160,13 @@ def row_weight(t: Any, x: Tensor) -> None:
             "Pass a mask of the rows that count as `mask`."
         )
     _rows("row_weight", t, x)
+
+
+def constant(name: str, t: Tensor) -> None:
+    if t.requires_grad:
+        raise ValueError(
+            f"{name} must not require grad, because losses compute no gradient for {name}."
+        )
 
 
 def overwritable(x: Tensor, owner: Tensor) -> None:

@@ -24,6 +24,7 @@ from .smoothing_z_loss import (
 from .stats_bwd import gradient
 from .stats_coefficients import coefficients
 from .stats_fwd import above, finish, merge, outside, partial, read, with_repeats
+from .table_rows import row_dots, row_dots_gradients
 from .topk import topk
 
 __all__ = [
@@ -53,6 +54,8 @@ __all__ = [
     "partial",
     "read",
     "reduce",
+    "row_dots",
+    "row_dots_gradients",
     "row_gemm",
     "sampled",
     "scale_",

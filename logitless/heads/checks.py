@@ -54,6 +54,28 @@ def head(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
     option_checks.check(workspace=workspace)
 
 
+def table(hidden: Any, weight: Any, bias: Any, casts: bool) -> None:
+    """Checks hidden (..., D), and weight (V, D) and bias (V,) of a table whose rows are gathered.
+
+    If `casts`, the dtypes can differ, because autocast chooses the dtype of products.
+    """
+    for name, t in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if name == "bias" and t is None:
+            continue
+        if not isinstance(t, Tensor) or is_dtensor(t) or is_quantized(t):
+            raise TypeError(f"{name} must be a plain Tensor, got {type(t).__name__}.")
+    if not casts:
+        head(hidden, weight, bias, None)
+        return
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None:
+            _same_device(name, t, hidden, "hidden")
+            logits(t, name)
+    # `head` reads only shapes and dtypes.
+    wide = [None if t is None else t.to("meta", torch.float32) for t in (hidden, weight, bias)]
+    head(wide[0], wide[1], wide[2], None)
+
+
 def readable(name: str, t: Tensor) -> None:
     """Checks that a quantised tensor is a weight that can be dequantised in blocks of rows."""
     if name != "weight":

@@ -20,6 +20,7 @@ from .smoothing_z_loss import cross_entropy, label_coefficients, label_mass, wei
 from .stats_coefficients import coefficients
 from .stats_merge import finish, merge
 from .stats_split_fwd import above, partial
+from .table_rows import row_dots, row_dots_gradients
 from .tail_mass import outside
 from .topk import topk
 from .zero_ignored import zero_ignored
@@ -53,6 +54,8 @@ __all__ = [
     "partial",
     "read",
     "reduce",
+    "row_dots",
+    "row_dots_gradients",
     "row_gemm",
     "sampled",
     "scale_",

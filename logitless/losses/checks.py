@@ -9,6 +9,7 @@ then raises on all ranks.
 from torch import Tensor
 
 from ..core import option_checks, target_checks, tensor_checks
+from ..heads import checks as head_checks
 
 
 def temperature_of(temperature, logits) -> None:
@@ -74,6 +75,31 @@ def cross_entropy(
     option_checks.ignore_index(ignore_index)
     temperature_of(temperature, logits)
     option_checks.softcap(softcap)
+
+
+def sampled_softmax(
+    hidden, weight, target, negatives, log_q, target_log_q, bias, temperature, remove_hits,
+    ignore_index, mask, reduction, row_weight, sparse_grad, workspace, casts,
+) -> None:  # fmt: skip
+    """Checks the arguments of sampled_softmax. `casts` says whether autocast is on."""
+    head_checks.table(hidden, weight, bias, casts)
+    target_checks.target(target, hidden)
+    target_checks.negatives(negatives, hidden)
+    for name, t, like, of in (
+        ("log_q", log_q, negatives, "negatives"),
+        ("target_log_q", target_log_q, target, "target"),
+    ):
+        if t is not None:
+            tensor_checks.slots(name, t, of, like)
+            tensor_checks.constant(name, t)
+    option_checks.temperature(temperature)
+    tensor_checks.yes_or_no("remove_hits", remove_hits)
+    option_checks.ignore_index(ignore_index)
+    tensor_checks.row_mask(mask, hidden)
+    tensor_checks.one_of("reduction", reduction, tensor_checks.REDUCTIONS)
+    tensor_checks.row_weight(row_weight, hidden)
+    tensor_checks.yes_or_no("sparse_grad", sparse_grad)
+    option_checks.workspace(workspace)
 
 
 def dense_teacher(

@@ -13,6 +13,7 @@ from .format import Header
 from .importers import from_sglang, from_vllm
 from .listing import write_index
 from .merge import merge
+from .parquet import from_parquet, to_parquet
 from .reader import Store
 from .tokenizer import tokenizer_hash
 from .training import Collator, DistillLosses, batch_targets, distill_loss
@@ -30,12 +31,14 @@ __all__ = [
     "batch_targets",
     "capture",
     "distill_loss",
+    "from_parquet",
     "from_sglang",
     "from_vllm",
     "merge",
     "pad_documents",
     "recover",
     "share",
+    "to_parquet",
     "tokenizer_hash",
     "write_index",
 ]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..core import call as _call
 from ..lazy.fuse import fuse, guards_of, unfuse
 from ..lazy.fused_head import lazy_logits
-from ..losses.capture import capture_topk
+from ..losses.capture import capture_sampled, capture_topk
 from . import checks
 from .rows import Table, encoded
 from .writer import Writer
@@ -32,9 +32,13 @@ def capture(
     k: int | None = None,
     *,
     head: str | None = None,
+    generator: torch.Generator | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> int:
     """Stores a teacher's k most probable next tokens, and returns the number of added documents.
+
+    If the writer has values="counts", `capture` stores next tokens that are drawn at random, with
+    `generator`, which must be on the device of the model. The number of draws is the writer's k.
 
     A batch can be a list of documents, each a list of token ids. A batch can be a tensor of
     input_ids of shape (B, T), with one document per row. A batch can also be a dict of keyword
@@ -51,7 +55,7 @@ def capture(
     >>> with Writer("targets", vocab_size=model.config.vocab_size, k=64) as writer:
     ...     capture(model, share(batches), writer)
     """
-    checks.capture(k, writer.header.k)
+    checks.capture(k, writer.header, generator)
     added, pending = 0, None
     training = model.training
     model.eval()
@@ -65,7 +69,7 @@ def capture(
                 launched = None
                 if len(new):
                     inputs = {name: _rows(t, new, len(is_token)) for name, t in inputs.items()}
-                    launched = _launch(model, inputs, is_token[new], writer, k)
+                    launched = _launch(model, inputs, is_token[new], writer, k, generator)
                 # The previous batch is written while the GPU works on the current batch.
                 added += _write(pending, writer, progress)
                 pending = launched
@@ -158,7 +162,12 @@ def _rows(t: Any, wanted: list[int], rows: int) -> Any:
 
 
 def _launch(
-    model: nn.Module, inputs: dict, is_token: Tensor, writer: Writer, k: int | None
+    model: nn.Module,
+    inputs: dict,
+    is_token: Tensor,
+    writer: Writer,
+    k: int | None,
+    generator: torch.Generator | None,
 ) -> _Pending:
     """Starts the model on a batch without waiting for the device.
 
@@ -175,7 +184,11 @@ def _launch(
     checks.logits_of_batch(logits, ids, header.vocab_size)
     if logits.shape[-1] > header.vocab_size:  # the last columns of a padded head belong to no token
         logits = logits[..., : header.vocab_size]
-    targets = capture_topk(logits, k or header.k, temperature=header.temperature)
+    if header.sampled:
+        how = {"generator": generator, "temperature": header.temperature}
+        targets = capture_sampled(logits, header.k, **how)
+    else:
+        targets = capture_topk(logits, k or header.k, temperature=header.temperature)
     rows = encoded(targets.reshape(-1), header, sorted_=True)
     rows = {name: t.to("cpu", non_blocking=True) for name, t in rows.items()}
     copied = None
@@ -198,7 +211,7 @@ def _write(pending: _Pending | None, writer: Writer, progress: Callable | None) 
         contiguous = int(places[-1] - places[0]) + 1 == len(places)
         where = slice(int(places[0]), int(places[-1]) + 1) if contiguous else places
         rows = {name: t[where] for name, t in pending.rows.items()}
-        checks.rows_of_teacher(rows["top"])
+        checks.rows_of_teacher(rows)
         # `_new_documents` looks for documents only in the writer. So a document can still occur
         # twice in this batch, or in this batch and in the previous batch. `append` adds such a
         # document only once.

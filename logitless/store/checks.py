@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core import option_checks as _option_checks
 from ..core import tensor_checks as _checks
 
-VALUES = ("u8", "f16")
+VALUES = ("u8", "f16", "counts")
 ALIGNMENTS = ("next",)
 SHOWN = 8  # number of tokens that an error message shows
 
@@ -22,8 +22,9 @@ SHOWN = 8  # number of tokens that an error message shows
 def header(h: Any) -> None:
     """Checks the fields of a header."""
     whole("vocab_size", h.vocab_size, 1, 2**32)
-    whole("k", h.k, 1, min(h.vocab_size, 2**16))
     _checks.one_of("values", h.values, VALUES)
+    # With values="counts", k is the number of draws, which can be larger than the vocabulary.
+    whole("k", h.k, 1, 2**16 if h.values == "counts" else min(h.vocab_size, 2**16))
     _checks.one_of("alignment", h.alignment, ALIGNMENTS)
     for name in ("teacher", "tokenizer"):
         value = getattr(h, name)
@@ -118,6 +119,41 @@ def document(targets: Any, tokens: Tensor, h: Any, kind: type) -> None:
     tail = 0.0 if targets.tail is None else float(targets.tail.detach().max())
     if not tail <= 2**-7:
         raise ValueError(f"targets.tail must be the logarithm of a mass, got {tail}.")
+
+
+def draws(targets: Any, counts: Tensor, n: int) -> None:
+    """Checks that targets hold the counts of n draws, as `capture_sampled` returns them.
+
+    `counts` holds the number of draws of each slot, rounded to a whole number.
+    """
+    if targets.tail is not None:
+        raise ValueError(
+            'targets.tail must be None for a store with values="counts", got a Tensor.'
+        )
+    logprobs = targets.logprobs.detach().double()
+    off = torch.where(counts > 0, (logprobs - (counts.double() / n).log()).abs(), 0.0)
+    if targets.mask is None:
+        off = torch.where(counts > 0, off, 1.0)
+    else:
+        off = torch.where((counts == 0) & (targets.mask != 0), 1.0, off)
+    rule = f"be logs of counts divided by {n}, as capture_sampled(logits, {n}) returns them with"
+    rule += ' proposal=1, for a store with values="counts"'
+    if off.numel() and float(off.max()) > 1e-6:
+        got = float(logprobs.flatten()[off.argmax()])
+        raise ValueError(f"targets.logprobs must {rule}, got {got:.6g}.")
+    total = counts.sum(-1)
+    wrong = (total != n) & (total != 0)
+    if bool(wrong.any()):
+        raise ValueError(f"targets.logprobs must {rule}, got a sum of {int(total[wrong][0])}.")
+    ids = torch.where(
+        counts > 0, targets.ids.long(), -1 - torch.arange(targets.k, device=total.device)
+    )
+    ids = ids.sort(-1).values
+    same = ids[..., 1:] == ids[..., :-1]
+    if bool(same.any()):
+        raise ValueError(
+            f"targets.ids must differ within a row, got {int(ids[..., 1:][same][0])} twice."
+        )
 
 
 def row_range(index: Any, n: int) -> tuple[int, int]:
@@ -253,9 +289,13 @@ def some_stores(stores: list) -> None:
         raise ValueError("stores must name at least one store, got none.")
 
 
-def capture(k: Any, most: int) -> None:
+def capture(k: Any, h: Any, generator: Any) -> None:
     if k is not None:
-        whole("k", k, 1, most)
+        whole("k", k, h.k if h.sampled else 1, h.k)
+    if generator is not None and not h.sampled:
+        raise ValueError(
+            'generator must be None unless the writer has values="counts", got a generator.'
+        )
 
 
 def batch_of_documents(batch: Any) -> None:
@@ -282,12 +322,14 @@ def logits_of_batch(logits: Any, ids: Tensor, vocab_size: int) -> None:
         )
 
 
-def rows_of_teacher(top: Tensor) -> None:
+def rows_of_teacher(rows: dict[str, Tensor]) -> None:
     """Checks that `top`, the largest log-probability of each row, is finite.
 
-    No NaN is written to a store, because a NaN in the column `top` marks a row without slots.
+    No NaN is written to a store, because a NaN in the column `top` marks a row without slots. With
+    values="counts", a row of NaN has no draws, and is refused too.
     """
-    if not bool(top.isfinite().all()):
+    fine = rows["top"].isfinite() if "top" in rows else (rows["draws"] != 0).any(-1)
+    if not bool(fine.all()):
         raise ValueError("model must give a finite largest logit in each row, got NaN or inf.")
 
 

@@ -137,6 +137,24 @@ def shard_starts(path: Any, starts: Tensor, tokens: int) -> None:
         )
 
 
+def shard_slots(path: Any, slots: Tensor, lengths: dict[str, tuple[int, int]]) -> None:
+    """Checks the column `slots` of sampled targets.
+
+    `lengths` maps the name of each column of ids to its length, and to the length that follows from
+    the last entry of `slots`.
+    """
+    if int(slots[0]) != 0 or not bool((slots[1:] >= slots[:-1]).all()):
+        refuse(path, "have slots that do not fall, from 0 on", "other slots")
+    for name, (got, want) in lengths.items():
+        if got != want:
+            refuse(path, f"have {want} elements in {name}, for {int(slots[-1])} slots", str(got))
+
+
+def slots_in_shard(path: Any, end: int, slots: int) -> None:
+    if end > slots:
+        refuse(path, f"have draws of at most {slots} slots", f"{end}. The shard is damaged")
+
+
 def in_store(number: int, documents: int) -> None:
     if number >= documents:
         raise ValueError(

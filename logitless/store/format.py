@@ -44,6 +44,18 @@ With values="f16", there is no `step`, and `codes` has this form:
 
     codes       F16 (T, K - 1)    log p is top - code; inf means p = 0, NaN means an empty slot
 
+With values="counts", the store holds sampled targets (`capture_sampled`), and K is the number n of
+draws per token. The rows of a shard have different lengths. Let S be the number of distinct ids of
+all rows. The columns `top`, `tail`, `step` and `codes` do not exist, and these columns replace
+`ids.W`:
+
+    slots       I64 (D + 1)       first slot of each document; the last entry is S
+    ids.W       (S · W / 8)       the distinct ids of all rows, packed; ascending within a row
+    draws       U8  (T, n / 8)    bit j is 1 if draw j is the first draw of its id; the draws of a
+                                  row are sorted by id                          (store/counts.py)
+
+Bit j of a row is in byte j / 8, with bit 0 in the lowest bit. A row without slots has only zeros.
+
 An integer of b bits is cut into fields of 32, 16, 8, 4, 2 or 1 bits, whose widths add up to b. The
 widest field holds the lowest bits of the integer. The fields of one width W form one tensor of
 dtype U32, U16 or U8. If W is below 8, one byte holds the fields of 8 / W integers, with the field
@@ -54,6 +66,10 @@ At K = 64 and V = 151,936, each token takes 218.25 bytes. The 64 ids of 18 bits 
 and the codes take 63 bytes. The columns `top`, `tail` and `step` take 9 bytes, and the token itself
 takes 2.25 bytes. Checksums add 1 byte per 1,024 bytes. Each document takes 8 bytes for its start
 and 12 bytes per index entry.
+
+With values="counts", a token with m distinct ids takes ceil(n / 8) + (m + 1) b / 8 bytes, plus 1
+byte per 1,024 bytes for checksums. At n = 50, V = 151,936 and m = 15, each token takes 43.04 bytes.
+Each document takes 16 bytes for its start and its first slot.
 
 Shards of version 1 can be read too. Version 1 has no `crc`, so only `verify` and `merge` detect a
 changed byte. In version 1, every code c up to 253 means c units. Readers ignore the stored index of
@@ -74,10 +90,12 @@ from . import checks, file_checks
 
 FORMAT, VERSION, OLDER = "logitless.store", "2", ("1",)
 BLOCK = 4096  # bytes per checksum
+DISTINCT = 0.3  # assumed distinct ids per draw, for a size before the capture
 WIDTHS = {32: torch.uint32, 16: torch.uint16, 8: torch.uint8, 4: None, 2: None, 1: None}
 # Fields are computed in signed dtypes, because PyTorch lacks many operations on uint32 and uint16.
 SIGNED = {32: torch.int32, 16: torch.int16}
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+Table = dict[str, Tensor]  # one tensor per column; all columns have the same rows
 
 
 @dataclass(frozen=True)
@@ -86,7 +104,7 @@ class Header:
 
     vocab_size: int
     k: int
-    values: str = "u8"  # "u8" for 8-bit codes, or "f16" for fp16 codes
+    values: str = "u8"  # "u8" for 8-bit codes, "f16" for fp16 codes, "counts" for sampled targets
     teacher: str = ""  # the teacher's name
     tokenizer: str = ""  # `tokenizer_hash` of the tokenizer
     temperature: float = 1.0  # temperature of the log-probabilities
@@ -110,8 +128,21 @@ class Header:
     def id_dtype(self) -> torch.dtype:
         return torch.int32 if self.bits < 32 else torch.int64
 
+    @property
+    def sampled(self) -> bool:
+        """Whether the rows are sampled targets, whose values are counts of draws."""
+        return self.values == "counts"
+
+    @property
+    def row_column(self) -> str:
+        """A column of a shard that has one row per token."""
+        return "draws" if self.sampled else "top"
+
     def layout(self) -> Layout:
-        """The dtype of each column, and the shape of one row in the column."""
+        """The dtype of each column in memory, and the shape of one row in the column.
+
+        The columns of a shard are the same, except with values="counts" (store/counts.py).
+        """
         return _layout(self)
 
     def sizes(self) -> dict[str, int]:
@@ -119,18 +150,28 @@ class Header:
         return _sizes(self)
 
     def row_bytes(self) -> int:
+        """The number of bytes that one row takes in memory."""
         return sum(self.sizes().values())
 
-    def token_bytes(self) -> float:
+    def token_bytes(self, distinct: float | None = None) -> float:
         """The number of bytes that a token and its row take in a shard, including their checksums.
 
-        The columns `starts`, `index.hash` and `index.doc` are not counted.
+        With values="counts", `distinct` is the mean number of distinct ids per row. The default is
+        DISTINCT times the number of draws. The columns `starts`, `slots`, `index.hash` and
+        `index.doc` are not counted.
         """
-        return (self.row_bytes() + self.bits / 8) * (1 + 4 / BLOCK)
+        row = self.row_bytes()
+        if self.sampled:
+            distinct = DISTINCT * self.k if distinct is None else distinct
+            row = self.sizes()["draws"] + distinct * self.bits / 8
+        return (row + self.bits / 8) * (1 + 4 / BLOCK)
 
 
 @functools.lru_cache
 def _layout(header: Header) -> Layout:
+    if header.sampled:
+        draws = (torch.uint8, (-(-header.k // 8),))
+        return {"ids": (header.id_dtype, (header.k,)), "draws": draws}
     columns = {
         f"ids.{width}": (dtype or torch.uint8, (packed_length(header.k, width),))
         for width, dtype in widths(header.bits)

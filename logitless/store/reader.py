@@ -27,7 +27,7 @@ from .lookup import Index, Match
 from .prefetch import without_repetitions
 from .remote import Remote, is_address
 from .remote_shard import RemoteFiles
-from .rows import Decoding, Pieces, empty_pieces, table_of
+from .rows import Pieces, decoding_of, empty_pieces, table_of
 from .shard import Shard, shards_of
 from .verify import Report, verify
 
@@ -291,7 +291,7 @@ class Store:
 
     def _decoded(self, spans: list["Span"]) -> SparseTargets:
         """Returns the targets of all rows in `spans`. Rows are read and decoded in portions."""
-        decoding = Decoding(sum(n for _, _, n in spans), self.info)
+        decoding = decoding_of(sum(n for _, _, n in spans), self.info)
         for portion in _portions(spans, max(1, SLOTS // self.info.k)):
             decoding.add(table_of(self._pieces(portion), self.info))
         return decoding.targets()

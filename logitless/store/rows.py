@@ -24,7 +24,8 @@ from torch.nn.functional import pad
 
 from ..targets.sparse import SparseTargets, unchecked
 from . import file_checks
-from .format import Header, pack, unpack, widths
+from .counts import CountsDecoding, encoded_counts
+from .format import Header, Table, pack, unpack, widths
 
 CODES = 253  # the largest code of a positive probability
 ZERO, EMPTY = 254, 255
@@ -35,7 +36,6 @@ AT_ONCE = 1 << 16  # largest number of tensor elements in a pass that tries seve
 FAR_MASS = 2.0**-17  # largest total mass of slots beyond NEAR units, for each of the TRIED units
 NEGLIGIBLE = 2.0**-20  # a row keeps its first unit if the divergence is at most this many nats
 
-Table = dict[str, Tensor]  # one tensor per column; all columns have the same rows
 Pieces = Mapping[str, Sequence[Any]]  # the bytes of a column, in one or several parts
 
 
@@ -45,6 +45,8 @@ def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Ta
     Pass `sorted_=True` only if the slots are sorted by probability, as `capture_topk` returns them.
     With `sorted_=True`, the order is not checked, so the host does not wait for the device.
     """
+    if header.sampled:
+        return encoded_counts(targets, header)
     ids, logprobs, valid = _ordered(targets, header.k, sorted_)
     top, logprobs = logprobs[:, 0], logprobs.masked_fill(~valid, -torch.inf)
     below = torch.where(logprobs == -torch.inf, 0.0, top[:, None] - logprobs)
@@ -143,9 +145,14 @@ def _unit(step: Tensor) -> Tensor:
 
 def decoded(table: Table, header: Header) -> SparseTargets:
     """Decodes a table of T rows into targets of shape (T,) on the CPU."""
-    decoding = Decoding(len(table["top"]), header)
+    decoding = decoding_of(len(table[header.row_column]), header)
     decoding.add(table)
     return decoding.targets()
+
+
+def decoding_of(rows: int, header: Header) -> "Decoding | CountsDecoding":
+    """Returns the object that decodes `rows` rows of a store with this header."""
+    return CountsDecoding(rows, header) if header.sampled else Decoding(rows, header)
 
 
 def recoded(table: Table, header: Header) -> Table:
@@ -158,6 +165,28 @@ def recoded(table: Table, header: Header) -> Table:
     decoding = Decoding(len(table["top"]), header, near=CODES)
     decoding.add(table)
     return encoded(decoding.targets(), header)
+
+
+def reencoded(targets: SparseTargets, header: Header, step: Tensor | None) -> Table:
+    """Encodes targets that were decoded from a store, without rounding them again.
+
+    `step` is the column `step` of the rows, or None with values="f16". Decoding the result returns
+    the same targets.
+    """
+    ids, logprobs, valid = _ordered(targets, header.k, sorted_=True)
+    top, logprobs = logprobs[:, 0], logprobs.masked_fill(~valid, -torch.inf)
+    below = torch.where(logprobs == -torch.inf, 0.0, top[:, None] - logprobs)
+    zero = valid & (logprobs == -torch.inf)
+    if step is None:
+        table, _ = _in_halves(below, logprobs, zero, valid)
+    else:
+        codes, _ = _codes(below, _unit(step[:, None]))
+        codes = codes.masked_fill_(zero, ZERO).masked_fill_(~valid, EMPTY).to(torch.uint8)
+        table = {"codes": codes[:, 1:].contiguous(), "step": step}
+    table["top"] = torch.where(valid[:, 0], top, torch.nan)
+    table["tail"] = torch.where(valid[:, 0], targets.tail.float(), 0.0)
+    packed = pack(torch.where(valid, ids, 0), header.bits)
+    return table | {f"ids.{width}": field for width, field in packed.items()}
 
 
 class Decoding:
@@ -248,15 +277,20 @@ def _units_of_codes(near: int) -> Tensor:
 
 
 def empty_pieces(n: int, header: Header) -> dict[str, bytearray]:
-    """The bytes of n rows without slots. A row whose `top` is NaN has no slots."""
+    """The bytes of n rows without slots. A row whose `top` is NaN has no slots.
+
+    With values="counts", the bytes of a row without slots are 0.
+    """
     pieces = {name: bytearray(n * size) for name, size in header.sizes().items()}
-    return pieces | {"top": bytearray(struct.pack("<f", math.nan) * n)}
+    return (
+        pieces if header.sampled else pieces | {"top": bytearray(struct.pack("<f", math.nan) * n)}
+    )
 
 
 def table_of(pieces: Pieces, header: Header) -> Table:
     """Joins the pieces of each column, and returns the columns as a table."""
     sizes, table = header.sizes(), {}
-    rows = sum(map(len, pieces["top"])) // sizes["top"]
+    rows = sum(map(len, pieces[header.row_column])) // sizes[header.row_column]
     for name, (dtype, shape) in header.layout().items():
         parts = pieces[name]
         data = parts[0] if len(parts) == 1 else bytearray().join(parts)

@@ -18,10 +18,21 @@ from torch import Tensor
 from ..targets import safetensors
 from . import file_checks
 from .blocks import Blocks, checksum_bytes, checksums
+from .counts import compact, expand, slots_of
 from .folder import shard_files
-from .format import FORMAT, OLDER, VERSION, Header, pack, packed_length, unpack, widths
+from .format import (
+    FORMAT,
+    OLDER,
+    VERSION,
+    Header,
+    Table,
+    pack,
+    packed_length,
+    unpack,
+    widths,
+)
 from .index import index_of
-from .rows import Pieces, Table, recoded, table_of, tensor_of
+from .rows import Pieces, recoded, table_of, tensor_of
 
 Span = tuple[int, int]  # a range [begin, end) of rows of a shard
 ROWS = 8192  # number of rows that `groups` reads at once
@@ -50,7 +61,14 @@ class Shard:
             file_checks.checksums_come_last(path, self.entries["crc"].begin, size)
         self.blocks = Blocks(path, file.start, size, checked)
         self._set_starts(self.column("starts"))
-        file_checks.shard_starts(path, self.starts, self.entries["top"].shape[0])
+        file_checks.shard_starts(path, self.starts, self.entries[header.row_column].shape[0])
+        if header.sampled:
+            self.slots = self.column("slots")
+            lengths = {
+                name: (self.entries[name].shape[0], packed_length(int(self.slots[-1]), width))
+                for name, width in ((f"ids.{w}", w) for w, _ in widths(header.bits))
+            }
+            file_checks.shard_slots(path, self.slots, lengths)
 
     def _set_starts(self, starts: Tensor) -> None:
         self.starts = starts
@@ -80,15 +98,21 @@ class Shard:
     def tokens_of(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
         """Returns a tensor with the tokens of several spans, and the place where each span begins.
 
-        Only every eighth token begins at a byte boundary in all columns, so each span is extended
-        to multiples of eight tokens. The tensor has up to 7 other tokens before and after each
-        span.
+        The tensor has up to 7 other tokens before and after each span.
+        """
+        return self._packed("tokens", spans)
+
+    def _packed(self, name: str, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
+        """Returns a tensor with the packed integers of several spans, and each span's place.
+
+        Only every eighth integer begins at a byte boundary in all columns, so each span is extended
+        to multiples of eight integers.
         """
         whole = [(begin - begin % 8, end + -end % 8) for begin, end in spans]
         counts = [b - a for a, b in whole]
         fields, ranges = widths(self.header.bits), []
         for width, _ in fields:
-            _, _, offset, last = self.entries[f"tokens.{width}"]
+            _, _, offset, last = self.entries[f"{name}.{width}"]
             ranges += [
                 (offset + a * width // 8, min(offset + b * width // 8, last)) for a, b in whole
             ]
@@ -98,18 +122,20 @@ class Shard:
             for n, piece in zip(counts, pieces[i * len(spans) :], strict=False):
                 parts.append(piece)
                 if missing := n * width // 8 - len(piece):
-                    # At the end of a shard, zeros pad the tokens to a multiple of eight tokens.
+                    # At the end of a column, zeros pad the integers to a multiple of eight.
                     parts.append(bytes(missing))
             data = parts[0] if len(parts) == 1 else bytearray().join(parts)
             columns[width] = tensor_of(data, -1, dtype or torch.uint8, ())
         places = accumulate(counts[:-1], initial=0)
         first = [at + begin % 8 for at, (begin, _) in zip(places, spans, strict=True)]
-        tokens = torch.empty(sum(counts), dtype=torch.int64)
-        unpack(columns, tokens)
-        return tokens, first
+        integers = torch.empty(sum(counts), dtype=torch.int64)
+        unpack(columns, integers)
+        return integers, first
 
     def pieces_of(self, spans: Sequence[Span]) -> Pieces:
-        """The bytes of several spans of rows, column by column, in the format of version 2."""
+        """The bytes of several spans of rows, column by column, in the layout of the header."""
+        if self.header.sampled:
+            return self._sampled_pieces(spans)
         sizes, ranges = self.header.sizes(), []
         for name, size in sizes.items():
             begin = self.entries[name].begin
@@ -124,6 +150,37 @@ class Shard:
             name: [bytearray(safetensors.buffer(t[a:b])) for a, b in cuts]
             for name, t in rows.items()
         }
+
+    def _sampled_pieces(self, spans: Sequence[Span]) -> Pieces:
+        """Like `pieces_of`, for sampled targets, whose rows have different lengths in the shard.
+
+        The first slot of a row is known only for the first row of a document. So `draws` is read
+        from the first row of the document on.
+        """
+        size, offset = self.header.sizes()["draws"], self.entries["draws"].begin
+        documents = [bisect.bisect_right(self._spans, a) - 1 for a, _ in spans]
+        ranges = [
+            (offset + self._spans[d] * size, offset + b * size)
+            for d, (_, b) in zip(documents, spans, strict=True)
+        ]
+        found, slots = [], []
+        for (a, _), d, piece in zip(spans, documents, self.blocks.pieces(ranges), strict=True):
+            draws = tensor_of(piece, len(piece) // size, torch.uint8, (size,))
+            ends = slots_of(draws).cumsum(0)
+            before = a - self._spans[d]
+            first = int(self.slots[d])
+            begin = first + (int(ends[before - 1]) if before else 0)
+            end = first + (int(ends[-1]) if len(ends) else 0)
+            file_checks.slots_in_shard(self.path, end, int(self.slots[-1]))
+            found.append(draws[before:])
+            slots.append((begin, max(begin, end)))
+        ids, places = self._packed("ids", slots)
+        pieces: dict[str, list] = {"ids": [], "draws": []}
+        for draws, place, (a, b) in zip(found, places, slots, strict=True):
+            rows = expand(draws, ids[place : place + b - a], self.header)
+            for name, t in rows.items():
+                pieces[name].append(bytearray(safetensors.buffer(t.contiguous())))
+        return pieces
 
     def rows_of(self, begin: int, end: int) -> Table:
         return table_of(self.pieces_of([(begin, end)]), self.header)
@@ -167,7 +224,7 @@ def write_shard(
     path: Path, header: Header, tokens: Tensor, starts: Tensor, rows: Mapping[str, Tensor]
 ) -> None:
     """Writes a whole shard or nothing. A shard that was written survives a loss of power."""
-    columns = dict(rows)
+    columns = compact(dict(rows), starts, header) if header.sampled else dict(rows)
     columns |= {f"tokens.{w}": field for w, field in pack(tokens, header.bits).items()}
     columns["starts"] = starts
     columns["index.hash"], columns["index.doc"] = index_of(tokens, starts)
@@ -206,8 +263,14 @@ def _wanted(
         shape = entries[name].shape if name in entries else ()
         return shape[0] if shape else 0
 
-    T, E = length("top"), length("index.hash")
+    T, E = length(header.row_column), length("index.hash")
     wanted = {name: (dtype, (T, *shape)) for name, (dtype, shape) in header.layout().items()}
+    if header.sampled:
+        del wanted["ids"]
+        for width, dtype in widths(header.bits):  # `shard_slots` checks the lengths
+            name = f"ids.{width}"
+            wanted[name] = (dtype or torch.uint8, (length(name),))
+        wanted["slots"] = (torch.int64, (max(length("starts"), 2),))
     for width, dtype in widths(header.bits):
         wanted[f"tokens.{width}"] = (dtype or torch.uint8, (packed_length(T, width),))
     wanted["starts"] = (torch.int64, (max(length("starts"), 2),))

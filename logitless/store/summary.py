@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..targets.sparse import SparseTargets
+from ..targets.sparse import SparseTargets, unchecked
 from .reader import Store
 from .rows import decoded
 
@@ -24,6 +24,7 @@ class Summary:
     covered: Tensor  # covered[k - 1] is the mean mass of the k most probable tokens
     entropy: Tensor  # in nats per row; a lower bound, because the tail counts as one token
     rank: Tensor  # rank of each next token among the slots, from 0; K if no slot has the token
+    slots: float  # mean number of slots with a positive probability per row
 
     def within(self, k: int) -> float:
         """The fraction of next tokens that are among the k most probable tokens."""
@@ -48,7 +49,9 @@ def summary(store: Store, most: int = SAMPLE) -> Summary:
     """Reads about `most` tokens and returns their statistics."""
     k = store.info.k
     covered, entropies, ranks, rows = torch.zeros(k, dtype=torch.float64), [], [], 0
+    slots = 0
     for tokens, ends, targets in _sample(store, most):
+        targets = _by_probability(targets) if store.info.sampled else targets
         p = targets.logprobs.double().exp()
         has_slots = p.sum(-1) > 0
         has_next = torch.ones_like(has_slots)
@@ -58,14 +61,24 @@ def summary(store: Store, most: int = SAMPLE) -> Summary:
             hit &= targets.mask[:-1]
         hit = hit[(has_slots & has_next)[:-1]]
         ranks.append(torch.where(hit.any(-1), hit.int().argmax(-1), k))
-        p, tail = p[has_slots], targets.tail[has_slots].double().exp()
+        slots += int((p[has_slots] > 0).sum())
+        p = p[has_slots]
         covered += p.cumsum(-1).sum(0)
         rows += len(p)
-        with_tail = torch.cat([p, tail[:, None]], -1)
-        entropies.append(torch.special.entr(with_tail).sum(-1))
+        if targets.tail is not None:
+            p = torch.cat([p, targets.tail[has_slots].double().exp()[:, None]], -1)
+        entropies.append(torch.special.entr(p).sum(-1))
         if rows >= most:
             break
     empty = [torch.empty(0)]
     return Summary(
-        rows, covered / max(rows, 1), torch.cat(entropies or empty), torch.cat(ranks or empty)
-    )
+        rows, covered / max(rows, 1), torch.cat(entropies or empty), torch.cat(ranks or empty),
+        slots / max(rows, 1),
+    )  # fmt: skip
+
+
+def _by_probability(targets: SparseTargets) -> SparseTargets:
+    """Sorts the slots of sampled targets by descending weight."""
+    logprobs, order = targets.logprobs.sort(dim=-1, descending=True, stable=True)
+    ids, mask = targets.ids.gather(-1, order), targets.mask.gather(-1, order)
+    return unchecked(ids, logprobs, None, mask)

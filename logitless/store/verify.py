@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..targets.sparse import SparseTargets
 from . import file_checks
+from .counts import damaged_rows
 from .rows import decoded
 from .shard import Shard
 
@@ -62,8 +63,11 @@ class _Shift:
         """Adds the rows `inner`, for which the tokens at all three offsets exist."""
         ids, logprobs = targets.ids[inner], targets.logprobs[inner]
         # The mass of the tail is divided equally among all tokens outside the slots.
-        rest = targets.tail[inner].double() - math.log(max(vocab_size - targets.k, 1))
-        rest = rest.clamp_min(-50)
+        if targets.tail is None:  # a token that was not drawn is less probable than one draw
+            rest = torch.full((len(inner),), -math.log(2 * targets.k), dtype=torch.float64)
+        else:
+            rest = targets.tail[inner].double() - math.log(max(vocab_size - targets.k, 1))
+            rest = rest.clamp_min(-50)
         by_offset = []
         for offset in OFFSETS:
             here = ids == tokens[inner + 1 + offset, None]
@@ -129,9 +133,9 @@ def _check_rows(
         logprobs = targets.logprobs
         if targets.mask is not None:
             logprobs = logprobs.masked_fill(~targets.mask, -torch.inf)
-        mass = logprobs.logsumexp(-1).exp() + targets.tail.exp()
-        codes = rows["codes"]
-        unsorted = (codes[:, 1:] < codes[:, :-1]).any(-1)
+        mass = logprobs.logsumexp(-1).exp()
+        if targets.tail is not None:
+            mass = mass + targets.tail.exp()
         place = torch.arange(a, b)
         document = torch.searchsorted(shard.starts, place, right=True) - 1
 
@@ -143,7 +147,13 @@ def _check_rows(
         of_rows = tokens[: b - a]
         add(f"tokens below {vocab_size}", of_rows >= vocab_size, str(int(of_rows.max())))
         add("masses of at most 1", ~(mass <= MOST_MASS), f"{float(mass.max()):.4g}")
-        add("the most probable slots first", unsorted, "other slots first")
+        if shard.header.sampled:
+            bad = damaged_rows(rows, shard.header)
+            add("draws of distinct ids in ascending order", bad, "other draws")
+        else:
+            codes = rows["codes"]
+            unsorted = (codes[:, 1:] < codes[:, :-1]).any(-1)
+            add("the most probable slots first", unsorted, "other slots first")
         begin, end = shard.starts[document], shard.starts[document + 1]
         inner = ((place > begin) & (place + 2 < end)).nonzero()[:, 0]
         if len(inner):

@@ -19,6 +19,7 @@ from ..core import call as _call
 from ..targets.safetensors import buffer
 from ..targets.sparse import SparseTargets
 from . import checks, file_checks
+from .counts import counts_of, slots_of
 from .device import on_cpu
 from .folder import created, header_of, journals, last_number, shard_path, write_header
 from .format import Header
@@ -57,6 +58,11 @@ class Writer:
     uploaded. Opening the writer again uploads the shards that are missing. `storage_options` are
     the arguments of the file system of fsspec.
 
+    `values` is "u8" for 8-bit log-probabilities, "f16" for 16 bits, or "counts" for sampled
+    targets. With "counts", k is the number n of draws, and `add` takes the results of
+    `capture_sampled(logits, n)`. The store returns the same weights, bit for bit. Weights of
+    another proposal than 1 are not counts. Store such weights with values="u8" or "f16".
+
     >>> with Writer("targets", vocab_size=151_936, k=64) as writer:
     ...     writer.add(tokens, capture_topk(teacher(tokens).logits, 64))
     """
@@ -83,7 +89,7 @@ class Writer:
         checks.rank(rank)
         checks.shard_bytes(shard_bytes)
         self.path, self.rank, self.shard_bytes = Path(path), rank, shard_bytes
-        self.closed = True
+        self.closed, self.written = True, 0.0  # bytes of the rows that this writer added
         created(self.path)
         existing = write_header(self.path, header)
         advice = "; pass the store's value, or write to another folder"
@@ -140,16 +146,25 @@ class Writer:
         """
         checks.is_open(self.closed, self.lock.is_mine)
         tokens = checks.tokens(tokens, self.header.vocab_size)
-        checks.document(targets, tokens, self.header, SparseTargets)
+        self._check(targets, tokens)
         if self._has(tokens):
             return False
         if len(tokens) <= SHORT and targets.device.type == "cpu":
             self.journal.append_targets(tokens, targets)
+            mask = targets.mask
+            self._count(
+                len(tokens), targets.ids.numel() if mask is None else int((mask != 0).sum())
+            )
             self._added([_digest(tokens)])
         else:
             rows = {n: t.cpu() for n, t in encoded(targets, self.header).items()}
             self._write(tokens, (0, len(tokens)), rows, [_digest(tokens)])
         return True
+
+    def _check(self, targets: SparseTargets, tokens: Tensor) -> None:
+        checks.document(targets, tokens, self.header, SparseTargets)
+        if self.header.sampled:
+            checks.draws(targets, counts_of(targets, self.header.k), self.header.k)
 
     @on_cpu
     def extend(self, tokens: Any, starts: Sequence[int], targets: SparseTargets) -> int:
@@ -163,7 +178,7 @@ class Writer:
         checks.is_open(self.closed, self.lock.is_mine)
         tokens = checks.tokens(tokens, self.header.vocab_size)
         checks.starts(starts, len(tokens))
-        checks.document(targets, tokens, self.header, SparseTargets)
+        self._check(targets, tokens)
         new, where, starts = self._new(tokens, starts)
         if new:
             rows = encoded(targets[where], self.header)
@@ -205,6 +220,8 @@ class Writer:
 
         Writes a shard whenever the journal is full.
         """
+        slots = slots_of(rows["draws"]).sum() if self.header.sampled else 0
+        self._count(len(tokens), int(slots))
         first = 0
         while first < len(digests):
             room = self.shard_bytes - self._bytes(self.journal.tokens, len(self.journal))
@@ -216,6 +233,10 @@ class Writer:
             self.journal.append(tokens, starts[first : last + 1], rows)
             self._added(digests[first:last])
             first = last
+
+    def _count(self, tokens: int, slots: int) -> None:
+        """Adds the bytes that these tokens, and their distinct ids, will take in a shard."""
+        self.written += tokens * self.header.token_bytes(slots / tokens)
 
     def _added(self, digests: Iterable[bytes]) -> None:
         self.digests.update(digests)

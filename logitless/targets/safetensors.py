@@ -2,9 +2,12 @@
 
 A file has three parts: eight bytes with the length of the header, a header in JSON, and the bytes
 of the tensors. The numbers of the tensors are little-endian, and there are no gaps between tensors.
-The format is simple, so this module does not use the package safetensors. Files are not trusted.
-Every size in the header is compared with the length of the file before memory of this size is
-allocated.
+Files are not trusted. Every size in the header is compared with the length of the file before
+memory of this size is allocated.
+
+This module does not use the package safetensors, because the package takes five times as long for
+the slices of a batch, and a file that is cut off while it is open kills the process
+(benchmarks/results/store-safetensors.txt).
 """
 
 import ctypes

@@ -1,6 +1,7 @@
 """`logitless teacher`: import, verify, info, merge, size."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -249,6 +250,11 @@ def test_size(tmp_path, capsys):
     assert "| 64 | 218.5 | 218 GB |" in capsys.readouterr().out
     assert cli.main(["teacher", "size", "--tokens", "1e9", "--vocab", "32000"]) == 0
     assert capsys.readouterr().out.count("GB") == 5
+    of_sample = ["teacher", "size", "--tokens", "1e9", "--vocab", "151936", "--sample", "50"]
+    assert cli.main(of_sample) == 0
+    assert "| 50 | 43.0 | 43 GB |" in capsys.readouterr().out
+    assert cli.main([*of_sample, "--distinct", "12"]) == 0
+    assert "| 50 | 36.3 | 36.3 GB |" in capsys.readouterr().out
     for k, values in ((8, "u8"), (5, "f16")):
         path = tmp_path / values
         store = stores.write(path, documents(9000, k=k), k=k, values=values)
@@ -275,3 +281,21 @@ def test_index(tmp_path, capsys):
     stores.assert_holds(Store(tmp_path / "m"), found)
     assert cli.main(["teacher", "index", str(tmp_path / "none")]) == 1
     assert "must be a folder with a store.json, got none" in capsys.readouterr().err
+
+
+def test_parquet(tmp_path, capsys):
+    pytest.importorskip("pyarrow", reason="needs pyarrow, of the extra parquet")
+    found = documents(30, 20)
+    stores.write(tmp_path / "s", found)
+    assert cli.main(["teacher", "to-parquet", str(tmp_path / "s"), str(tmp_path / "p")]) == 0
+    files = [str(path) for path in (tmp_path / "p").iterdir()]
+    assert cli.main(["teacher", "from-parquet", str(tmp_path / "t"), *files]) == 0
+    assert "2 documents in " in capsys.readouterr().out
+    stores.assert_holds(Store(tmp_path / "t"), found)
+
+
+def test_parquet_without_pyarrow(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    stores.write(tmp_path / "s", documents(3))
+    assert cli.main(["teacher", "to-parquet", str(tmp_path / "s"), str(tmp_path / "p")]) == 1
+    assert "pip install 'logitless[parquet]'" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """`logitless teacher capture`: a model over documents in files."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -77,6 +78,9 @@ def test_bad_documents_are_refused_before_the_model_is_loaded(line, message, tmp
         (["--temperature", "0"], "temperature must"),
         (["--k", "1000000"], "k must lie in"),
         (["--eos"], "--eos must have a tokenizer with an end-of-text token, got none"),
+        (["--sample", "9", "--k", "8"], "--k must not be passed together with --sample, got 8"),
+        (["--sample", "9", "--values", "f16"], "--values must not be passed together with"),
+        (["--sample", "1000000"], "k must lie in"),
     ],
 )  # fmt: skip
 def test_bad_options_are_refused_before_the_model_is_loaded(option, message, tmp_path, capsys):
@@ -129,3 +133,58 @@ def test_capture_from_the_command_line(tmp_path, capsys, monkeypatch):
         with torch.no_grad():
             want = ll.capture_topk(teacher(torch.tensor([tokens[:9]])).logits, 8)[0]
         stores.assert_near(store[store.find(tokens[:9])][1], want)
+
+
+def test_capture_of_samples(tmp_path, capsys):
+    """Draws instead of the most probable tokens, reproducible by --seed."""
+    saved(tmp_path / "model")
+    documents = [torch.arange(3, 13 + i).tolist() for i in range(3)]
+    data = tmp_path / "b.jsonl"
+    data.write_text("\n".join(json.dumps({"input_ids": d}) for d in documents))
+
+    def run(name, *more):
+        command = ["teacher", "capture", "--model", str(tmp_path / "model"), "--device", "cpu"]
+        command += ["--data", str(data), "--out", str(tmp_path / name), "--sample", "12", *more]
+        assert cli.main(command) == 0
+        return Store(tmp_path / name)
+
+    store, again, other = run("s"), run("t"), run("u", "--seed", "1")
+    assert (store.info.values, store.info.k) == ("counts", 12)
+    differ = 0
+    for tokens in documents:
+        got, same, new = (s[s.find(tokens)][1] for s in (store, again, other))
+        assert torch.equal(got.ids, same.ids)
+        assert torch.equal(got.logprobs, same.logprobs)
+        differ += int((got.ids != new.ids).sum())
+        torch.testing.assert_close(got.logprobs.exp().sum(-1), torch.ones(len(tokens)))
+    assert differ
+    capsys.readouterr()
+    assert cli.main(["teacher", "info", str(tmp_path / "s")]) == 0
+    assert "distinct ids per token" in capsys.readouterr().out
+    assert cli.main(["teacher", "verify", str(tmp_path / "s")]) == 0
+
+
+def test_the_size_is_printed_before_and_the_speed_while_it_runs(tmp_path, capsys):
+    saved(tmp_path / "model")
+    random = torch.Generator().manual_seed(5)
+    texts = [torch.randint(3, V, (40,), generator=random).tolist() for _ in range(300)]
+    (tmp_path / "a.txt").write_text("\n".join(" ".join(f"w{i}" for i in d) for d in texts))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"input_ids": [3] * 500}))
+    command = ["teacher", "capture", "--model", str(tmp_path / "model"), "--device", "cpu", "--k",
+               "8", "--out", str(tmp_path / "s"), "--data", str(tmp_path / "a.txt"),
+               str(tmp_path / "b.jsonl"), "--max-length", "30"]  # fmt: skip
+    assert cli.main(command) == 0
+    printed = capsys.readouterr()
+    store = Store(tmp_path / "s")
+    assert store.tokens == 301 * 30
+    line = printed.out.splitlines()[0]
+    numbers = [
+        int(n.replace(",", ""))
+        for n in re.findall(r"[0-9][0-9,]+(?= (?:bytes|documents|tokens))", line)
+    ]
+    size, documents, tokens = numbers[:3]
+    assert documents == 301
+    assert tokens == pytest.approx(store.tokens, rel=0.02)
+    actual = sum(shard.path.stat().st_size for shard in store.shards)
+    assert size == pytest.approx(actual, rel=0.15)  # the index of short documents varies
+    assert re.search(r"tokens/s, [0-9.,]+ [kM]?B/s|tokens/s, [0-9.,]+ bytes/s", printed.err)

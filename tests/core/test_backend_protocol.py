@@ -32,9 +32,10 @@ WHOLE_ROWS = {
     "pair_gradient",
     "topk",
 }
+TABLE = {"row_dots", "row_dots_gradients"}  # read no logits, and no source of logits calls them
 MERGED_ALREADY = {"partial", "merge", "finish"}
-OVER_RANKS = {"above", "outside", "with_repeats"}
-LACKS = {"blocks": WHOLE_ROWS | MERGED_ALREADY, "columns over eager": OVER_RANKS,
+OVER_RANKS = {"above", "outside", "with_repeats"} | TABLE
+LACKS = {"blocks": WHOLE_ROWS | MERGED_ALREADY | TABLE, "columns over eager": OVER_RANKS,
          "columns over kernels": OVER_RANKS}  # fmt: skip
 
 

@@ -50,7 +50,8 @@ BAD_TEMPERATURES = {
     "gradient": (
         torch.ones(2, 3, requires_grad=True),
         ValueError,
-        "temperature must not require grad, because losses compute no gradient for temperature.",
+        "temperature must not require grad, because losses compute no gradient for temperature; to "
+        "train a scale, multiply the hidden states by the scale.",
     ),
 }
 

@@ -91,3 +91,14 @@ def test_draft_head_is_accepted_more_often():
         assert after > before + 0.1
     # The same rate, once computed along held-out text, and once counted after a sampled token.
     assert abs(rates["after", "counted"][0] - rates["after", "1 - TVD"][0]) < 0.1
+
+
+def test_recommender_prints_metrics_and_memory():
+    output = output_of("recommender.py", "--steps", "40", "--items", "4000", "--negatives", "256")
+    found = re.findall(r"^\| ([\w ]+) \| (0\.\d+) \| (0\.\d+) \| (\d+) \|", output, re.M)
+    assert [name for name, *_ in found] == ["untrained", "full softmax", "256 negatives"]
+    ndcg, recall = zip(*((float(a), float(b)) for _, a, b, _ in found), strict=True)
+    assert max(ndcg[0], recall[0]) < 0.1
+    assert min(ndcg[1:]) > 0.3
+    assert min(recall[1:]) > 0.4
+    assert all(a <= b for a, b in zip(ndcg, recall, strict=True))

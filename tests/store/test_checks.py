@@ -17,7 +17,7 @@ class TestArguments:
             ({"vocab_size": 0}, ValueError, r"vocab_size must lie in \[1, 4294967296\], got 0"),
             ({"vocab_size": 1.0}, TypeError, "vocab_size must be a whole number, got 1.0"),
             ({"k": 1001}, ValueError, r"k must lie in \[1, 1000\], got 1001"),
-            ({"values": "u4"}, ValueError, "values must be one of 'u8', 'f16', got 'u4'"),
+            ({"values": "u4"}, ValueError, "values must be one of 'u8', 'f16', 'counts', got 'u4'"),
             ({"teacher": 3}, TypeError, "teacher must be a string of at most 1000 characters"),
             ({"temperature": 0}, ValueError, "temperature must be in"),
             ({"part": -1}, ValueError, "part must lie in"),

@@ -23,6 +23,7 @@ OPTIONAL = {
     "accelerate": {"teacher"},
     "s3fs": {"remote"},
     "gcsfs": {"remote"},
+    "pyarrow": {"parquet"},
 }
 
 

@@ -37,6 +37,7 @@ COMMANDS = {
     ),
     "teacher": ("teacher --help",),
     "remote": ("teacher --help",),
+    "parquet": ("teacher --help",),
 }
 # Commands that must exit without an extra, and must name the extra.
 REFUSED = {"demo": "demo --steps 1", "bench": "bench --quick"}

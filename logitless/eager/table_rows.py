@@ -1,0 +1,80 @@
+"""Dot products of hidden states with some rows of a table, M rows per hidden state.
+
+The table (V, D) is an embedding of items. No tensor has the size of the whole table, except a dense
+gradient of the table. The functions have the same interface as in kernels/table_rows.py.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..contract import NO_ID, PRECISION
+
+CHUNK_BYTES = 16 << 20  # the largest size of the gathered rows of a chunk
+
+
+def _chunks(ids: Tensor, width: int, itemsize: int) -> Iterator[slice]:
+    """Yields slices of the rows of ids (N, M)."""
+    step = max(1, CHUNK_BYTES // max(ids.shape[1] * width * itemsize, 1))
+    for start in range(0, len(ids), step):
+        yield slice(start, start + step)
+
+
+def row_dots(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """Returns hidden[i] · weight[ids[i, j]] as a tensor (N, M), in fp32 or fp64.
+
+    `hidden` has shape (N, D), `weight` has shape (V, D), and `ids` has shape (N, M). The result is
+    0 for the id NO_ID, and NaN for all other ids outside [0, V).
+    """
+    full = PRECISION[hidden.dtype]
+    dots = torch.zeros(ids.shape, device=ids.device, dtype=full)
+    inside = (ids >= 0) & (ids < len(weight))
+    for rows in _chunks(ids, weight.shape[1], full.itemsize):
+        table = weight[torch.where(inside[rows], ids[rows], 0)].to(full)
+        found = (table @ hidden[rows].to(full).unsqueeze(-1)).squeeze(-1)
+        dots[rows] = torch.where(inside[rows], found, torch.nan)
+    return dots.masked_fill_(ids == NO_ID, 0.0)
+
+
+def row_dots_gradients(
+    hidden: Tensor, weight: Tensor, ids: Tensor, g: Tensor, needs: tuple[bool, bool], sparse: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of hidden and weight, where g is the gradient of `row_dots`.
+
+    `needs` says which of the two gradients are computed. If `sparse`, the gradient of the weight is
+    a sparse COO tensor, which holds only the rows of `ids`. A pair (i, j) with g[i, j] = 0 adds 0,
+    even if the hidden state or the row of the table is not finite.
+    """
+    full = PRECISION[hidden.dtype]
+    g = g.to(full)
+    used = (ids >= 0) & (ids < len(weight)) & (g != 0)
+    d_hidden = torch.zeros_like(hidden, dtype=full) if needs[0] else None
+    d_rows = None
+    which, place = ids.new_zeros(0), ids
+    if needs[1]:
+        which, place = torch.unique(ids[used], return_inverse=True)
+        d_rows = torch.zeros((len(which), weight.shape[1]), device=g.device, dtype=full)
+    start = 0
+    for rows in _chunks(ids, weight.shape[1], full.itemsize):
+        row, column = used[rows].nonzero(as_tuple=True)
+        gain = g[rows][row, column].unsqueeze(-1)
+        if d_hidden is not None:
+            table = weight[ids[rows][row, column]].to(full)
+            d_hidden[rows] = d_hidden[rows].index_add(0, row, gain * table)
+        if d_rows is not None:
+            d_rows.index_add_(0, place[start : start + len(row)], gain * hidden[rows][row].to(full))
+        start += len(row)
+    d_hidden = None if d_hidden is None else d_hidden.to(hidden.dtype)
+    if d_rows is None:
+        return d_hidden, None
+    return d_hidden, table_gradient(which, d_rows.to(weight.dtype), weight, sparse)
+
+
+def table_gradient(ids: Tensor, rows: Tensor, weight: Tensor, sparse: bool) -> Tensor:
+    """Returns a gradient of the weight that holds `rows` (n, D) at the sorted, distinct `ids`."""
+    if sparse:
+        return torch.sparse_coo_tensor(
+            ids.unsqueeze(0), rows, weight.shape, is_coalesced=True, check_invariants=False
+        )
+    return torch.zeros_like(weight).index_copy_(0, ids, rows)

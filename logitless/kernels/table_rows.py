@@ -1,0 +1,284 @@
+"""Dot products of hidden states with some rows of a table, M rows per hidden state.
+
+The gradient of the table is a sum over all pairs (hidden state, row) of the same row. The pairs are
+sorted by row, so that the pairs of a row are neighbours. Such neighbours are called a run. Each
+program adds the pairs of a block of LENGTH neighbours, and writes the sums of the runs that lie
+inside its block. A run that crosses the end of a block has one partial sum per block. A second
+kernel adds these partial sums. So no sum needs atomic operations, and the result is bitwise
+reproducible.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..eager.table_rows import table_gradient
+from . import config
+from .launch import REMEMBERED, Launch
+from .numerics import NO_ID
+from .profiling import Arguments, at_ids, profiled
+
+LENGTH = 64  # pairs per block
+ROWS = 32  # rows of the table that a program loads at once
+
+
+def _rows_at_ids(args: Arguments) -> int:
+    """Returns the number of elements of the table that a launch reads."""
+    return at_ids(args) * args["D"]
+
+
+@triton.jit(
+    **profiled("row_dots", W=_rows_at_ids),
+    do_not_specialize=["stride_h", "stride_w", "M"],
+    do_not_specialize_on_alignment=["HIDDEN", "W", "IDS"],
+)
+def _dots_kernel(
+    HIDDEN, W, IDS,  # inputs, (N, D), (V, D) and (N, M)
+    DOTS,  # output, (N, M)
+    stride_h, stride_w, V, D, M,  # sizes
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Each program computes BLOCK_M dot products of one hidden state."""
+    row = tl.program_id(0).to(tl.int64)
+    offs_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < M
+    at = row * M + offs_m
+    ids = tl.load(IDS + at, mask=mask_m, other=NO_ID)
+    inside = (ids >= 0) & (ids < V)
+    dots = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
+        mask_d = offs_d < D
+        h = tl.load(HIDDEN + row * stride_h + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        place = W + ids[:, None] * stride_w + offs_d[None, :]
+        w = tl.load(place, mask=inside[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
+        dots += tl.sum(w * h[None, :], axis=1)
+    none = tl.where(ids == NO_ID, 0.0, float("nan"))
+    tl.store(DOTS + at, tl.where(inside, dots, none), mask=mask_m)
+
+
+@triton.jit(
+    **profiled("row_dots_d_hidden", W=_rows_at_ids),
+    do_not_specialize=["stride_w", "M"],
+    do_not_specialize_on_alignment=["W", "IDS", "G"],
+)
+def _d_hidden_kernel(
+    W, IDS, G,  # inputs, (V, D), (N, M) and (N, M)
+    DX,  # output, (N, D)
+    stride_w, V, D, M,  # sizes
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Each program computes BLOCK_D numbers of the gradient of one hidden state."""
+    row = tl.program_id(0).to(tl.int64)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    for start in range(0, M, BLOCK_M):
+        offs_m = start + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < M
+        ids = tl.load(IDS + row * M + offs_m, mask=mask_m, other=NO_ID)
+        g = tl.load(G + row * M + offs_m, mask=mask_m, other=0.0)
+        used = (ids >= 0) & (ids < V) & (g != 0)
+        place = W + ids[:, None] * stride_w + offs_d[None, :]
+        w = tl.load(place, mask=used[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
+        total += tl.sum(tl.where(used, g, 0.0)[:, None] * w, axis=0)
+    tl.store(DX + row * D + offs_d, total.to(DX.dtype.element_ty), mask=mask_d)
+
+
+@triton.jit
+def _run_at(RUNS, place, count):
+    """Returns the run of a pair, or -1 if `place` is outside [0, count)."""
+    return tl.load(RUNS + place, mask=(place >= 0) & (place < count), other=-1)
+
+
+@triton.jit(
+    **profiled("row_dots_d_table"),
+    do_not_specialize=["count", "stride_h", "M", "rows"],
+    do_not_specialize_on_alignment=["HIDDEN", "G", "ORDER", "RUNS"],
+)
+def _blocks_kernel(
+    HIDDEN, G, ORDER, RUNS,  # inputs, (N, D), (N · M,), (count,) and (count,)
+    OUT, PARTS,  # outputs, (rows, D), and (blocks, 2, D) for the first and the last run of a block
+    count, stride_h, D, M, rows,  # sizes
+    SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Each program adds the pairs of one block, in BLOCK_D columns.
+
+    RUNS is sorted. A run that is not in [0, rows) has no output.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    first = block * SIZE
+    PARTS += block * 2 * D + offs_d
+    run = _run_at(RUNS, first, count)
+    began_before = (_run_at(RUNS, first - 1, count) == run).to(tl.int32)
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    for place in range(first, tl.minimum(first + SIZE, count)):
+        next_run = tl.load(RUNS + place)
+        if next_run != run:
+            if began_before != 0:
+                tl.store(PARTS, total, mask=mask_d)
+            else:
+                width = tl.where(run < rows, D, 0)
+                out = total.to(OUT.dtype.element_ty)
+                tl.store(OUT + run.to(tl.int64) * D + offs_d, out, mask=offs_d < width)
+            total = tl.zeros((BLOCK_D,), tl.float32)
+            began_before = tl.full((), 0, tl.int32)
+            run = next_run
+        pair = tl.load(ORDER + place)
+        g = tl.load(G + pair)
+        width = tl.where((g != 0) & (run < rows), D, 0)
+        at = HIDDEN + (pair // M) * stride_h + offs_d
+        h = tl.load(at, mask=offs_d < width, other=0.0).to(tl.float32)
+        total += tl.where(width > 0, g, 0.0) * h
+    goes_on = _run_at(RUNS, first + SIZE, count) == run
+    if began_before != 0:
+        tl.store(PARTS, total, mask=mask_d)
+    elif goes_on:
+        tl.store(PARTS + D, total, mask=mask_d)
+    else:
+        width = tl.where(run < rows, D, 0)
+        out = total.to(OUT.dtype.element_ty)
+        tl.store(OUT + run.to(tl.int64) * D + offs_d, out, mask=offs_d < width)
+
+
+@triton.jit(
+    **profiled("row_dots_d_table_ends"),
+    do_not_specialize=["count", "rows"],
+    do_not_specialize_on_alignment=["RUNS"],
+)
+def _ends_kernel(
+    RUNS, PARTS,  # inputs
+    OUT,  # output
+    count, D, rows,  # sizes
+    SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Each program writes the sum of the run that begins in its block and goes on after it."""
+    block = tl.program_id(0).to(tl.int64)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    first = block * SIZE
+    run = _run_at(RUNS, first + SIZE - 1, count)
+    began_before = _run_at(RUNS, first - 1, count) == run
+    goes_on = _run_at(RUNS, first + SIZE, count) == run
+    if (run >= 0) & (run < rows) & goes_on & (not began_before):
+        total = tl.load(PARTS + (block * 2 + 1) * D + offs_d, mask=offs_d < D, other=0.0)
+        other = block + 1
+        while _run_at(RUNS, other * SIZE, count) == run:
+            total += tl.load(PARTS + other * 2 * D + offs_d, mask=offs_d < D, other=0.0)
+            other += 1
+        out = total.to(OUT.dtype.element_ty)
+        tl.store(OUT + run.to(tl.int64) * D + offs_d, out, mask=offs_d < D)
+
+
+def row_dots(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """Returns hidden[i] · weight[ids[i, j]] as a tensor (N, M), in fp32.
+
+    `hidden` has shape (N, D), `weight` has shape (V, D), and `ids` has shape (N, M). The result is
+    0 for the id NO_ID, and NaN for all other ids outside [0, V).
+    """
+    dots = torch.empty(ids.shape, device=ids.device, dtype=torch.float32)
+    if dots.numel():
+        hidden, weight = _contiguous_rows(hidden), _contiguous_rows(weight)
+        launch = _dots_launch(
+            *ids.shape, *weight.shape, hidden.stride(0), weight.stride(0)
+        )  # fmt: skip
+        launch(hidden, weight, ids.contiguous(), dots)
+    return dots
+
+
+def row_dots_gradients(
+    hidden: Tensor, weight: Tensor, ids: Tensor, g: Tensor, needs: tuple[bool, bool], sparse: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of hidden and weight, where g is the gradient of `row_dots`.
+
+    `needs` says which of the two gradients are computed. If `sparse`, the gradient of the weight is
+    a sparse COO tensor, which holds only the rows of `ids`. The host then waits for the number of
+    these rows. A pair (i, j) with g[i, j] = 0 adds 0, even if the hidden state or the row of the
+    table is not finite.
+    """
+    g, ids = g.to(torch.float32).contiguous(), ids.contiguous()
+    d_hidden = None
+    if needs[0]:
+        d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+        if g.numel():
+            weight = _contiguous_rows(weight)
+            launch = _d_hidden_launch(*ids.shape, *weight.shape, weight.stride(0))
+            launch(weight, ids, g, d_hidden)
+    d_weight = _d_weight(hidden, weight, ids, g, sparse) if needs[1] else None
+    return d_hidden, d_weight
+
+
+def _d_weight(hidden: Tensor, weight: Tensor, ids: Tensor, g: Tensor, sparse: bool) -> Tensor:
+    """Returns the gradient of the weight."""
+    V, D = weight.shape
+    used = (ids >= 0) & (ids < V) & (g != 0)
+    runs, order = torch.where(used, ids, V).view(-1).sort(stable=True)
+    if not sparse:
+        out = torch.zeros((V, D), device=weight.device, dtype=weight.dtype)
+        _add_runs(hidden, g, ids.shape[1], order, runs, out)
+        return out
+    begins = torch.ones_like(runs, dtype=torch.bool)
+    begins[1:] = runs[1:] != runs[:-1]
+    which = runs[begins & (runs < V)]  # the host waits for the number of distinct ids
+    out = torch.zeros((len(which), D), device=weight.device, dtype=weight.dtype)
+    _add_runs(hidden, g, ids.shape[1], order, begins.cumsum(0) - 1, out)
+    return table_gradient(which, out, weight, True)
+
+
+def _add_runs(
+    hidden: Tensor, g: Tensor, M: int, order: Tensor, runs: Tensor, out: Tensor
+) -> None:  # fmt: skip
+    """Writes to row r of `out` the sum of g · hidden over all pairs whose entry in `runs` is r."""
+    if not order.numel() or not out.numel():
+        return
+    hidden, (rows, D), count = _contiguous_rows(hidden), out.shape, order.numel()
+    blocks = config.ceil_div(count, LENGTH)
+    parts = torch.empty((blocks, 2, D), device=out.device, dtype=torch.float32)
+    first, second = _d_table_launches(count, hidden.stride(0), D, M, rows, LENGTH)
+    first(hidden, g.view(-1), order, runs, out, parts)
+    second(runs, parts, out)
+
+
+def _contiguous_rows(t: Tensor) -> Tensor:
+    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+
+
+def _block_d(D: int) -> int:
+    return min(128, config.ceil_pow2(D))
+
+
+@functools.lru_cache(REMEMBERED)
+def _dots_launch(N: int, M: int, V: int, D: int, stride_h: int, stride_w: int) -> Launch:
+    return Launch(
+        _dots_kernel, (N, config.ceil_div(M, ROWS)), (stride_h, stride_w, V, D, M),
+        num_warps=4, BLOCK_M=ROWS, BLOCK_D=_block_d(D),
+    )  # fmt: skip
+
+
+@functools.lru_cache(REMEMBERED)
+def _d_hidden_launch(N: int, M: int, V: int, D: int, stride_w: int) -> Launch:
+    block = _block_d(D)
+    return Launch(
+        _d_hidden_kernel, (N, config.ceil_div(D, block)), (stride_w, V, D, M),
+        num_warps=4, BLOCK_M=ROWS, BLOCK_D=block,
+    )  # fmt: skip
+
+
+@functools.lru_cache(REMEMBERED)
+def _d_table_launches(
+    count: int, stride_h: int, D: int, M: int, rows: int, length: int
+) -> tuple[Launch, Launch]:
+    block = _block_d(D)
+    grid = (config.ceil_div(count, length), config.ceil_div(D, block))
+    first = Launch(
+        _blocks_kernel, grid, (count, stride_h, D, M, rows), num_warps=1,
+        SIZE=length, BLOCK_D=block,
+    )  # fmt: skip
+    second = Launch(
+        _ends_kernel, grid, (count, D, rows), num_warps=1, SIZE=length, BLOCK_D=block
+    )  # fmt: skip
+    return first, second

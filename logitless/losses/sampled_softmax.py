@@ -1,0 +1,320 @@
+"""Cross-entropy of the target among some sampled rows of a table, for recommenders.
+
+A catalogue of items is a table (V, D), which can be too large for a softmax over all items. The
+sampled softmax compares the target with K other items, the negatives. If all rows share the
+negatives, the negatives are a head of K columns, and heads/ computes the loss chunk by chunk. If
+each row has its own negatives, the backend computes the dot products with the gathered rows of the
+table, and `cross_entropy` computes the loss from these K + 1 numbers per row.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..contract import NO_ID, PRECISION
+from ..core import call, target_checks, tensor_checks
+from ..core.autograd import Node, refuse_second
+from ..core.choose_backend import backend_of
+from ..core.evaluate import evaluate
+from ..heads.gemms import autocasts, cast_by_autocast, without_autocast
+from ..heads.head import Head
+from ..heads.linear import HeadLogits
+from . import checks
+from .cross_entropy import cross_entropy
+from .row_loss import Formula
+from .statistics import NO_CLASS
+
+NO_HIT = -1  # the label of a row whose target is not among the negatives
+
+
+@call.named()
+def sampled_softmax(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    negatives: Tensor,
+    *,
+    log_q: Tensor | None = None,
+    target_log_q: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    remove_hits: bool = True,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    row_weight: Tensor | None = None,
+    sparse_grad: bool = False,
+    workspace: int | None = None,
+) -> Tensor:
+    """Computes the cross-entropy of the target among the target and the negatives.
+
+    `hidden` (..., D) holds one state per row. `weight` (V, D) and `bias` (V,) are the table of all
+    items. `target` (...) holds one item per row. `negatives` holds K items that all rows share, in
+    shape (K,), or K items per row, in shape (..., K). The logit of item j in row i is
+
+        z_ij = (hidden_i · weight_j + bias_j) / temperature - log_q_j
+
+    for a negative, with log_q (the shape of `negatives`) or 0. The logit of the target has
+    target_log_q (the shape of `target`) or 0 instead of log_q. The loss of a row is
+
+        row_weight · (log (e^z_target + Σ e^z_negative) - z_target)
+
+    Let q_j be the probability of item j under the sampler, which draws each of the K negatives
+    independently. With log_q = log(K · q), without target_log_q, and with remove_hits=True, the sum
+    of exponentials is an unbiased estimate of the sum over all V items.
+
+    A hit is a negative that is equal to the target of the row. With remove_hits=True, hits are left
+    out of the sum. A negative that occurs several times counts several times.
+
+    The gradients of hidden, weight and bias are exact. With sparse_grad=True, the gradient of the
+    weight is a sparse COO tensor, which holds only the rows of the targets and negatives, as
+    torch.optim.SparseAdam and torch.optim.Adagrad take it. The gradient of the bias is dense. For
+    shared negatives, `workspace` bounds the bytes of logits in memory, as in LinearLogits. The loss
+    is fp32 (fp64 for fp64 inputs), and so are the logits.
+
+    A row is ignored if its target is ignore_index or its entry in `mask` is False. The loss and the
+    gradient of an ignored row are 0. "mean" divides by the number of rows that count. An id outside
+    [0, V) raises on a CPU. On a GPU, a target or a negative of one row outside [0, V) makes this
+    row NaN, a shared negative outside [0, V) makes all rows NaN, and LOGITLESS_CHECK=1 makes all of
+    these ids raise.
+
+    >>> negatives = torch.randint(0, len(items.weight), (8192,))
+    >>> loss = sampled_softmax(hidden, items.weight, target, negatives)
+    """
+    casts = isinstance(hidden, Tensor) and autocasts(hidden.device)
+    call.check_once(
+        checks.sampled_softmax, hidden, weight, target, negatives, log_q, target_log_q, bias,
+        temperature, remove_hits, ignore_index, mask, reduction, row_weight, sparse_grad, workspace,
+        casts,
+    )  # fmt: skip
+    if call.in_func():
+        tensor_checks.no_head_in_func()
+    label = call.as_ids(target, ignore_index, mask).long()
+    sample = _Sample(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, label.reshape(-1),
+        call.as_ids(negatives).long(), log_q, _flat(target_log_q), float(temperature), remove_hits,
+        ignore_index, sparse_grad, workspace,
+    )  # fmt: skip
+    compute = shared_loss if negatives.dim() == 1 else per_row_loss
+    if torch.compiler.is_compiling():  # this call breaks the graph of torch.compile
+        compute = torch.compiler.disable(compute)  # pyright: ignore[reportCallIssue]
+    value = compute(sample, reduction, _flat(row_weight))  # pyright: ignore[reportCallIssue]
+    return value.view(target.shape) if reduction == "none" else value
+
+
+def _flat(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.reshape(-1)
+
+
+@dataclass
+class _Sample:
+    """The arguments of sampled_softmax, with the N rows in one dimension."""
+
+    hidden: Tensor  # (N, D)
+    weight: Tensor  # (V, D)
+    bias: Tensor | None  # (V,)
+    target: Tensor  # (N,), ignore_index in ignored rows
+    negatives: Tensor  # (K,), or (..., K) with N rows
+    log_q: Tensor | None  # the shape of negatives
+    target_log_q: Tensor | None  # (N,)
+    temperature: float
+    remove_hits: bool
+    ignore_index: int
+    sparse_grad: bool
+    workspace: int | None
+
+    @property
+    def full(self) -> torch.dtype:
+        """The dtype of logits and losses."""
+        return PRECISION[torch.promote_types(self.hidden.dtype, self.weight.dtype)]
+
+    @property
+    def ignored(self) -> Tensor:
+        return self.target == self.ignore_index
+
+    def check_values(self) -> None:
+        """Raises if a target or negative of a row that counts is outside [0, V)."""
+        if not call.reads_values(self.target):
+            return
+        V, live = len(self.weight), ~self.ignored
+        target_checks.in_range(self.target, V, live, "target", self.ignore_index)
+        by_row = None if self.negatives.dim() == 1 else live.unsqueeze(-1)
+        ids = self.negatives if by_row is None else self.negatives.view(len(live), -1)
+        place = "slot" if by_row is None else "row"
+        target_checks.in_range(ids, V, by_row, "negatives", None, place)
+
+    def is_bad(self, ids: Tensor) -> Tensor:
+        return (ids < 0) | (ids >= len(self.weight))
+
+
+# --- negatives that all rows share
+
+
+@dataclass(eq=False)
+class SharedNegatives(Formula):
+    """The loss of each row, from the logits of the shared negatives and from the target's logit.
+
+    The label of a row is the column of the row's hit, or NO_HIT. The logit of the hit is replaced
+    by -inf before the logits are read. Replacing it twice changes nothing, so backward works on
+    logits that forward has changed, and on logits that are computed again.
+    """
+
+    caller: ClassVar[str] = "sampled_softmax"
+
+    def forward(self, backend, x):
+        self.remove_hits(x)
+        return super().forward(backend, x)
+
+    def backward(self, backend, x, saved, upstream, factor=None, into=None):
+        self.remove_hits(x)
+        return super().backward(backend, x, saved, upstream, factor, into)
+
+    def remove_hits(self, x: Tensor) -> None:
+        """Writes -inf to the column of each row's hit."""
+        column = self.reading.label.reshape(-1, 1)
+        at = column.clamp_min(0).long()
+        x.scatter_(1, at, x.gather(1, at).masked_fill_(column >= 0, -torch.inf))
+
+
+def shared_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> Tensor:
+    """Returns the loss over negatives (K,) that all rows share."""
+    sample.check_values()
+    s, full, rows = sample, sample.full, len(sample.target)
+    with without_autocast(s.hidden.device):
+        ids, log_q = s.negatives, s.log_q
+        ids, log_q, column = _distinct(ids, log_q, s.target, full) if s.remove_hits else (
+            ids, log_q, torch.full_like(s.target, NO_HIT)
+        )  # fmt: skip
+        # One gather of all rows of the table, so that the table has one gradient.
+        wanted = torch.cat((s.target, ids))
+        bad = s.is_bad(wanted)
+        # An id that is not in the table is replaced by a negative, so that no other row of the
+        # table has a gradient.
+        wanted = torch.where(bad, ids[0].clamp(0, len(s.weight) - 1), wanted)
+        bias = None if s.bias is None else s.bias.to(full)[wanted]
+        table = F.embedding(wanted, s.weight, sparse=s.sparse_grad)
+        own, others = table[:rows], table[rows:]
+        z = _target_logits(s, own, None if bias is None else bias[:rows], bad[:rows])
+        extra = torch.zeros_like(ids, dtype=full) if bias is None else bias[rows:]
+        if log_q is not None:
+            extra = extra - s.temperature * log_q.to(full)
+        extra = torch.where(bad[rows:], torch.nan, extra)
+    hidden = s.hidden
+    if autocasts(hidden.device):
+        hidden, others = cast_by_autocast(hidden), cast_by_autocast(others)
+    # A bias in fp32 is possible because the logits are fp32. So log_q is not rounded to 16 bits.
+    wide = None if full == hidden.dtype else full
+    head = Head(hidden, others, extra, workspace=s.workspace, logits_dtype=wide)
+    logits = HeadLogits(head)
+    reading = call.reading_of(
+        logits, s.temperature, None, label=torch.where(s.ignored, NO_CLASS, column),
+        ignore_index=NO_CLASS, wants=("lse",),
+    )  # fmt: skip
+    wants = torch.is_grad_enabled() and any(t.requires_grad for t in (logits, z))
+    return evaluate(
+        logits, SharedNegatives(reading, _loss_of_row, (z,), wants), reduction, row_weight
+    )
+
+
+def _loss_of_row(stats, z: Tensor) -> Tensor:
+    """log (e^z + e^lse) - z, where lse is the logsumexp of the negatives."""
+    return torch.logaddexp(stats.lse - z, torch.zeros_like(z))
+
+
+def _target_logits(s: _Sample, own: Tensor, bias: Tensor | None, bad: Tensor) -> Tensor:
+    """Returns the logit z (N,) of each row's target, and 0 in ignored rows.
+
+    `own` (N, D) holds the target's row of the table.
+    """
+    ignored = s.ignored
+    # Backward multiplies the gradient 0 of an ignored row by the hidden state. The result is NaN if
+    # the hidden state is not finite, and masked_fill keeps this NaN out of the table.
+    own = own.to(s.full).masked_fill(ignored.unsqueeze(-1), 0.0)
+    z = (s.hidden.to(s.full) * own).sum(-1)
+    z = z if bias is None else z + bias
+    z = z / s.temperature
+    z = z if s.target_log_q is None else z - s.target_log_q.to(s.full)
+    z = torch.where(bad, torch.nan, z)
+    return torch.where(ignored, 0.0, z)
+
+
+def _distinct(
+    ids: Tensor, log_q: Tensor | None, target: Tensor, full: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the negatives sorted, their log_q, and the column of each row's hit or NO_HIT.
+
+    An id that occurs several times has its whole mass Σ e^(-log_q) in its first column. The other
+    columns of the id have log_q = inf, so their logits are -inf. So each row has at most one hit,
+    and the host need not wait for the number of distinct ids.
+    """
+    ids, order = ids.sort(stable=True)
+    log_q = torch.zeros_like(ids, dtype=full) if log_q is None else log_q.to(full)[order]
+    first = torch.searchsorted(ids, ids)  # the first column of each column's id
+    most = torch.full_like(log_q, -torch.inf).scatter_reduce(0, first, -log_q, "amax")
+    most = torch.where(most.isinf(), 0.0, most)
+    mass = torch.zeros_like(log_q).index_add_(0, first, (-log_q - most[first]).exp())
+    merged = -(mass.log() + most)
+    is_first = first == torch.arange(len(ids), device=ids.device)
+    column = torch.searchsorted(ids, target).clamp_max(len(ids) - 1)
+    column = torch.where(ids[column] == target, column, NO_HIT)
+    return ids, torch.where(is_first, merged, torch.inf), column
+
+
+# --- negatives of each row
+
+
+def per_row_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> Tensor:
+    """Returns the loss over negatives (..., K) of each row."""
+    sample.check_values()
+    s, full, rows = sample, sample.full, len(sample.target)
+    with without_autocast(s.hidden.device):
+        negatives, ignored = (
+            s.negatives.reshape(rows, s.negatives.shape[-1]),
+            s.ignored.unsqueeze(-1),
+        )
+        ids = torch.cat((s.target.unsqueeze(-1), negatives), 1)
+        z = _RowDots.apply(s.hidden, s.weight, torch.where(ignored, NO_ID, ids), s.sparse_grad)
+        if s.bias is not None:
+            z = z + s.bias.to(full)[torch.where(s.is_bad(ids), 0, ids)]
+        z = z / s.temperature
+        if s.log_q is not None or s.target_log_q is not None:
+            z = z - torch.cat((
+                _or_zeros(s.target_log_q, s.target.shape, full, ids.device).view(rows, 1),
+                _or_zeros(s.log_q, negatives.shape, full, ids.device).reshape(negatives.shape),
+            ), 1)  # fmt: skip
+        if s.remove_hits:
+            hits = F.pad(negatives == s.target.unsqueeze(-1), (1, 0))
+            z = z.masked_fill(hits, -torch.inf)
+        label = torch.where(s.ignored, NO_CLASS, 0)
+        return cross_entropy(
+            z, label, ignore_index=NO_CLASS, reduction=reduction, row_weight=row_weight
+        )
+
+
+def _or_zeros(t: Tensor | None, shape: torch.Size, dtype: torch.dtype, device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device) if t is None else t.to(dtype)
+
+
+class _RowDots(Node):
+    """The dot products of hidden states (N, D) with the rows `ids` (N, M) of a table (V, D)."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, ids, sparse):
+        ctx.backend, ctx.sparse = backend_of(hidden), sparse
+        ctx.save_for_backward(hidden, weight, ids)
+        return ctx.backend.row_dots(hidden, weight, ids)
+
+    @staticmethod
+    def backward(ctx, g):
+        Node.refuse_vmap((g,))
+        hidden, weight, ids = ctx.saved_tensors
+        with torch.no_grad():
+            found = ctx.backend.row_dots_gradients(
+                hidden, weight, ids, g, tuple(ctx.needs_input_grad[:2]), ctx.sparse
+            )
+        if torch.is_grad_enabled():
+            found = refuse_second(found, (hidden, weight, g))
+        return *found, None, None
