@@ -13,8 +13,7 @@ from logitless.cli.demo import report, story
 
 ROOT = Path(__file__).resolve().parents[1]
 STEP = ROOT / "benchmarks/results/h200/training-step-566b4e0.md"
-# The report of `python benchmarks/training_step.py --lengths ...`. Before this file exists, the
-# picture of lengths shows the single sequences of STEP.
+# The report of `python benchmarks/training_step.py --lengths ...`
 LENGTHS = ROOT / "benchmarks/results/h200/training-step-lengths.md"
 DEMO = ROOT / "benchmarks/results/demo-cpu.md"
 LONGEST = "1 × 65,536"  # batch × length of the training step that README shows
@@ -58,10 +57,8 @@ class Length(NamedTuple):
     fused: float | None
 
 
-def lengths(report: Path | None = None) -> list[Length]:
+def lengths(report: Path = LENGTHS) -> list[Length]:
     """The peak memory for each length of a single sequence, shortest first."""
-    if report is None:
-        report = LENGTHS if LENGTHS.exists() else STEP
     head, *rows = tables_of(report)[0]
     found = []
     for row in rows:
@@ -80,7 +77,7 @@ def gib_of(cell: str) -> float | None:
     return float(cell.split(" · ")[1])
 
 
-def draw_lengths(path: Path, report: Path | None = None) -> None:
+def draw_lengths(path: Path, report: Path = LENGTHS) -> None:
     """Draws the peak memory of the training step against the length of the sequence."""
     from matplotlib.figure import Figure
 

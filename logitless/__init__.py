@@ -44,7 +44,7 @@ from .targets.sparse import SparseTargets
 if TYPE_CHECKING:
     from . import store
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "KeptScores",

@@ -169,6 +169,13 @@ function cost(tokens, vocab, hidden, tp, gpu) {
   return found
 }
 
+// Seconds of forward and backward on one GPU: the GEMMs at the speed that `explain` estimates, and
+// the reading and writing of logits.
+function seconds(head, gpu) {
+  const { products, loss } = cost(head.rows, head.vocab, head.width, 1, gpu)
+  return products / explain(head).share + loss
+}
+
 // Peak bytes of a loss beyond hidden states and weight, with the gradients of both. At the peak of
 // PyTorch's cross_entropy, three tensors have the size of the logits: the log-softmax, its gradient
 // and the gradient of the logits. Transformers computes the three tensors in fp32.
@@ -262,7 +269,7 @@ function results(fields) {
   const head = { rows, width, vocab, dtype: fields.dtype, workspace }
   const [explained, bytes] = [explain(head), memory(head)]
   const one = cost(rows, vocab, width, 1, GPUS[fields.gpu])
-  return { head, explained, bytes, cost: one, gpu: fields.gpu }
+  return { head, explained, bytes, cost: one, seconds: seconds(head, GPUS[fields.gpu]), gpu: fields.gpu }
 }
 
 function bars({ bytes }) {
@@ -280,7 +287,7 @@ function bars({ bytes }) {
   return `<ul class="bars">${lines.join("")}</ul>`
 }
 
-function details({ head, explained, bytes, cost, gpu }) {
+function details({ head, explained, bytes, cost, seconds, gpu }) {
   const lines = [
     ["All logits, once", size(bytes.logits)],
     ["Gradients of hidden states and weight", `${size(bytes.gradients)}, part of the last bar`],
@@ -292,8 +299,10 @@ function details({ head, explained, bytes, cost, gpu }) {
   if (head.dtype === "fp32") {
     lines.push(["Computed time", "none, because the known speeds are those of 16-bit GEMMs"])
   } else {
-    const parts = `${ms(cost.products)} for three GEMMs, ${ms(cost.loss)} for reading and writing logits`
-    lines.push(["Computed time", `${ms(cost.time)}: ${parts}`])
+    const share = `${Math.round(100 * explained.share)} %`
+    const gemms = `${ms(cost.products)} of GEMMs at ${share} of their speed`
+    const parts = `${gemms}, and ${ms(cost.loss)} for reading and writing logits`
+    lines.push(["Computed time", `${ms(seconds)}: ${parts}`])
     lines.push(["Most of the time", LIMITS[cost.limit]])
     if (gpu !== "h200") lines.push(["Note", "No B200 was measured. Its speeds are assumed."])
     if (explained.way === "on the chip") {
@@ -372,4 +381,4 @@ function start(place) {
 }
 
 if (typeof module === "undefined") start(document.getElementById("calculator"))
-else module.exports = { explain, cost, memory, results, parse, short, size, GPUS }
+else module.exports = { explain, cost, seconds, memory, results, GPUS }

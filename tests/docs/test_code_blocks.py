@@ -12,7 +12,7 @@ from tests.support.pages import PAGES, blocks_of, python_of, run
 from tests.support.paths import ROOT
 
 # The number of "py" blocks per page. These blocks are not run, because they need a server, a
-# bucket, a dataset, torchdata, Liger or TRL.
+# bucket, a dataset, torchdata, vLLM, Liger or TRL.
 EXCERPTS = {
     "docs/store.md": 4, "docs/migrating.md": 1, "docs/trainers.md": 1, "docs/recipes/vllm.md": 1,
 }  # fmt: skip

@@ -101,6 +101,14 @@ def test_the_citation_is_of_this_package():
     assert {*citation["keywords"]} <= {*PROJECT["keywords"]}
 
 
+def test_the_version_is_the_newest_of_the_changelog_and_of_the_pages():
+    found = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert found[0] == ll.__version__
+    assert found == sorted(found, key=lambda v: [*map(int, v.split("."))], reverse=True)
+    wheels = re.findall(r"logitless-([\d.]+)-py3", (ROOT / "docs/install.md").read_text())
+    assert wheels == [ll.__version__]
+
+
 def test_classifiers():
     names = pytest.importorskip("trove_classifiers", reason="comes with hatchling").classifiers
     assert [name for name in PROJECT["classifiers"] if name not in names] == []

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import logitless as ll
 from hatch_build import index_page
 from tests.support import installed, release
 from tests.support.pages import python_of
@@ -13,7 +14,7 @@ from tests.support.paths import ROOT
 README = (ROOT / "README.md").read_text()
 PACKAGE = ["logitless/__init__.py", "logitless/py.typed"]
 ABOUT = [
-    f"logitless-0.1.0.dist-info/{name}"
+    f"logitless-{ll.__version__}.dist-info/{name}"
     for name in ("METADATA", "RECORD", "entry_points.txt", "licenses/LICENSE")
 ]
 
