@@ -30,16 +30,25 @@ def _rows_at_ids(args: Arguments) -> int:
     return at_ids(args) * args["D"]
 
 
+@triton.jit
+def _rows_of(T, rows, stride, ALIGNED: tl.constexpr):
+    """Returns pointers to rows of T. If ALIGNED, every row starts on a 16-byte boundary."""
+    if ALIGNED:
+        return tl.multiple_of(T + rows * stride, 16)
+    else:
+        return T + rows * stride
+
+
 @triton.jit(
     **profiled("row_dots", W=_rows_at_ids),
-    do_not_specialize=["stride_h", "stride_w", "M"],
+    do_not_specialize=["M"],
     do_not_specialize_on_alignment=["HIDDEN", "W", "IDS"],
 )
-def _dots_kernel(
+def _row_dots_kernel(
     HIDDEN, W, IDS,  # inputs, (N, D), (V, D) and (N, M)
     DOTS,  # output, (N, M)
     stride_h, stride_w, V, D, M,  # sizes
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Each program computes BLOCK_M dot products of one hidden state."""
     row = tl.program_id(0).to(tl.int64)
@@ -52,8 +61,9 @@ def _dots_kernel(
     for start in range(0, D, BLOCK_D):
         offs_d = start + tl.arange(0, BLOCK_D)
         mask_d = offs_d < D
-        h = tl.load(HIDDEN + row * stride_h + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-        place = W + ids[:, None] * stride_w + offs_d[None, :]
+        h_place = _rows_of(HIDDEN, row, stride_h, ALIGNED) + offs_d
+        h = tl.load(h_place, mask=mask_d, other=0.0).to(tl.float32)
+        place = _rows_of(W, ids, stride_w, ALIGNED)[:, None] + offs_d[None, :]
         w = tl.load(place, mask=inside[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
         dots += tl.sum(w * h[None, :], axis=1)
     none = tl.where(ids == NO_ID, 0.0, float("nan"))
@@ -62,14 +72,14 @@ def _dots_kernel(
 
 @triton.jit(
     **profiled("row_dots_d_hidden", W=_rows_at_ids),
-    do_not_specialize=["stride_w", "M"],
+    do_not_specialize=["M"],
     do_not_specialize_on_alignment=["W", "IDS", "G"],
 )
-def _d_hidden_kernel(
+def _row_dots_d_hidden_kernel(
     W, IDS, G,  # inputs, (V, D), (N, M) and (N, M)
     DX,  # output, (N, D)
     stride_w, V, D, M,  # sizes
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Each program computes BLOCK_D numbers of the gradient of one hidden state."""
     row = tl.program_id(0).to(tl.int64)
@@ -82,7 +92,7 @@ def _d_hidden_kernel(
         ids = tl.load(IDS + row * M + offs_m, mask=mask_m, other=NO_ID)
         g = tl.load(G + row * M + offs_m, mask=mask_m, other=0.0)
         used = (ids >= 0) & (ids < V) & (g != 0)
-        place = W + ids[:, None] * stride_w + offs_d[None, :]
+        place = _rows_of(W, ids, stride_w, ALIGNED)[:, None] + offs_d[None, :]
         w = tl.load(place, mask=used[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
         total += tl.sum(tl.where(used, g, 0.0)[:, None] * w, axis=0)
     tl.store(DX + row * D + offs_d, total.to(DX.dtype.element_ty), mask=mask_d)
@@ -96,14 +106,14 @@ def _run_at(RUNS, place, count):
 
 @triton.jit(
     **profiled("row_dots_d_table"),
-    do_not_specialize=["count", "stride_h", "M", "rows"],
+    do_not_specialize=["count", "M", "rows"],
     do_not_specialize_on_alignment=["HIDDEN", "G", "ORDER", "RUNS"],
 )
-def _blocks_kernel(
+def _row_dots_d_table_kernel(
     HIDDEN, G, ORDER, RUNS,  # inputs, (N, D), (N · M,), (count,) and (count,)
     OUT, PARTS,  # outputs, (rows, D), and (blocks, 2, D) for the first and the last run of a block
     count, stride_h, D, M, rows,  # sizes
-    SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Each program adds the pairs of one block, in BLOCK_D columns.
 
@@ -112,12 +122,12 @@ def _blocks_kernel(
     block = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
-    first = block * SIZE
+    first = block * BLOCK_P
     PARTS += block * 2 * D + offs_d
     run = _run_at(RUNS, first, count)
     began_before = (_run_at(RUNS, first - 1, count) == run).to(tl.int32)
     total = tl.zeros((BLOCK_D,), tl.float32)
-    for place in range(first, tl.minimum(first + SIZE, count)):
+    for place in range(first, tl.minimum(first + BLOCK_P, count)):
         next_run = tl.load(RUNS + place)
         if next_run != run:
             if began_before != 0:
@@ -132,10 +142,10 @@ def _blocks_kernel(
         pair = tl.load(ORDER + place)
         g = tl.load(G + pair)
         width = tl.where((g != 0) & (run < rows), D, 0)
-        at = HIDDEN + (pair // M) * stride_h + offs_d
+        at = _rows_of(HIDDEN, pair // M, stride_h, ALIGNED) + offs_d
         h = tl.load(at, mask=offs_d < width, other=0.0).to(tl.float32)
         total += tl.where(width > 0, g, 0.0) * h
-    goes_on = _run_at(RUNS, first + SIZE, count) == run
+    goes_on = _run_at(RUNS, first + BLOCK_P, count) == run
     if began_before != 0:
         tl.store(PARTS, total, mask=mask_d)
     elif goes_on:
@@ -151,23 +161,23 @@ def _blocks_kernel(
     do_not_specialize=["count", "rows"],
     do_not_specialize_on_alignment=["RUNS"],
 )
-def _ends_kernel(
+def _row_dots_d_table_ends_kernel(
     RUNS, PARTS,  # inputs
     OUT,  # output
     count, D, rows,  # sizes
-    SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Each program writes the sum of the run that begins in its block and goes on after it."""
     block = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    first = block * SIZE
-    run = _run_at(RUNS, first + SIZE - 1, count)
+    first = block * BLOCK_P
+    run = _run_at(RUNS, first + BLOCK_P - 1, count)
     began_before = _run_at(RUNS, first - 1, count) == run
-    goes_on = _run_at(RUNS, first + SIZE, count) == run
+    goes_on = _run_at(RUNS, first + BLOCK_P, count) == run
     if (run >= 0) & (run < rows) & goes_on & (not began_before):
         total = tl.load(PARTS + (block * 2 + 1) * D + offs_d, mask=offs_d < D, other=0.0)
         other = block + 1
-        while _run_at(RUNS, other * SIZE, count) == run:
+        while _run_at(RUNS, other * BLOCK_P, count) == run:
             total += tl.load(PARTS + other * 2 * D + offs_d, mask=offs_d < D, other=0.0)
             other += 1
         out = total.to(OUT.dtype.element_ty)
@@ -184,7 +194,8 @@ def row_dots(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     if dots.numel():
         hidden, weight = _contiguous_rows(hidden), _contiguous_rows(weight)
         launch = _dots_launch(
-            *ids.shape, *weight.shape, hidden.stride(0), weight.stride(0)
+            *ids.shape, *weight.shape, hidden.stride(0), weight.stride(0),
+            _aligned(hidden) and _aligned(weight),
         )  # fmt: skip
         launch(hidden, weight, ids.contiguous(), dots)
     return dots
@@ -206,7 +217,7 @@ def row_dots_gradients(
         d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
         if g.numel():
             weight = _contiguous_rows(weight)
-            launch = _d_hidden_launch(*ids.shape, *weight.shape, weight.stride(0))
+            launch = _d_hidden_launch(*ids.shape, *weight.shape, weight.stride(0), _aligned(weight))
             launch(weight, ids, g, d_hidden)
     d_weight = _d_weight(hidden, weight, ids, g, sparse) if needs[1] else None
     return d_hidden, d_weight
@@ -238,7 +249,7 @@ def _add_runs(
     hidden, (rows, D), count = _contiguous_rows(hidden), out.shape, order.numel()
     blocks = config.ceil_div(count, LENGTH)
     parts = torch.empty((blocks, 2, D), device=out.device, dtype=torch.float32)
-    first, second = _d_table_launches(count, hidden.stride(0), D, M, rows, LENGTH)
+    first, second = _d_table_launches(count, hidden.stride(0), D, M, rows, LENGTH, _aligned(hidden))
     first(hidden, g.view(-1), order, runs, out, parts)
     second(runs, parts, out)
 
@@ -247,38 +258,46 @@ def _contiguous_rows(t: Tensor) -> Tensor:
     return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
 
 
+def _aligned(t: Tensor) -> bool:
+    """Whether every row of t starts on a 16-byte boundary, so that loads can read 16 bytes."""
+    return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
+
+
 def _block_d(D: int) -> int:
     return min(128, config.ceil_pow2(D))
 
 
 @functools.lru_cache(REMEMBERED)
-def _dots_launch(N: int, M: int, V: int, D: int, stride_h: int, stride_w: int) -> Launch:
+def _dots_launch(
+    N: int, M: int, V: int, D: int, stride_h: int, stride_w: int, aligned: bool
+) -> Launch:
     return Launch(
-        _dots_kernel, (N, config.ceil_div(M, ROWS)), (stride_h, stride_w, V, D, M),
-        num_warps=4, BLOCK_M=ROWS, BLOCK_D=_block_d(D),
+        _row_dots_kernel, (N, config.ceil_div(M, ROWS)), (stride_h, stride_w, V, D, M),
+        num_warps=4, ALIGNED=aligned, BLOCK_M=ROWS, BLOCK_D=_block_d(D),
     )  # fmt: skip
 
 
 @functools.lru_cache(REMEMBERED)
-def _d_hidden_launch(N: int, M: int, V: int, D: int, stride_w: int) -> Launch:
+def _d_hidden_launch(N: int, M: int, V: int, D: int, stride_w: int, aligned: bool) -> Launch:
     block = _block_d(D)
     return Launch(
-        _d_hidden_kernel, (N, config.ceil_div(D, block)), (stride_w, V, D, M),
-        num_warps=4, BLOCK_M=ROWS, BLOCK_D=block,
+        _row_dots_d_hidden_kernel, (N, config.ceil_div(D, block)), (stride_w, V, D, M),
+        num_warps=4, ALIGNED=aligned, BLOCK_M=ROWS, BLOCK_D=block,
     )  # fmt: skip
 
 
 @functools.lru_cache(REMEMBERED)
 def _d_table_launches(
-    count: int, stride_h: int, D: int, M: int, rows: int, length: int
+    count: int, stride_h: int, D: int, M: int, rows: int, length: int, aligned: bool
 ) -> tuple[Launch, Launch]:
     block = _block_d(D)
     grid = (config.ceil_div(count, length), config.ceil_div(D, block))
     first = Launch(
-        _blocks_kernel, grid, (count, stride_h, D, M, rows), num_warps=1,
-        SIZE=length, BLOCK_D=block,
+        _row_dots_d_table_kernel, grid, (count, stride_h, D, M, rows), num_warps=1,
+        ALIGNED=aligned, BLOCK_P=length, BLOCK_D=block,
     )  # fmt: skip
     second = Launch(
-        _ends_kernel, grid, (count, D, rows), num_warps=1, SIZE=length, BLOCK_D=block
+        _row_dots_d_table_ends_kernel, grid, (count, D, rows), num_warps=1,
+        BLOCK_P=length, BLOCK_D=block,
     )  # fmt: skip
     return first, second

@@ -100,7 +100,7 @@ def sampled_softmax(
     )  # fmt: skip
     compute = shared_loss if negatives.dim() == 1 else per_row_loss
     if torch.compiler.is_compiling():  # this call breaks the graph of torch.compile
-        compute = torch.compiler.disable(compute)  # pyright: ignore[reportCallIssue]
+        compute = torch.compiler.disable(compute)
     value = compute(sample, reduction, _flat(row_weight))  # pyright: ignore[reportCallIssue]
     return value.view(target.shape) if reduction == "none" else value
 

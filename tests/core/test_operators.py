@@ -150,7 +150,7 @@ READS = {
     ),
     "cross_entropy_and_scores": lambda x, t: loss_and_scores(x, t),
     "row_stats": lambda x, t: sum(
-        ll.row_stats(x, t.clamp(min=0), entropy=True, total=True, argmax=True)
+        ll.row_stats(x, t.clamp(min=0), entropy=True, total=True, argmax=True, rank=True)
     ),
     "partial and merge": lambda x, t: (
         ll.merge(ll.partial(x[..., :20]), ll.partial(x[..., 20:])).lse

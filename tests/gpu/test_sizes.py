@@ -62,7 +62,9 @@ class TestOracle:
         target = target.clamp(min=0)
 
         def ours(x):
-            found = ll.score(x, target)._asdict()
+            found = ll.score(x, target, rank=True)._asdict()
+            own = x.gather(1, target[:, None])
+            assert torch.equal(found.pop("rank"), (x > own).sum(1))
             best = found.pop("argmax")
             assert torch.equal(x.gather(1, best[:, None])[:, 0], x.amax(1))
             return found

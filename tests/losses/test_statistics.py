@@ -155,7 +155,7 @@ def test_an_empty_batch_is_connected_to_the_graph(shape, device):
 @pytest.mark.usefixtures("small_blocks")
 def test_what_is_not_asked_for_is_none(device):
     x = torch.randn(2, 5, device=device)
-    assert ll.row_stats(x)[1:] == (None,) * 5
+    assert ll.row_stats(x)[1:] == (None,) * 6
     stats = ll.row_stats(x, torch.zeros(2, dtype=torch.int64, device=device), **WANTS)
     assert all(value is not None for value in stats)
     assert stats.argmax.dtype == torch.int64
@@ -253,6 +253,7 @@ class TestReads:
         def ours(x):
             found = ll.score(x, target, **how)._asdict()
             assert torch.equal(found.pop("argmax"), x.argmax(-1))
+            assert found.pop("rank") is None
             return found
 
         assert_each_as_good_as_torch(
@@ -275,6 +276,7 @@ class TestReads:
         def ours(x):
             stats = ll.row_stats(x, ids, **how, entropy=True, total=True, argmax=True)._asdict()
             assert torch.equal(stats.pop("argmax"), x.argmax(-1))
+            assert stats.pop("rank") is None
             return stats
 
         assert_each_as_good_as_torch(

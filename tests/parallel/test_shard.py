@@ -156,9 +156,13 @@ def test_a_start_of_its_own():
     def work(ranks):
         part = x.narrow(-1, starts[ranks.index], widths[ranks.index])
         shard = ll.VocabShard(part, ranks, starts[ranks.index])
-        return (*ll.score(shard, TARGET), ll.capture_topk(shard, 5).ids, shard.materialize())
+        return (
+            *ll.score(shard, TARGET, rank=True),
+            ll.capture_topk(shard, 5).ids,
+            shard.materialize(),
+        )
 
-    want = (*ll.score(x, TARGET), ll.capture_topk(x, 5).ids, x)
+    want = (*ll.score(x, TARGET, rank=True), ll.capture_topk(x, 5).ids, x)
     for got in on_ranks(3, work):
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b)
@@ -173,7 +177,10 @@ def test_a_shard_of_nothing_but_inf(dead, impl):
 
     def call(source):
         target = IDS[:, 0].clamp(*((9, 36) if dead == 0 else (0, 8)))
-        return (*ll.score(source, target), ll.cross_entropy(source, target, reduction="none"))
+        return (
+            *ll.score(source, target, rank=True),
+            ll.cross_entropy(source, target, reduction="none"),
+        )
 
     got, d_got, _ = on_shards(call, x, widths)
     want, d_want = plainly(call, x)

@@ -35,7 +35,7 @@ from logitless.contract import (
 )
 from logitless.eager.sampled import Sampling
 from logitless.kernels import config, jsd_tvd_fwd, program_exchange
-from tests.support.aot_launches import launch_contrastive, launch_sums
+from tests.support.aot_launches import launch_contrastive, launch_sums, launch_table
 from tests.support.cubin import resources
 
 TARGETS = {
@@ -192,6 +192,8 @@ def launches_of(v: Variant):
                 launch_sums(x)
             if v in CONTRASTIVE:
                 launch_contrastive(v.dtype, **CONTRASTIVE[v])
+            if v in (Variant(BF16), Variant(FP32, softcap=30.0)):
+                launch_table(v.dtype)
             if v in ROW_GEMM:
                 launch_row_gemm(x, ROW_GEMM[v])
         if v in (Variant(BF16), Variant(BF16, 50257, K=8, softcap=30.0, everything=True)):
@@ -287,9 +289,10 @@ def launch_pairs(x: torch.Tensor, reading: Reading, full: bool) -> None:
 
 def launch_shard(x: torch.Tensor, reading: Reading) -> None:
     """Launches the kernels for a shard of the columns."""
-    wants = tuple({*reading.wants} - {"tail"})
+    wants = tuple({*reading.wants} - {"tail", "rank"})
     part = reading._replace(vocab=2 * x.shape[1], wants=wants)
     kernels.finish(kernels.partial(x, part, 100), part)
+    kernels.above(x, part, torch.zeros(2))
     for kind in PAIRS:
         kernels.pair_partial(x, reading, Pair(x, kind, 0.5))
     for kind in PAIR_SUMS:
@@ -312,7 +315,7 @@ def launch_narrow(v: Variant, width: int) -> None:
         label=torch.zeros(N, dtype=torch.int64),
         ids=None if v.K == 1 else torch.zeros(N, v.K, dtype=torch.int64),
         row_temperature=torch.ones(N) if full else None,
-        wants=tuple(name for name in reading_of(v).wants if name != "tail"),
+        wants=tuple(name for name in reading_of(v).wants if name not in ("tail", "rank")),
     )
     hidden, weight = torch.zeros(N, width, dtype=v.dtype), torch.zeros(v.V, width, dtype=v.dtype)
     bias, d_bias = (torch.zeros(v.V), torch.zeros(v.V)) if full else (None, None)

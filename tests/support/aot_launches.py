@@ -1,4 +1,4 @@
-"""Launches that aot.py records: sums of a weight's gradient, and contrastive losses."""
+"""Launches that aot.py records: sums of a weight's gradient, rows of a table, contrastive losses."""
 
 import torch
 
@@ -34,3 +34,10 @@ def launch_contrastive(dtype: torch.dtype, size: int, everything: bool = False) 
     kernels.contrastive_gradient(x, block._replace(diagonal=None), row, None)
     kernels.sigmoid_contrastive(x, block, one, True, upstream)
     kernels.sigmoid_contrastive(x, block._replace(diagonal=None), one, False)
+
+
+def launch_table(dtype: torch.dtype) -> None:
+    """Launches the kernels for gathered rows of a table."""
+    table, ids = torch.zeros(1000, 128, dtype=dtype), torch.zeros(2, 40, dtype=torch.int64)
+    g = kernels.row_dots(table[:2], table, ids)
+    kernels.row_dots_gradients(table[:2], table, ids, g, (True, True), False)

@@ -104,7 +104,7 @@ METRICS = {  # functions of the rows that count
     "entropy of verl": lambda z, ids: z.logsumexp(-1) - (z.softmax(-1) * z).sum(-1),
     "mean entropy": lambda z, ids: (z.softmax(-1) * -z.log_softmax(-1)).sum() / (B * T),
     "entropy of logitless": lambda z, ids: ll.entropy(z),
-    "score": lambda z, ids: torch.stack(ll.score(z, ids[:, 1:].where(ids[:, 1:] > 3, -100))),
+    "score": lambda z, ids: torch.stack(ll.score(z, ids[:, 1:].where(ids[:, 1:] > 3, -100))[:4]),
     "token_logprobs": lambda z, ids: ll.token_logprobs(z, ids[:, 1:]),
 }
 

@@ -2,7 +2,7 @@
 
 import torch
 
-WANTS = {"entropy": True, "total": True, "argmax": True}
+WANTS = {"entropy": True, "total": True, "argmax": True, "rank": True}
 
 
 def grads(f, x, *args, **how):
