@@ -188,7 +188,7 @@ def order(numbers: Any, documents: int, ahead: Any) -> Tensor | None:
     if low < 0 or high >= documents:
         got = low if low < 0 else high
         raise ValueError(f"order must list numbers of documents in [0, {documents}), got {got}.")
-    return numbers.long()
+    return numbers.long().contiguous()
 
 
 def input_ids(t: Any) -> None:

@@ -30,14 +30,16 @@ class Prefetch:
         self._change = threading.Lock()
 
     def follow(self, order: Tensor | None, ahead: int) -> None:
-        """Starts with the first shards of an order. None stands for all shards in their order."""
+        """Fetches the first shards of an order. For None, the order is that of the store."""
+        self._fetching()
         with self._change:
             self.order, self.at, self.last, self.ahead = order, -1, None, ahead
         for number in self._upcoming(-1):
             self._start(number)
 
     def reading(self, number: int) -> None:
-        """Called before a shard is read. Starts to fetch the shards that follow this shard."""
+        """Fetches the shards that follow shard `number`. The reader calls this before it reads."""
+        self._fetching()
         with self._change:
             if number == self.last:
                 return

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from . import remote_checks as checks
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts
-PIECE = 1 << 22  # number of bytes that one call of `read` asks for
+PIECE = 1 << 24  # number of bytes that one call of `read` asks for
 LARGEST = 1 << 36  # largest size in bytes of a file whose size is not known
 # Protocols of which a folder must exist before a file is written into the folder. Folders are not
 # created for other protocols, because object stores would create a bucket of a misspelt name.

@@ -91,7 +91,9 @@ class TestRoom:
             with found.reading(c, fetch):
                 thread = threading.Thread(target=read, args=(small, d))
                 thread.start()
-                assert waited.wait(HANG)
+                while thread.is_alive() and not waited.is_set():
+                    waited.wait(0.01)
+                assert waited.is_set()
                 assert held(found) == {"a", "b", "c"}
                 assert "d" not in fetched
             thread.join(HANG)

@@ -165,6 +165,16 @@ class TestResume:
             for got, want in zip(again, whole[5:], strict=True):
                 assert_equal(got, want)
 
+    @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+    def test_workers_of_a_remote_store(self, local, tmp_path):
+        """The store was read before the workers are forked. The workers share its cache."""
+        with served_store(local) as server:
+            store = Store(server.url, cache=tmp_path / "cache")
+            store[0]
+            found = DataLoader(Documents(store, seed=0), batch_size=None, num_workers=2)
+            assert sorted(numbers(found)) == sorted(LENGTHS)
+            assert {n for name, n in server.requests.items() if name != "store.index"} == {1}
+
 
 class TestPadding:
     def test_a_batch(self, local):

@@ -22,6 +22,8 @@ from tests.support.planted_bug import (
     Bug,
 )
 
+REMOTE, CACHE = "tests/store/test_remote.py", "tests/store/test_cache.py"
+
 ABOVE = (
     # parallel/
     Bug("class weights from column 0", "parallel", "logitless/parallel/rank_merge.py",
@@ -223,4 +225,35 @@ ABOVE = (
     Bug("reference counts ignored rows", "cli", "logitless/cli/formulas.py",
         "kept = target[target != IGNORED]", "kept = target.clamp(min=0)",
         ("tests/cli/test_bench.py",)),
+
+    # store/ at an address
+    Bug("a fetched file is not compared", "store", "logitless/store/remote.py",
+        "checks.listed_file(where, done, digest.hexdigest(), listed)", "pass", (REMOTE,)),
+    Bug("a failed request is not repeated", "store", "logitless/store/remote.py",
+        "for number in range(self.attempts):", "for number in range(1):", (REMOTE,)),
+    Bug("an open file is deleted", "store", "logitless/store/cache.py",
+        "with Lock(self._lock(path)):", "with contextlib.nullcontext():", (CACHE,)),
+    Bug("the file used last is deleted", "store", "logitless/store/cache.py",
+        "in sorted(files):", "in sorted(files, reverse=True):", (CACHE,)),
+    Bug("the limit of the cache is ignored", "store", "logitless/store/cache.py",
+        "return room >= size", "return True", (CACHE,)),
+    Bug("a forged name in store.index", "store", "logitless/store/listing.py",
+        "and name.fullmatch(item[0]) is not None", "and True",
+        ("tests/store/test_listing.py",)),
+    Bug("a resumed epoch reads a document twice", "store", "logitless/store/documents.py",
+        "self.position = position\n", "self.position = position - 1\n",
+        ("tests/store/test_documents.py",)),
+    Bug("an epoch goes on twice", "store", "logitless/store/documents.py",
+        "begin, self._begin = self._begin, 0", "begin = self._begin",
+        ("tests/store/test_documents.py",)),
+    Bug("uploaded shards are not recorded", "store", "logitless/store/upload.py",
+        'file.write(f"\\n{line}\\n")', "pass", ("tests/store/test_upload.py",)),
+    Bug("failed uploads are forgotten", "store", "logitless/store/upload.py",
+        "self.failed[path] = error", "pass", ("tests/store/test_upload.py",)),
+    Bug("another store is overwritten", "store", "logitless/store/upload.py",
+        "checks.own_address(self.remote.url, shard.file.name, same)", "pass",
+        ("tests/store/test_upload.py",)),
+    Bug("shards are not fetched ahead", "store", "logitless/store/prefetch.py",
+        "threading.Thread(target=_fetch, args=work, name=name, daemon=True).start()", "pass",
+        ("tests/store/test_prefetch.py",)),
 )  # fmt: skip
