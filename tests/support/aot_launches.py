@@ -1,4 +1,4 @@
-"""Launches that aot.py records: sums of a weight's gradient, rows of a table, contrastive losses."""
+"""Launches that aot.py records: sums of a gradient, rows of a table, contrastive losses."""
 
 import torch
 
