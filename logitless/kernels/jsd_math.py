@@ -38,43 +38,56 @@ def _log2(x, IN: tl.constexpr):
 
 
 @triton.jit
-def mixture(log_q, log_p, beta, IN: tl.constexpr):
+def _mixed(log_q, log_p, gap, beta):
+    """Returns the larger of p and q, M / max(p, q), log2 share, share, and whether q > p.
+
+    `gap` is log_q - log_p, and share = min(p, q) / max(p, q) is 2^-|gap|. The ratio M / max(p, q)
+    is at most 1, and is exactly 1 if p = q. If p is larger than q, M / max(p, q) is at least β.
+    Otherwise M / max(p, q) is at least 1 - β. log2 share is clamped to at least -1000. If log p and
+    log q are both -inf, `gap` is NaN, and log2 share is -1000.
+    """
+    fall = -tl.abs(gap)
+    fall = tl.where(fall > -1000.0, fall, -1000.0)
+    more = gap > 0
+    large, share = tl.exp2(tl.maximum(log_q, log_p)), tl.exp2(fall)
+    mu = share + tl.where(more, 1.0 - beta, beta) * (1.0 - share)
+    return large, mu, fall, share, more
+
+
+@triton.jit
+def mixture(log_q, log_p, gap, beta, IN: tl.constexpr):
     """Returns q, log2(q / M), p and log2(p / M) of each column. All results are finite.
 
-    The results are computed from max(p, q) and from share = min(p, q) / max(p, q). The ratio
-    M / max(p, q) is at most 1, and is exactly 1 if p = q. If p is larger than q, M / max(p, q) is
-    at least β. Otherwise M / max(p, q) is at least 1 - β. The difference
-    log2 min(p, q) - log2 max(p, q) is clamped to at least -1000. If log p and log q are both -inf,
-    their difference is NaN, and is also set to -1000.
+    `gap` is log_q - log_p.
     """
-    top = tl.maximum(log_q, log_p)
-    fall = tl.minimum(log_q, log_p) - top
-    fall = tl.where(fall > -1000.0, fall, -1000.0)
-    more = log_q > log_p
-    large, share = tl.exp2(top), tl.exp2(fall)
-    small = large * share
-    log_mu = _log2(share + tl.where(more, 1.0 - beta, beta) * (1.0 - share), IN)
+    large, mu, fall, share, more = _mixed(log_q, log_p, gap, beta)
+    small, log_mu = large * share, _log2(mu, IN)
     q, log_q_m = tl.where(more, large, small), tl.where(more, 0.0, fall) - log_mu
     p, log_p_m = tl.where(more, small, large), tl.where(more, fall, 0.0) - log_mu
     return q, log_q_m, p, log_p_m
 
 
 @triton.jit
-def skewed(log_q, log_p, alpha, IN: tl.constexpr, FORWARD: tl.constexpr):
+def skewed(log_q, log_p, gap, alpha, IN: tl.constexpr, FORWARD: tl.constexpr):
     """Returns q, the derivative g, and the term of a skewed KL for each column, in nats.
 
     Forward KL is Σ p log(p / M) with M = αp + (1-α)q. Reverse KL is Σ q log(q / M) with
     M = αq + (1-α)p. The divergence of a distribution r from M is Σ (r log(r / M) + M - r), and each
     of these terms is at least 0. So the sum over some columns of a row is at least 0 too. g is the
-    derivative of the divergence by q, up to a constant, and is 0 for p = q.
+    derivative of the divergence by q, up to a constant, and is 0 for p = q. `gap` is log_q - log_p.
+    p / M - 1 is computed from 1 - share, because 2^log2(p / M) - 1 has a larger rounding error.
     """
     if FORWARD:
-        q, _, p, log_p_m = mixture(log_q, log_p, alpha, IN)
-        g = (alpha - 1.0) * (tl.exp2(log_p_m) - 1.0)
+        _, mu, _, share, more = _mixed(log_q, log_p, gap, alpha)
+        q, _, p, log_p_m = mixture(log_q, log_p, gap, alpha, IN)
+        past = (1.0 - alpha) * (1.0 - share) / mu  # |p / M - 1|
+        g = (1.0 - alpha) * tl.where(more, past, -past)
         return q, g, p * log_p_m * LN2 + (1.0 - alpha) * (q - p)
     else:
-        p, log_p_m, q, log_q_m = mixture(log_p, log_q, alpha, IN)
-        g = log_q_m * LN2 + (1.0 - alpha) * (tl.exp2(log_p_m) - 1.0)
+        _, mu, _, share, more = _mixed(log_p, log_q, -gap, alpha)
+        p, _, q, log_q_m = mixture(log_p, log_q, -gap, alpha, IN)
+        past = alpha * (1.0 - share) / mu  # |p / M - 1|
+        g = log_q_m * LN2 + (1.0 - alpha) * tl.where(more, past, -past)
         return q, g, q * log_q_m * LN2 + (1.0 - alpha) * (p - q)
 
 

@@ -100,7 +100,9 @@ def _fold_second(state, both, start, offs, mask):
     norms = state.norms
     log_q = (student(both, start + offs, mask) - norms.shift_q) * both.rate - norms.log_q
     log_p = (teacher(both, start + offs, mask) - norms.shift_p) * both.rate - norms.log_p
-    q, log_q_m, p, log_p_m = mixture(log_q, log_p, both.blend, both.X.dtype.element_ty)
+    q, log_q_m, p, log_p_m = mixture(
+        log_q, log_p, log_q - log_p, both.blend, both.X.dtype.element_ty
+    )
     return Second(norms, state.of_q + q * log_q_m, state.of_p + p * log_p_m)
 
 
@@ -108,9 +110,11 @@ def _fold_second(state, both, start, offs, mask):
 def _fold_skewed(state, both, start, offs, mask, FORWARD: tl.constexpr):
     """Adds one block to the two sums of a skewed KL (second pass)."""
     norms = state.norms
-    log_q = (student(both, start + offs, mask) - norms.shift_q) * both.rate - norms.log_q
-    log_p = (teacher(both, start + offs, mask) - norms.shift_p) * both.rate - norms.log_p
-    q, g, term = skewed(log_q, log_p, both.blend, both.X.dtype.element_ty, FORWARD)
+    d_q = student(both, start + offs, mask) - norms.shift_q
+    d_p = teacher(both, start + offs, mask) - norms.shift_p
+    log_q, log_p = d_q * both.rate - norms.log_q, d_p * both.rate - norms.log_p
+    gap = (d_q - d_p) * both.rate - (norms.log_q - norms.log_p)
+    q, g, term = skewed(log_q, log_p, gap, both.blend, both.X.dtype.element_ty, FORWARD)
     return Second(norms, state.of_q + q * g, state.of_p + term)
 
 

@@ -47,8 +47,12 @@ def apart(e_q, e_p, scale):
 
 @triton.jit
 def ratio_of(above, below):
-    """Returns above / below, or inf if `below` is 0."""
-    return tl.where(below == 0, INF, above / tl.where(below == 0, 1.0, below))
+    """Returns above / below, or inf if `below` is 0.
+
+    If above = below, the result is set to 1, as in `to_student`.
+    """
+    ratio = tl.where(above == below, 1.0, above / tl.where(below == 0, 1.0, below))
+    return tl.where(below == 0, INF, ratio)
 
 
 @triton.jit

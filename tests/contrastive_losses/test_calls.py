@@ -8,7 +8,7 @@ import torch
 
 import logitless as ll
 from logitless.contrastive_losses import similarities
-from logitless.heads import gradient_sums, products
+from logitless.heads import gemms, gradient_sums
 from tests.support.contrastive import FUNCTIONS, embeddings
 from tests.support.laws import host_reads_nothing
 from tests.support.refusals import refuses
@@ -211,7 +211,7 @@ def test_number_of_gemms(name, reduction, symmetric, device):
 
     add = gradient_sums.Sum.add
     with (
-        mock.patch.object(similarities, "add_product", counted(products.add_product)),
+        mock.patch.object(similarities, "add_product", counted(gemms.add_product)),
         mock.patch.object(gradient_sums.Sum, "add", one_sum),
     ):
         FUNCTIONS[name][0](a, b, **how).sum().backward()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.heads import choose_cut, products
+from logitless.heads import choose_cut, gemms
 from logitless.heads.choose_cut import Cut
 from logitless.kernels import config
 from tests.support.rank_threads import on_ranks
@@ -147,7 +147,7 @@ def test_cuts_of_a_head(cut, device):
 
 def test_a_mean_beside_a_rank_takes_three_gemms(monkeypatch, device):
     seen = []
-    for module, name in ((torch, "mm"), (torch, "addmm"), (products, "dense_logits")):
+    for module, name in ((torch, "mm"), (torch, "addmm"), (gemms, "dense_logits")):
         function = getattr(module, name)
 
         def record(*args, function=function, **kwargs):
