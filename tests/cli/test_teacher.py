@@ -99,7 +99,10 @@ def test_documents_are_added_in_groups(at_once, answers, tmp_path, capsys, monke
     heavy["choices"][0]["prompt_logprobs"][2] |= {"1": {"logprob": 0.0}, "2": {"logprob": 0.0}}
     path.write_text("\n".join([*lines[:4], json.dumps(heavy)]))
     assert imported(path, tmp_path / "s") == 1
-    assert "line 5: vLLM's prompt_logprobs must give every token" in capsys.readouterr().err
+    assert (
+        "line 5: vLLM's prompt_logprobs must have probabilities that add up"
+        in capsys.readouterr().err
+    )
     path.write_text("\n".join(lines))
     assert imported(path, tmp_path / "s") == 0
     assert len(Store(tmp_path / "s")) == 6

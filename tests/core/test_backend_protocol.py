@@ -31,6 +31,7 @@ WHOLE_ROWS = {
     "pair_read",
     "pair_gradient",
     "topk",
+    "sampled",
 }
 TABLE = {"row_dots", "row_dots_gradients"}  # read no logits, and no source of logits calls them
 MERGED_ALREADY = {"partial", "merge", "finish"}

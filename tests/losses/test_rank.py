@@ -223,7 +223,9 @@ def test_bad_arguments():
     x = torch.randn(2, V)
     with pytest.raises(ValueError, match="ids must be given if rank=True, got None"):
         ll.row_stats(x, rank=True)
-    with pytest.raises(ValueError, match=r"at least one id per row if rank=True, got \(2, 0\)"):
+    with pytest.raises(
+        ValueError, match=r"ids must hold at least one id per row if rank=True, got \(2, 0\)"
+    ):
         ll.row_stats(x, torch.zeros(2, 0, dtype=torch.int64), rank=True)
     with pytest.raises(TypeError, match="rank must be True or False, got 'yes'"):
         ll.score(x, torch.tensor([0, 1]), rank="yes")

@@ -192,14 +192,22 @@ class TestTrainer:
         refused("on_policy must be a number, got 'half'", TypeError, on_policy="half")
         store = {"teacher": None, "store": tmp_path}
         refused("on_policy must be 0 with store=, .*got 0.5", **store, support="tail")
-        refused("with store=, because a store has only the top-k", **store, on_policy=0.0)
+        refused(
+            "support must be one of the supports of topk_distill with store=",
+            **store,
+            on_policy=0.0,
+        )
         refused("generation_config must be None without on_policy", on_policy=0.0)
         refused("must have do_sample=True", generation_config=GenerationConfig(max_new_tokens=2))
         refused("divergence must be one of 'forward_kl'.*got 'kl'", divergence="kl")
         refused("divergence must be one of .*got 'kl'", divergence={"kl": 1.0})
-        refused("divergence must name at least one", divergence={})
+        refused("divergence must name at least one divergence, got an empty mapping", divergence={})
         refused(r"divergence\['tvd'\] must be a number", TypeError, divergence={"tvd": "1"})
-        refused("divergence must be one name", divergence={"tvd": 1.0}, support="tail")
+        refused(
+            "divergence must be one name, because only support",
+            divergence={"tvd": 1.0},
+            support="tail",
+        )
         refused("support must be one of .* 'whole', got 'all'", support="all")
         small = model_of(1, vocab_size=V - 1)
         refused(

@@ -113,7 +113,10 @@ class TestResume:
         state = Documents(local, seed=1).state_dict()
         other = stores.write(tmp_path / "other", documents(3, 4))
         for data, words in (
-            (Documents(other, seed=1), r"saved with documents 2 to resume here, got 11"),
+            (
+                Documents(other, seed=1),
+                r"state must have been saved with documents 2 to resume here, got 11",
+            ),
             (Documents(local, seed=2), "saved with seed 2 to resume here, got 1"),
             (Documents(local, seed=1, rank=1, world=2), "saved with share 1 to resume here, got 0"),
         ):
