@@ -46,14 +46,17 @@ class Parts(NamedTuple):
     """The functions of a backend that read logits x (..., V). N is the number of rows.
 
     `top(x, how)` returns the max of y of each row, as (N,). The max is NaN if a logit is NaN.
-    `sums(x, top, how)` returns sums of masses as int64 (N, B), for B blocks of columns.
-    `columns(x, top, how, sums, targets)` returns the columns of the draws, and y - top at these
+    `ends(x, top, how)` returns cumulative sums of masses as int64 (N, B), for B blocks of columns.
+    The function also returns `top`. If the argument `top` is None, `ends` computes the max itself.
+    `columns(x, top, how, ends, targets)` returns the columns of the draws, and y - top at these
     columns, both of the shape (N, n) of the targets. Targets must be in [0, S).
+    `distinct` is the function `distinct`, or computes the same results.
     """
 
     top: Callable[..., Tensor]
-    sums: Callable[..., Tensor]
+    ends: Callable[..., tuple[Tensor, Tensor]]
     columns: Callable[..., tuple[Tensor, Tensor]]
+    distinct: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def sampled(
@@ -64,7 +67,7 @@ def sampled(
     start: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ids, log-weights and a mask of the distinct ids that are drawn. See `draw`."""
-    return draw(Parts(_top, _sums, _columns), x, uniforms, how, join, start)
+    return draw(Parts(_top, _ends, _columns, distinct), x, uniforms, how, join, start)
 
 
 def draw(
@@ -81,32 +84,35 @@ def draw(
     all-gather. Without ranks, `join` is None.
     """
     (N, n), V = uniforms.shape, x.shape[-1]
-    own = torch.zeros((N, 1), device=x.device, dtype=torch.int64)
-    top = torch.full((N,), -torch.inf, device=x.device, dtype=PRECISION[x.dtype])
-    if V and N:
-        top = parts.top(x, how)
+    empty = V == 0 or N == 0
+    top = None
+    if empty:
+        top = torch.full((N,), -torch.inf, device=x.device, dtype=PRECISION[x.dtype])
     if join is not None:
-        top = join(top[:, None])[..., 0].amax(0)
-    if V and N:
-        own = parts.sums(x, top, how)
-    total = here = own.sum(1)
-    before = torch.zeros_like(total)  # the mass of the columns of other ranks before `start`
+        top = join((parts.top(x, how) if top is None else top)[:, None])[..., 0].amax(0)
+    if empty:
+        ends = torch.zeros((N, 1), device=x.device, dtype=torch.int64)
+    else:
+        ends, top = parts.ends(x, top, how)
+    total = here = ends[:, -1:]
+    before = None  # the mass of the columns of other ranks before `start`
     if join is not None:
-        each, starts = join(torch.stack((here, torch.full_like(here, start)), 1)).unbind(-1)
-        total, before = each.sum(0), torch.where(starts < start, each, 0).sum(0)
+        each, starts = join(torch.cat((here, torch.full_like(here, start)), 1)).unbind(-1)
+        total, before = each.sum(0)[:, None], torch.where(starts < start, each, 0).sum(0)[:, None]
 
-    targets = (uniforms * total[:, None]).long().minimum(total[:, None] - 1) - before[:, None]
+    targets = (uniforms * total).long().minimum(total - 1)
+    if before is not None:
+        targets -= before
     at, relative = torch.zeros_like(targets), torch.zeros_like(uniforms)
-    if V and N:
-        inside = targets.clamp_min(0).minimum(here[:, None] - 1)
-        at, relative = parts.columns(x, top, how, own, inside)
-    ids = at + start
+    if not empty:
+        inside = targets.minimum(here - 1).clamp_min_(0)
+        at, relative = parts.columns(x, top, how, ends, inside)
     if join is not None:
-        mine = (targets >= 0) & (targets < here[:, None])
-        ids = join(torch.where(mine, ids, 0)).sum(0)  # each draw is a column of one rank
+        mine = (targets >= 0) & (targets < here)
+        at = join(torch.where(mine, at + start, 0)).sum(0)  # each draw is a column of one rank
         if how.proposal != 1:
             relative = join(torch.where(mine, relative.double(), 0.0)).sum(0)
-    found = distinct(ids, relative, top, how)
+    found = parts.distinct(at, relative, top, how)
     return tuple(t.view(*x.shape[:-1], n) for t in found)  # pyright: ignore[reportReturnType]
 
 
@@ -156,12 +162,13 @@ def _top(x: Tensor, how: Sampling) -> Tensor:
     return torch.cat(found)
 
 
-def _sums(x: Tensor, top: Tensor, how: Sampling) -> Tensor:
-    return torch.cat([masses.sum(1, keepdim=True) for _, _, masses in _masses(x, top, how)])
+def _ends(x: Tensor, top: Tensor | None, how: Sampling) -> tuple[Tensor, Tensor]:
+    top = _top(x, how) if top is None else top
+    return torch.cat([masses.sum(1, keepdim=True) for _, _, masses in _masses(x, top, how)]), top
 
 
 def _columns(
-    x: Tensor, top: Tensor, how: Sampling, sums: Tensor, targets: Tensor
+    x: Tensor, top: Tensor, how: Sampling, ends: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
     at = torch.empty_like(targets)
     relative = torch.empty(targets.shape, device=x.device, dtype=torch.float64)

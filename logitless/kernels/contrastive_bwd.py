@@ -7,6 +7,14 @@ the gradient of a logit is
 
 The kernel computes both terms in fp32 and rounds only the sum, because p - 1 has few exact digits
 after p was rounded.
+
+With logits z, normalisers r of the rows and c of the columns, all in base 2, and any number h,
+
+    p = 2^(z - h) 2^(h - r)        q = 2^(z - h) 2^(h - c)
+
+So one exponential per pair serves both. A program uses these products for 16-bit similarities (see
+`one_exponential`), if its normalisers are so close together that the factors neither overflow nor
+underflow. Otherwise, the program computes 2^(z - r) and 2^(z - c).
 """
 
 import functools
@@ -22,12 +30,24 @@ from .contrastive_tile import (
     Pairs,
     load_similarities,
     logits_of,
+    may_hold_positives,
     numbers_of,
+    one_exponential,
     positives_of,
     tensors_of,
 )
 from .launch import REMEMBERED, Launch
+from .numerics import INF
 from .profiling import in_place, nothing, profiled
+
+
+@triton.jit
+def _near(lse, middle):
+    """Returns whether 2^(z - middle) and 2^(middle - lse) are in the range of fp32 for z <= lse.
+
+    The result is False for infinite numbers and for NaN.
+    """
+    return tl.abs(lse - middle) < 60.0
 
 
 @triton.jit(
@@ -43,7 +63,8 @@ def _contrastive_bwd_kernel(
     ROW_LSE, COLUMN_LSE, ROW_UPSTREAM, COLUMN_UPSTREAM,  # inputs
     D_SCALE,  # output (spans, strips)
     n, m, stride_x, diagonal, stride_mask,  # sizes
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPAN: tl.constexpr, FULL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPAN: tl.constexpr, SPAN_POW2: tl.constexpr,
+    FULL: tl.constexpr, ONE_EXPONENTIAL: tl.constexpr,
 ):  # fmt: skip
     """Each program computes SPAN rows of a strip of BLOCK_M columns."""
     strip, span = tl.program_id(0), tl.program_id(1)
@@ -52,32 +73,54 @@ def _contrastive_bwd_kernel(
     rate = tl.load(RATE)
     pairs = Pairs(POSITIVES, diagonal, MASK, stride_mask, ROW_LABELS, COLUMN_LABELS)
     HAS_POSITIVES: tl.constexpr = (POSITIVES is not None) | (diagonal is not None)
-    if COLUMN_LSE is not None:
-        of_columns = tl.load(COLUMN_LSE + offs_m, mask=offs_m < m, other=0.0)[None, :]
-        if COLUMN_UPSTREAM is not None:
-            g_column = tl.load(COLUMN_UPSTREAM + offs_m, mask=offs_m < m, other=0.0)[None, :]
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     first = span * SPAN
-    for start in range(first, tl.minimum(first + SPAN, n), BLOCK_N):
+    end = tl.minimum(first + SPAN, n)
+    near, middle = False, 0.0
+    if ONE_EXPONENTIAL:
+        middle = tl.load(ROW_LSE + first)
+        middle = tl.where(tl.abs(middle) < INF, middle, 0.0)
+        offs_s = first + tl.arange(0, SPAN_POW2)
+        of_rows = tl.load(ROW_LSE + offs_s, mask=offs_s < end, other=middle)
+        near = tl.min(_near(of_rows, middle).to(tl.int32)) != 0
+    g_columns = 0.0
+    if COLUMN_LSE is not None:
+        of_columns = tl.load(COLUMN_LSE + offs_m, mask=offs_m < m, other=middle)[None, :]
+        g_columns = 1.0
+        if COLUMN_UPSTREAM is not None:
+            g_columns = tl.load(COLUMN_UPSTREAM + offs_m, mask=offs_m < m, other=0.0)[None, :]
+        if ONE_EXPONENTIAL:
+            near = near & (tl.min(_near(of_columns, middle).to(tl.int32)) != 0)
+            column_factors = tl.exp2(middle - of_columns) * g_columns
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(first, end, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         rows = offs_n[:, None]
         x = load_similarities(X, stride_x, rows, cols, n, FULL)
         z = logits_of(x, rate, pairs, rows, cols, n, m, FULL)
-        dz = tl.exp2(z - tl.load(ROW_LSE + offs_n, mask=offs_n < n, other=0.0)[:, None])
-        if HAS_POSITIVES:
-            y = tl.where(positives_of(pairs, rows, cols, n), 1.0, 0.0)
-            dz -= y
+        of_rows = tl.load(ROW_LSE + offs_n, mask=offs_n < n, other=middle)[:, None]
+        g_rows = 1.0
         if ROW_UPSTREAM is not None:
-            dz *= tl.load(ROW_UPSTREAM + offs_n, mask=offs_n < n, other=0.0)[:, None]
-        if COLUMN_LSE is not None:
-            q = tl.exp2(z - of_columns)
+            g_rows = tl.load(ROW_UPSTREAM + offs_n, mask=offs_n < n, other=0.0)[:, None]
+        if near:
+            factors = tl.exp2(middle - of_rows) * g_rows
+            if COLUMN_LSE is not None:
+                factors += column_factors
+            dz = tl.exp2(z - middle) * factors
             if HAS_POSITIVES:
-                q -= y
-            if COLUMN_UPSTREAM is not None:
-                q *= g_column
-            dz += q
+                if may_hold_positives(pairs, start, strip * BLOCK_M, BLOCK_N, BLOCK_M):
+                    dz -= tl.where(positives_of(pairs, rows, cols, n), g_rows + g_columns, 0.0)
+        else:
+            y = 0.0
+            if HAS_POSITIVES:
+                y = tl.where(positives_of(pairs, rows, cols, n), 1.0, 0.0)
+            dz = (tl.exp2(z - of_rows) - y) * g_rows
+            if COLUMN_LSE is not None:
+                dz += (tl.exp2(z - of_columns) - y) * g_columns
         if D_SCALE is not None:
-            total += dz * tl.where(dz == 0, 0.0, x)  # the padding of x can be NaN
+            if FULL:
+                total += dz * x
+            else:
+                total += dz * tl.where(dz == 0, 0.0, x)  # the padding of x can be NaN
         at = rows.to(tl.int64) * stride_x + cols
         if FULL:
             tl.store(X + at, dz.to(X.dtype.element_ty))
@@ -103,16 +146,19 @@ def contrastive_gradient(
     cut = config.contrastive_bwd(n, m, x.element_size())
     programs = config.ceil_div(m, cut.block_v), config.ceil_div(n, cut.span)
     parts = rows.new_empty(programs) if d_scale else None
-    _plan(numbers_of(x, block), cut, programs)(
+    _plan(numbers_of(x, block), cut, programs, one_exponential(x, block))(
         x, rate_of(block), *tensors_of(block), rows, columns, row_upstream, column_upstream, parts
     )
     return None if parts is None else parts.sum()
 
 
 @functools.lru_cache(REMEMBERED)
-def _plan(numbers: tuple, cut: config.Config, programs: tuple[int, int]) -> Launch:
+def _plan(
+    numbers: tuple, cut: config.Config, programs: tuple[int, int], one_exponential: bool
+) -> Launch:
     n, m = numbers[:2]
     return Launch(
         _contrastive_bwd_kernel, programs, numbers, num_warps=cut.num_warps, BLOCK_N=cut.block_n,
-        BLOCK_M=cut.block_v, SPAN=cut.span, FULL=n % cut.block_n == 0 and m % cut.block_v == 0,
+        BLOCK_M=cut.block_v, SPAN=cut.span, SPAN_POW2=config.ceil_pow2(cut.span),
+        FULL=n % cut.block_n == 0 and m % cut.block_v == 0, ONE_EXPONENTIAL=one_exponential,
     )  # fmt: skip

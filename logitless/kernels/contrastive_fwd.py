@@ -1,14 +1,17 @@
 """Statistics of the rows and the columns of similarities, from one pass over the similarities.
 
 Each program reads a strip of columns of several rows, one tile at a time. A tile has three
-dimensions: lanes, repeats and columns. Each warp holds one lane. So the max over the repeats of a
-column needs no exchange between threads, and the max over the columns of a row is inside one warp.
+dimensions: lanes, repeats and columns. Each warp holds one lane. So a sum over the repeats of a
+column needs no exchange between threads, and a sum over the columns of a row is inside one warp.
 Triton gives the warps to the first dimension, so the lanes come first.
 The state of the columns stays in registers until the end of the strip. The states of the rows are
 written for every strip. A second launch merges the states of strips in a fixed order.
 
 All logits are multiplied by log2 e, and the kernels compute exponentials of base 2. The state of a
-row is the max m of its logits, and the sum s of 2^(z - m).
+row is a reference m, and the sum s of 2^(z - m) over its logits z. The reference is the max of the
+logits. For 16-bit similarities (see `one_exponential`), a program first uses one reference for all
+rows and columns of its strip, so that one exponential per pair serves both. If a sum is outside of
+the range of `_in_range`, the program computes its strip again, with the max of each row and column.
 """
 
 import functools
@@ -19,10 +22,27 @@ from torch import Tensor
 
 from ..eager.contrastive import Block
 from . import config
-from .contrastive_tile import Pairs, load_similarities, logits_of, numbers_of, tensors_of
+from .contrastive_tile import (
+    Pairs,
+    load_similarities,
+    logits_of,
+    numbers_of,
+    one_exponential,
+    tensors_of,
+)
 from .launch import REMEMBERED, Launch
 from .numerics import INF, LN2, LOG2E, finite, move
 from .profiling import nothing, profiled
+
+
+@triton.jit
+def _in_range(s):
+    """Returns whether a sum of exponentials is exact although its reference is not the max.
+
+    Terms below 2^-126 are lost. They are negligible in a sum above 2^-60. The result is False for
+    NaN.
+    """
+    return (s > 8.7e-19) & (s < 1.2e18)  # 2^-60 and 2^60
 
 
 @triton.jit(
@@ -34,7 +54,7 @@ def _contrastive_fwd_kernel(
     ROWS, COLUMNS,  # outputs (2, strips, n) and (2, spans, m)
     n, m, stride_x, diagonal, stride_mask,  # sizes
     LANES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPAN: tl.constexpr,
-    FULL: tl.constexpr,
+    FULL: tl.constexpr, ONE_EXPONENTIAL: tl.constexpr,
 ):  # fmt: skip
     """Each program reads SPAN rows of a strip of BLOCK_M columns."""
     strip, span = tl.program_id(0), tl.program_id(1)
@@ -45,10 +65,47 @@ def _contrastive_fwd_kernel(
     in_tile = (tl.arange(0, LANES) * REPEATS)[:, None] + tl.arange(0, REPEATS)[None, :]
     rate = tl.load(RATE)
     pairs = Pairs(POSITIVES, diagonal, MASK, stride_mask, ROW_LABELS, COLUMN_LABELS)
+    first = span * SPAN
+    end = tl.minimum(first + SPAN, n)
+    if ROWS is not None:
+        ROWS += strip.to(tl.int64) * n
+    if COLUMNS is not None:
+        COLUMNS += span.to(tl.int64) * m + offs_m
+
+    if ONE_EXPONENTIAL:
+        # The reference is the largest logit of the first row.
+        rows = tl.full((1, 1, 1), 0, tl.int32) + first
+        x = load_similarities(X, stride_x, rows, cols, n, FULL)
+        ref = finite(tl.max(logits_of(x, rate, pairs, rows, cols, n, m, FULL)))
+        good = tl.full((LANES, REPEATS), 1, tl.int1)
+        s_c = tl.zeros((LANES, BLOCK_M), tl.float32)
+        for start in range(first, end, BLOCK_N):
+            offs_n = start + in_tile
+            rows = offs_n[:, :, None]
+            x = load_similarities(X, stride_x, rows, cols, n, FULL)
+            e = tl.exp2(logits_of(x, rate, pairs, rows, cols, n, m, FULL) - ref)
+            if ROWS is not None:
+                s_r = tl.sum(e, 2)
+                good = good & (_in_range(s_r) | (offs_n >= n))
+                tl.store(
+                    ROWS + offs_n, tl.full((LANES, REPEATS), 0.0, tl.float32) + ref, offs_n < n
+                )
+                tl.store(ROWS + strips.to(tl.int64) * n + offs_n, s_r, mask=offs_n < n)
+            if COLUMNS is not None:
+                s_c += tl.sum(e, 1)
+        exact = tl.min(good.to(tl.int32)) != 0
+        if COLUMNS is not None:
+            s_all = tl.sum(s_c, 0)
+            exact = exact & (tl.min((_in_range(s_all) | (offs_m >= m)).to(tl.int32)) != 0)
+            tl.store(COLUMNS, tl.full((BLOCK_M,), 0.0, tl.float32) + ref, mask=offs_m < m)
+            tl.store(COLUMNS + spans.to(tl.int64) * m, s_all, mask=offs_m < m)
+        if exact:
+            return
+        tl.debug_barrier()  # the stores below overwrite the stores above
+
     m_c = tl.full((LANES, BLOCK_M), -INF, tl.float32)
     s_c = tl.zeros((LANES, BLOCK_M), tl.float32)
-    first = span * SPAN
-    for start in range(first, tl.minimum(first + SPAN, n), BLOCK_N):
+    for start in range(first, end, BLOCK_N):
         offs_n = start + in_tile
         rows = offs_n[:, :, None]
         x = load_similarities(X, stride_x, rows, cols, n, FULL)
@@ -56,9 +113,8 @@ def _contrastive_fwd_kernel(
         if ROWS is not None:
             m_r = tl.max(z, 2)
             s_r = tl.sum(tl.exp2(z - finite(m_r)[:, :, None]), 2)
-            Row = ROWS + strip.to(tl.int64) * n + offs_n
-            tl.store(Row, m_r, mask=offs_n < n)
-            tl.store(Row + strips.to(tl.int64) * n, s_r, mask=offs_n < n)
+            tl.store(ROWS + offs_n, m_r, mask=offs_n < n)
+            tl.store(ROWS + strips.to(tl.int64) * n + offs_n, s_r, mask=offs_n < n)
         if COLUMNS is not None:
             m_new = tl.maximum(m_c, tl.max(z, 1))
             e = tl.sum(tl.exp2(z - finite(m_new)[:, None, :]), 1)
@@ -67,9 +123,8 @@ def _contrastive_fwd_kernel(
     if COLUMNS is not None:
         m_all = tl.max(m_c, 0)
         s_all = tl.sum(s_c * tl.exp2(move(m_c, m_all[None, :], s_c)), 0)
-        Column = COLUMNS + span.to(tl.int64) * m + offs_m
-        tl.store(Column, m_all, mask=offs_m < m)
-        tl.store(Column + spans.to(tl.int64) * m, s_all, mask=offs_m < m)
+        tl.store(COLUMNS, m_all, mask=offs_m < m)
+        tl.store(COLUMNS + spans.to(tl.int64) * m, s_all, mask=offs_m < m)
 
 
 @triton.jit(**profiled("contrastive_merge"))
@@ -112,7 +167,7 @@ def contrastive_read(
     strips, spans = config.ceil_div(m, cut.block_v), config.ceil_div(n, cut.span)
     row_parts = None if rows is None else rows.new_empty((2, strips, n))
     column_parts = None if columns is None else columns.new_empty((2, spans, m))
-    _plan(numbers_of(x, block), cut, (strips, spans))(
+    _plan(numbers_of(x, block), cut, (strips, spans), one_exponential(x, block))(
         x, rate_of(block), *tensors_of(block), row_parts, column_parts
     )
     for state, parts in ((rows, row_parts), (columns, column_parts)):
@@ -123,11 +178,12 @@ def contrastive_read(
 def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Returns -log p of the positives, and the normalisers that `contrastive_gradient` takes.
 
-    `picked` holds the similarities of the positives. The normalisers are logarithms of base 2.
+    `picked` holds the similarities of the positives. The normalisers are logarithms of base 2. A
+    loss is never negative, even if the state of a row has another reference than the max.
     """
     m, log_s = state[:, 0], state[:, 1].log2()
     of_positives = picked.float() * (scale * LOG2E.value)
-    return (log_s - (of_positives - m)) * LN2.value, m + log_s
+    return (log_s - (of_positives - m)).clamp_min(0) * LN2.value, m + log_s
 
 
 def rate_of(block: Block) -> Tensor:
@@ -136,12 +192,15 @@ def rate_of(block: Block) -> Tensor:
 
 
 @functools.lru_cache(REMEMBERED)
-def _plan(numbers: tuple, cut: config.Config, programs: tuple[int, int]) -> Launch:
+def _plan(
+    numbers: tuple, cut: config.Config, programs: tuple[int, int], one_exponential: bool
+) -> Launch:
     n, m = numbers[:2]
     return Launch(
         _contrastive_fwd_kernel, programs, numbers, num_warps=cut.num_warps,
         LANES=min(cut.num_warps, cut.block_n), BLOCK_N=cut.block_n, BLOCK_M=cut.block_v,
         SPAN=cut.span, FULL=n % cut.block_n == 0 and m % cut.block_v == 0,
+        ONE_EXPONENTIAL=one_exponential,
     )  # fmt: skip
 
 

@@ -48,6 +48,16 @@ def positives_of(pairs, rows, cols, n):
 
 
 @triton.jit
+def may_hold_positives(pairs, row, column, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Returns False if a tile that begins at (row, column) surely holds no positives."""
+    if pairs.POSITIVES is not None:
+        return row >= 0
+    else:
+        first = row + pairs.diagonal
+        return (first < column + BLOCK_M) & (first + BLOCK_N > column)
+
+
+@triton.jit
 def logits_of(x, rate, pairs, rows, cols, n, m, FULL: tl.constexpr):
     """Returns the logits of a tile times log2 e. Pairs that are left out have the logit -inf."""
     z = rounded_product(x, rate)
@@ -101,3 +111,13 @@ def numbers_of(x: Tensor, block: Block) -> tuple[int | None, ...]:
     if mask is not None:
         stride = mask.stride(0) if mask.stride(1) == 1 else mask.shape[1]
     return *x.shape, x.stride(0), diagonal, stride
+
+
+def one_exponential(x: Tensor, block: Block) -> bool:
+    """Whether kernels may compute one exponential per pair instead of two.
+
+    With one exponential, the rounding error is slightly larger, but far below the rounding error of
+    16-bit similarities. If pairs are left out, a row can have no other pair than its positive. Such
+    a row must have a loss and a gradient of exactly 0, so the kernels compute two exponentials.
+    """
+    return x.element_size() == 2 and block.mask is None and block.labels is None

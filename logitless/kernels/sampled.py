@@ -2,8 +2,11 @@
 
 eager/sampled.py describes the draws, and has the part of the algorithm that both backends share.
 Two kernels read logits. The first kernel writes the sum of the masses of each span of SPAN columns.
-PyTorch finds the span of each draw in the cumulative sums of a row. The second kernel reads only
-the spans of the draws, and finds the column of each draw.
+A mass is relative to the max of its row, so the kernel first reads its columns for the max. The
+programs of a row exchange their maxima (program_exchange.py), and then read the same columns again,
+from the L1 cache. PyTorch finds the span of each draw in the cumulative sums of a row. The second
+kernel reads only the spans of the draws, and finds the column of each draw. A third kernel counts
+how often each id was drawn.
 
 A mass is an integer of up to 41 bits. Kernels hold a mass as two 32-bit integers, and one span is
 so short that the sums of these integers fit into 32 bits. The sums have no rounding errors, so a
@@ -20,17 +23,19 @@ from torch import Tensor
 
 from .. import contract
 from ..contract import Reading
-from ..eager.sampled import Parts, Sampling, draw
+from ..eager.sampled import Parts, Sampling, distinct, draw
 from . import config
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, rows_of
-from .numerics import LOG2E
+from .numerics import INF, LOG2E
 from .profiling import nothing, profiled
+from .program_exchange import MAX_PROGRAMS, collect, may_wait, publish
 from .stats_split_fwd import partial
 from .topk_stream import read_block
 
 SPAN = 512  # columns per sum
 RESIDENT = 32  # number of programs that a multiprocessor runs at once
+CACHED = 5  # spans per program, if the L1 cache holds the spans of RESIDENT programs
 DRAWS = 8  # draws per program
 
 
@@ -52,26 +57,49 @@ def _mass(y, top, rate):
     return high, low
 
 
+@triton.jit
+def _max_of(Xrow, first, last, early, V, softcap, SPAN: tl.constexpr):
+    """Returns the max of y over the spans [first, last), or NaN if one of these logits is NaN."""
+    acc = tl.full((SPAN,), -INF, tl.float32)
+    for span in range(first, last):
+        _, y = read_block(Xrow, span * SPAN - early, V, softcap, SPAN)
+        acc = tl.maximum(acc, y, propagate_nan=tl.PropagateNan.ALL)
+    nan = tl.max((acc != acc).to(tl.int32), axis=0) != 0
+    return tl.where(nan, float("nan"), tl.max(tl.where(acc != acc, -INF, acc), axis=0))
+
+
 @triton.jit(
     **profiled("sample_sums"),
-    do_not_specialize=["rows_t", "lead", "spans", "per_program"],
+    do_not_specialize=["rows_t", "lead", "spans", "per_program", "splits"],
 )
 def _sample_sums_kernel(
-    X, TOP,  # inputs
+    X,  # input
+    TOP,  # the max of each row: an input, or an output if EXCHANGE is not None
     SUMS,  # output (N, spans)
-    rows_t, stride_xb, stride_xt, lead, V, spans, per_program,  # sizes
+    EXCHANGE,  # (N, splits), initially 0, or None
+    rows_t, stride_xb, stride_xt, lead, V, spans, per_program, splits,  # sizes
     rate, softcap,  # options
-    PACK: tl.constexpr, ALIGNED: tl.constexpr, SPAN: tl.constexpr,
+    PACK: tl.constexpr, ALIGNED: tl.constexpr, SPAN: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes `per_program` sums of one row."""
-    row = tl.program_id(0)
+    """Each program writes `per_program` sums of one row. A row has `splits` programs."""
+    row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
     early = 0  # the number of columns by which the first span begins before the row
     if not ALIGNED:
         early = ((lead + offset) % PACK).to(tl.int32)
-    top = tl.load(TOP + row)
-    first = tl.program_id(1) * per_program
-    for span in range(first, tl.minimum(first + per_program, spans)):
+    first = split * per_program
+    last = tl.minimum(first + per_program, spans)
+    if EXCHANGE is not None:
+        own = _max_of(X + offset, first, last, early, V, softcap, SPAN)
+        at = EXCHANGE + row.to(tl.int64) * splits
+        publish(at + split, tl.where(own != own, -INF, own), tl.where(own != own, own, 1.0))
+        top, s = collect(at, splits, 0.0, BLOCK_P)
+        top = tl.where(s != s, s, top)
+        if split == 0:
+            tl.store(TOP + row, top)
+    else:
+        top = tl.load(TOP + row)
+    for span in range(first, last):
         _, y = read_block(X + offset, span * SPAN - early, V, softcap, SPAN)
         high, low = _mass(y, top, rate)
         mass = tl.sum(high, axis=0).to(tl.int64) * 1048576 + tl.sum(low, axis=0)
@@ -80,12 +108,12 @@ def _sample_sums_kernel(
 
 @triton.jit(
     **profiled("sample_columns", X=nothing),
-    do_not_specialize=["rows_t", "lead", "n"],
+    do_not_specialize=["rows_t", "lead", "spans", "n"],
 )
 def _sample_columns_kernel(
-    X, TOP, SPANS, RESTS,  # inputs
+    X, TOP, ENDS, SPANS, TARGETS,  # inputs
     COLUMNS, RELATIVE,  # outputs
-    rows_t, stride_xb, stride_xt, lead, V, n,  # sizes
+    rows_t, stride_xb, stride_xt, lead, V, spans, n,  # sizes
     rate, softcap,  # options
     PACK: tl.constexpr, ALIGNED: tl.constexpr, SPAN: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
@@ -100,8 +128,10 @@ def _sample_columns_kernel(
     first = tl.program_id(1) * DRAWS
     for number in range(first, tl.minimum(first + DRAWS, n)):
         at = row.to(tl.int64) * n + number
-        begin = tl.load(SPANS + at).to(tl.int32) * SPAN - early
-        rest = tl.load(RESTS + at)
+        span = tl.load(SPANS + at).to(tl.int32)
+        begin = span * SPAN - early
+        before = tl.load(ENDS + row.to(tl.int64) * spans + span - 1, mask=span > 0, other=0)
+        rest = tl.load(TARGETS + at) - before
         _, y = read_block(X + offset, begin, V, softcap, SPAN)
         high, low = _mass(y, top, rate)
         mass = high.to(tl.int64) * 1048576 + low
@@ -110,6 +140,47 @@ def _sample_columns_kernel(
         chosen = tl.minimum(passed, tl.max(tl.where(mass > 0, offs, 0), axis=0))
         tl.store(COLUMNS + at, tl.minimum(tl.maximum(begin + chosen, 0), V - 1).to(tl.int64))
         tl.store(RELATIVE + at, tl.sum(tl.where(offs == chosen, y - top, 0.0), axis=0))
+
+
+@triton.jit(**profiled("sample_counts"), do_not_specialize=["n"])
+def _sample_counts_kernel(
+    DRAWN, TOP,  # inputs (N, n) and (N,)
+    IDS, WEIGHTS, MASK,  # outputs (N, n)
+    n,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program writes the distinct ids of one row, and log(count / n) of each id.
+
+    The logarithm is computed in fp64, as in `logprobs_of_counts`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.load(TOP + row)
+    offs = tl.arange(0, BLOCK)
+    inside = offs < n
+    ids = tl.load(DRAWN + row * n + offs, mask=inside, other=-1)
+    left = tl.load(DRAWN + row * n + offs - 1, mask=inside & (offs > 0), other=-1)
+    right = tl.load(DRAWN + row * n + offs + 1, mask=offs + 1 < n, other=-1)
+    begins = inside & (ids != left)
+    ends = inside & (ids != right)
+    slot = tl.cumsum(begins.to(tl.int32), axis=0) - 1
+    count = offs - tl.associative_scan(tl.where(begins, offs, 0), 0, _larger) + 1
+    weight = tl.log(count.to(tl.float64) / n).to(tl.float32)
+    found = tl.where(tl.abs(top) < INF, tl.sum(begins.to(tl.int32), axis=0), 0)
+    written = ends & (slot < found)
+    tl.store(IDS + row * n + slot, ids, mask=written)
+    tl.store(WEIGHTS + row * n + slot, weight, mask=written)
+    tl.store(MASK + row * n + slot, tl.full((BLOCK,), 1, tl.int8), mask=written)
+    # The other slots are masked. In a row with NaN or +inf, only the first slot is not masked.
+    rest = inside & (offs >= found)
+    nan = offs < tl.where((top != top) | (top == INF), 1, 0)
+    tl.store(IDS + row * n + offs, tl.zeros((BLOCK,), tl.int64), mask=rest)
+    tl.store(WEIGHTS + row * n + offs, tl.where(nan, float("nan"), -INF), mask=rest)
+    tl.store(MASK + row * n + offs, nan.to(tl.int8), mask=rest)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
 
 
 def sampled(
@@ -123,7 +194,7 @@ def sampled(
 
     The results of a row have the same bits in every batch, even if `how.invariant` is False.
     """
-    return draw(Parts(_top, _sums, _columns), x, uniforms, how, join, start)
+    return draw(Parts(_top, _ends, _columns, _distinct), x, uniforms, how, join, start)
 
 
 def _top(x: Tensor, how: Sampling) -> Tensor:
@@ -133,48 +204,76 @@ def _top(x: Tensor, how: Sampling) -> Tensor:
     return torch.where(s.isnan() & (top != torch.inf), torch.nan, top)
 
 
-def _sums(x: Tensor, top: Tensor, how: Sampling) -> Tensor:
-    x, rows = rows_of(x)
-    launch, spans = _sums_plan(rows, how.rate, how.softcap, config.processors(x.device))
+def _ends(x: Tensor, top: Tensor | None, how: Sampling) -> tuple[Tensor, Tensor]:
+    flat, rows = rows_of(x)
+    early = 0 if rows.aligned else rows.pack - 1
+    spans = config.ceil_div(rows.vocab + early, SPAN)
+    splits = 1 if x.device.type == "cpu" else min(config.ceil_div(spans, CACHED), MAX_PROGRAMS)
+    exchange = None
+    if top is None and may_wait(splits, x.device):
+        top = torch.empty(rows.count, device=x.device, dtype=torch.float32)
+        exchange = torch.zeros((rows.count, splits), device=x.device, dtype=torch.int64)
+    else:
+        top = _top(x, how) if top is None else top
+        splits = min(config.ceil_div(RESIDENT * config.processors(x.device), rows.count), spans)
     sums = torch.empty((rows.count, spans), device=x.device, dtype=torch.int64)
-    launch(x, top, sums)
-    return sums
+    _sums_plan(rows, how.rate, how.softcap, spans, splits)(flat, top, sums, exchange)
+    return sums.cumsum(1), top
 
 
 def _columns(
-    x: Tensor, top: Tensor, how: Sampling, sums: Tensor, targets: Tensor
+    x: Tensor, top: Tensor, how: Sampling, ends: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
     x, rows = rows_of(x)
-    ends = sums.cumsum(1)
-    spans = torch.searchsorted(ends, targets, right=True).clamp_max(sums.shape[1] - 1)
-    rests = targets - (ends - sums).gather(1, spans)
+    spans = torch.searchsorted(ends, targets, right=True).clamp_max_(ends.shape[1] - 1)
     at = torch.empty_like(targets)
     relative = torch.empty(targets.shape, device=x.device, dtype=torch.float32)
-    launch = _columns_plan(rows, how.rate, how.softcap, targets.shape[1])
-    launch(x, top, spans, rests, at, relative)
+    launch = _columns_plan(rows, how.rate, how.softcap, ends.shape[1], targets.shape[1])
+    launch(x, top, ends, spans, targets, at, relative)
     return at, relative
 
 
+def _distinct(
+    drawn: Tensor, relative: Tensor, top: Tensor, how: Sampling
+) -> tuple[Tensor, Tensor, Tensor]:
+    N, n = drawn.shape
+    if how.proposal != 1 or N == 0:
+        return distinct(drawn, relative, top, how)
+    found = (
+        torch.empty_like(drawn),
+        torch.empty(drawn.shape, device=drawn.device, dtype=torch.float32),
+        torch.empty(drawn.shape, device=drawn.device, dtype=torch.bool),
+    )
+    ids, weights, mask = found
+    launch = _counts_plan(N, n)
+    launch(drawn.contiguous(), top, ids, weights, mask.view(torch.int8))
+    return found
+
+
 @functools.lru_cache(REMEMBERED)
-def _sums_plan(
-    rows: Rows, rate: float, softcap: float | None, processors: int
-) -> tuple[Launch, int]:
-    """Returns the launch of _sample_sums_kernel, and the number of spans per row."""
-    early = 0 if rows.aligned else rows.pack - 1
-    spans = config.ceil_div(rows.vocab + early, SPAN)
-    splits = min(config.ceil_div(RESIDENT * processors, rows.count), spans)
-    per_program = config.ceil_div(spans, splits)
+def _sums_plan(rows: Rows, rate: float, softcap: float | None, spans: int, splits: int) -> Launch:
     return Launch(
-        _sample_sums_kernel, (rows.count, config.ceil_div(spans, per_program)),
-        (*rows.strides, rows.lead, rows.vocab, spans, per_program, rate, softcap),
+        _sample_sums_kernel, (rows.count * splits,),
+        (
+            *rows.strides, rows.lead, rows.vocab, spans, config.ceil_div(spans, splits), splits,
+            rate, softcap,
+        ),
         num_warps=1, PACK=rows.pack, ALIGNED=rows.aligned, SPAN=SPAN,
-    ), spans  # fmt: skip
+        BLOCK_P=config.ceil_pow2(splits),
+    )  # fmt: skip
 
 
 @functools.lru_cache(REMEMBERED)
-def _columns_plan(rows: Rows, rate: float, softcap: float | None, n: int) -> Launch:
+def _columns_plan(rows: Rows, rate: float, softcap: float | None, spans: int, n: int) -> Launch:
     return Launch(
         _sample_columns_kernel, (rows.count, config.ceil_div(n, DRAWS)),
-        (*rows.strides, rows.lead, rows.vocab, n, rate, softcap),
+        (*rows.strides, rows.lead, rows.vocab, spans, n, rate, softcap),
         num_warps=1, PACK=rows.pack, ALIGNED=rows.aligned, SPAN=SPAN, DRAWS=DRAWS,
+    )  # fmt: skip
+
+
+@functools.lru_cache(REMEMBERED)
+def _counts_plan(rows: int, n: int) -> Launch:
+    return Launch(
+        _sample_counts_kernel, (rows,), (n,), num_warps=1, BLOCK=config.ceil_pow2(n)
     )  # fmt: skip

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from ..eager.contrastive import Block
 from . import config
-from .contrastive_tile import Pairs, load_similarities, numbers_of, positives_of
+from .contrastive_tile import (
+    Pairs,
+    load_similarities,
+    may_hold_positives,
+    numbers_of,
+    positives_of,
+)
 from .launch import REMEMBERED, Launch
 from .numerics import LOG2E
 from .profiling import in_place, profiled
@@ -30,6 +36,12 @@ def _log1p(e):
     p = (p * e + 0.191059885) * e - 0.248429775
     p = (p * e + 0.333190962) * e - 0.499994931
     return (p * e + 0.99999997) * e
+
+
+@triton.jit
+def _flipped(t, pairs, rows, cols, n):
+    """Returns t with the opposite sign at positives."""
+    return tl.where(positives_of(pairs, rows, cols, n), -t, t)
 
 
 @triton.jit(
@@ -62,8 +74,9 @@ def _sigmoid_contrastive_kernel(
             x = tl.where((rows < n) & (cols < m), x, 0.0)
         t = x * scale + bias
         if HAS_POSITIVES:
-            positive = positives_of(pairs, rows, cols, n)
-            t = tl.where(positive, -t, t)
+            some = may_hold_positives(pairs, start, strip * BLOCK_M, BLOCK_N, BLOCK_M)
+            if some:
+                t = _flipped(t, pairs, rows, cols, n)
         e = tl.exp2(tl.abs(t) * -LOG2E)
         loss = tl.where(t > 0, t, t * 0.0) + _log1p(e)  # t · 0 keeps NaN
         if not FULL:
@@ -72,7 +85,8 @@ def _sigmoid_contrastive_kernel(
         if SUMS is not None:
             dz = tl.where(t > 0, 1.0, e) / (1.0 + e)
             if HAS_POSITIVES:
-                dz = tl.where(positive, -dz, dz)
+                if some:
+                    dz = _flipped(dz, pairs, rows, cols, n)
             if UPSTREAM is not None:
                 dz *= tl.load(UPSTREAM + offs_n, mask=offs_n < n, other=0.0)[:, None]
             if not FULL:

@@ -68,6 +68,41 @@ def test_kernels(case, device):
         assert_right("contrastive", a, b, scale=scale, reduction="none", **how)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("case", ["symmetric", "one way", "positives", "ignored", "labels"])
+@pytest.mark.usefixtures("small_tiles")
+def test_kernels_of_16_bits(case, reduction, device):
+    """16-bit similarities need one exponential per pair, if no pairs are left out."""
+    m, how = options(case, device)
+    a, b = embeddings(N, m, torch.bfloat16, device)
+    scale = torch.tensor(3.0, device=device)
+    with ll.impl("triton"):
+        assert_right("contrastive", a, b, scale=scale, reduction=reduction, **how)
+
+
+@pytest.mark.parametrize("scale", [30.0, 300.0])
+@pytest.mark.usefixtures("small_tiles")
+def test_normalisers_far_apart(scale, device):
+    """Rows whose normalisers differ by more than fp32 can express need two exponentials."""
+    a, b = embeddings(32, 32, torch.float16, device)
+    a[::2] *= 4
+    b[::3] *= 0.125
+    with ll.impl("triton"):
+        assert_right("contrastive", a, b, scale=torch.tensor(scale, device=device))
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.usefixtures("impl", "small_tiles")
+def test_an_infinite_embedding_spoils_all_losses(name, value, device):
+    """Both directions of a batch contain every embedding."""
+    pair = dict(zip("ab", embeddings(N, N, torch.bfloat16, device), strict=True))
+    pair[name][3, 5] = value
+    loss = ll.contrastive(pair["a"], pair["b"], scale=3.0, reduction="none")
+    assert loss.isnan().any()
+    assert not loss.mean().isfinite()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [20.0, -2.0])
 def test_dtypes(impl, dtype, scale, device):

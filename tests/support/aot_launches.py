@@ -23,11 +23,13 @@ def launch_contrastive(dtype: torch.dtype, size: int, everything: bool = False) 
     """
     x = torch.zeros(size, -(-size // 16) * 16, dtype=dtype)[:, :size]
     row, ids, one = torch.zeros(size), torch.zeros(size, dtype=torch.int64), torch.ones(())
-    block, upstream = Block(one, diagonal=0), None
+    block, upstream, state = Block(one, diagonal=0), None, torch.zeros(size, 2)
     if everything:
         mask = torch.zeros(size, size, dtype=torch.bool)
         block, upstream = Block(one, ids, None, mask, (ids, ids)), row
-    state = torch.zeros(size, 2)
+        some = block._replace(mask=None, labels=None)
+        kernels.contrastive_read(x, some, state, state.clone())
+        kernels.contrastive_gradient(x, some, row, row, upstream, upstream, True)
     kernels.contrastive_read(x, block, state, state.clone())
     kernels.contrastive_read(x, block, state, None)
     kernels.contrastive_gradient(x, block, row, row, upstream, upstream, True)
