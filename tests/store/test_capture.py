@@ -178,7 +178,7 @@ class TestCapture:
                 capture(model, [torch.arange(3)], writer, head="head")
             with pytest.raises(ValueError, match="head must be given for Teacher"):
                 capture(model, [[[1]]], writer)
-            with pytest.raises(TypeError, match="capture must be given arguments among"):
+            with pytest.raises(TypeError, match="capture must be called with only the arguments"):
                 capture(model, [], writer, softcap=1.0)
         nn.init.constant_(model.embed.weight, torch.nan)
         with open_writer(tmp_path / "b") as writer, pytest.raises(
