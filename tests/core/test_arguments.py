@@ -21,7 +21,8 @@ POSITIONS = {
                       "name, such as weight=..., got 3 by position."),
     "linear_cross_entropy": (lambda: ll.linear_cross_entropy(*head(), TARGET, None),
                              "linear_cross_entropy must be called with all arguments except "
-                             "hidden, weight, target by name, such as bias=..., got 4 by position."),
+                             "hidden, weight, target by name, such as bias=..., got 4 by "
+                             "position."),
     "a head": (lambda: ll.LinearLogits(*head(), None, 1 << 20),
                "LinearLogits must be called with all arguments except hidden, weight, bias by "
                "name, such as workspace=..., got 4 by position."),

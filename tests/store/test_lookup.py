@@ -132,7 +132,7 @@ class TestFinding:
         _, store = some
         for lengths in (2, torch.tensor(2), "ab", 1.5):
             with pytest.raises(
-                TypeError, match="lengths must be a list or a tensor with an entry per row, got"
+                TypeError, match="lengths must be a list or a tensor with one entry per row, got"
             ):
                 store.targets_for(torch.zeros(2, 5).long(), lengths)
         with pytest.raises(TypeError, match=r"lengths must be whole numbers, got 1\.5"):
