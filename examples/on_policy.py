@@ -29,7 +29,7 @@ from logitless.cli.demo import read_sources
 from logitless.cli.demo.small import encode, vocabulary
 
 VOCAB, PROMPT, NEW, BATCH = 2048, 8, 16, 32
-ENDS = ("\n",)  # this token occurs before an empty line and before a line without indentation
+ENDS = ("\n",)  # a completion ends before a line without indentation
 
 
 def corpus(chars: int) -> tuple[Tensor, Tensor, list[int]]:

@@ -43,7 +43,7 @@ def __dir__() -> list[str]:
 
 
 class _LogitsModule(nn.Module):
-    """Base class of the modules that read logits. It stores temperature and softcap."""
+    """Base class of the modules that read logits. The module stores temperature and softcap."""
 
     @_call.named()
     def __init__(self, temperature: float | Tensor = 1.0, softcap: float | None = None):

@@ -137,7 +137,7 @@ def add_parser(subparsers) -> None:
 
 
 def _store(text: str) -> Path | str:
-    """Returns an address as a string, because a Path would change it, and a folder as a Path."""
+    """Returns a folder as a Path, and an address as a string, because a Path changes addresses."""
     return text if "://" in text else Path(text)
 
 

@@ -1,8 +1,8 @@
 """Computes the size of a store before the store is written.
 
-`logitless teacher size` prints the sizes for several K. A capture prints the expected size of its
-store before it starts. The number of tokens is known only after all documents are tokenised. So the
-number is estimated from SAMPLE texts, which are chosen at random from all files.
+`logitless teacher size` prints the sizes for several K. `logitless teacher capture` first prints
+the expected size of its store. The number of tokens is known only after all documents are
+tokenised. So the number is estimated from SAMPLE texts, which are chosen at random from all files.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def expected(
 
 
 def sentence(header: Any, of: Expected, out: object) -> str:
-    """Returns the line that a capture prints before it starts."""
+    """Returns the line that `logitless teacher capture` prints first."""
     per_token = header.token_bytes()
     total = per_token * of.tokens + PER_DOCUMENT * of.documents
     text = f"expected: {total:,.0f} bytes ({bytes_text(total)}) in {out}, for {of.documents:,}"

@@ -55,7 +55,7 @@ def contrastive(
     negatives. `positives` (N,) holds the index of the positive in b for each row of a. By default,
     the positive of row i is row i of b. A row whose positive is `ignore_index` does not count.
 
-    `scale` is 1 / temperature. It is a number, or a tensor with one number, which can require a
+    `scale` is 1 / temperature, as a number, or as a tensor with one number, which can require a
     gradient. The function does not normalise a and b. For cosine similarities, normalise a and b
     before the call.
 
@@ -152,7 +152,7 @@ class Pairs(NamedTuple):
     def of(a, b, scale, positives, mask, of_a, of_b, how: How) -> "Pairs":
         ignored = bad = None
         if positives is not None:
-            # The embeddings of ignored rows are replaced by 0, because they can be inf or NaN.
+            # Ignored rows of a are replaced by 0, because their embeddings can be inf or NaN.
             ignored = positives == how.ignore_index
             positives = torch.where(ignored, -1, positives.long())
             bad = (positives < 0) | (positives >= len(b))

@@ -12,7 +12,7 @@ from .sigmoid import sigmoid_contrastive
 
 
 class _ContrastiveModule(nn.Module):
-    """Base class of contrastive losses. The scale is exp(log_scale). It can be trained."""
+    """Base class of contrastive losses. The scale is exp(log_scale). log_scale can be trained."""
 
     log_scale: Tensor
 
@@ -40,7 +40,8 @@ class _ContrastiveModule(nn.Module):
     def _scale(self) -> Tensor:
         """Returns exp(log_scale), at most max_scale.
 
-        As in CLIP, log_scale itself is clamped, so that a later step can reduce the scale again.
+        As in CLIP, the parameter log_scale is clamped in place. So a later step of the optimiser
+        can reduce the scale again.
         """
         if self.max_scale is not None:
             with torch.no_grad():

@@ -91,11 +91,11 @@ def sigmoid_contrastive(
     gradient: bool,
     upstream: Tensor | None = None,  # (n,), or None for ones
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the sum of softplus(-y (z + bias)) over each row, and None.
+    """Returns the sum of softplus(-y (z + bias)) over each row, and the sums of the gradient.
 
     In this formula, y is 1 for positives and -1 for all other pairs. If `gradient`, the function
-    overwrites x with the gradient of the logits. Then the second result is not None, but holds
-    Σ gradient · x and Σ gradient, in shape (2,).
+    overwrites x with the gradient of the logits, and the second result holds Σ gradient · x and
+    Σ gradient, in shape (2,). Otherwise, the second result is None.
     """
     t = x.to(PRECISION[x.dtype]) * block.scale
     t += bias

@@ -103,7 +103,7 @@ def draw(
     ids = at + start
     if join is not None:
         mine = (targets >= 0) & (targets < here[:, None])
-        ids = join(torch.where(mine, ids, 0)).sum(0)  # one rank has the column; the others add 0
+        ids = join(torch.where(mine, ids, 0)).sum(0)  # one rank has the draw; other ranks add 0
         if how.proposal != 1:
             relative = join(torch.where(mine, relative.double(), 0.0)).sum(0)
     found = distinct(ids, relative, top, how)

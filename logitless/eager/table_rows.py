@@ -74,7 +74,7 @@ def row_dots_gradients(
 
 
 def table_gradient(ids: Tensor, rows: Tensor, weight: Tensor, sparse: bool) -> Tensor:
-    """Returns the gradient of the weight. It is `rows` (n, D) at the `ids`, and 0 elsewhere.
+    """Returns the gradient of the weight, with `rows` (n, D) at the `ids` and 0 in other rows.
 
     The ids are distinct and in ascending order.
     """

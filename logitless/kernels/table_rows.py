@@ -261,7 +261,10 @@ def _contiguous_rows(t: Tensor) -> Tensor:
 
 
 def _aligned(t: Tensor) -> bool:
-    """Whether every row of t starts on a 16-byte boundary, so that loads can read 16 bytes."""
+    """Returns whether every row of t starts on a 16-byte boundary.
+
+    If so, one load instruction can read 16 bytes.
+    """
     return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
 
 

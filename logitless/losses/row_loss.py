@@ -100,7 +100,7 @@ class Formula(RowLoss):
         return RowStats(**statistics), row_inputs
 
     def hints(self, argument: Any) -> list[str]:
-        """Lists the fields of the argument that are None, each with the option that requests it."""
+        """Returns a hint for each field of the argument that is None: the option to request it."""
         by = {"picked": "ids", "logprob": "ids"}
         names = [name for name, t in argument._asdict().items() if t is None]
         return [f"stats.{name} (pass {by.get(name, f'{name}=True')} to row_loss)" for name in names]

@@ -1,4 +1,4 @@
-"""A folder of fetched files, whose total size is limited. All processes of a machine share it.
+"""A cache folder of fetched files, with a limited size. All processes of a machine share the cache.
 
     SHA256         a fetched file, named after its SHA-256
     SHA256.part    a file that is being fetched; the file has its full size from the beginning
@@ -114,7 +114,7 @@ class Cache:
         for _, of_file, path in sorted(files):
             if room >= size:
                 break
-            with contextlib.suppress(ValueError):  # the file is locked: it is read or fetched now
+            with contextlib.suppress(ValueError):  # another process reads or fetches the file now
                 with Lock(self._lock(path)):
                     path.unlink(missing_ok=True)
                 room += of_file

@@ -167,7 +167,7 @@ def listing_of(folder: Path, header: Header, files: Iterable[Path]) -> Listing:
 
 
 def _existing(folder: Path) -> Sequence[ListedShard]:
-    """Returns the shards that the folder's store.index lists, or () if it cannot be read."""
+    """Returns the shards that the folder's store.index lists, or () if there is no valid file."""
     try:
         return Listing.of_bytes(INDEX, (folder / INDEX).read_bytes()).shards
     except (FileNotFoundError, ValueError):

@@ -214,7 +214,7 @@ class Index:
 
         For each shard, only one candidate of `limit` or more tokens is returned: the document with
         the longest index entry in `hits`. Suppose that another document of the shard shares this
-        entry. If both documents have the same first `limit` tokens, one of them is enough. If the
+        entry. If both documents have the same first `limit` tokens, one document is enough. If the
         documents differ in these tokens, the index has a longer entry for the other document. This
         longer entry is not in `hits`, so the other document does not match.
         """

@@ -2,8 +2,9 @@
 
 Python's standard library reads addresses of http and https. The package fsspec reads and writes all
 other addresses. A request that fails is repeated after a wait, and each wait is twice as long as
-the wait before it. If the size or the SHA-256 of a file is known, the fetched bytes are compared
-with it. So a file that was cut off or changed during the transfer counts as a failed request.
+the wait before it. If the size or the SHA-256 of a file is known, the size or the SHA-256 of the
+fetched bytes must be equal. So a file that was cut off or changed during the transfer counts as a
+failed request.
 """
 
 import functools

@@ -96,7 +96,7 @@ class Shard:
         return tokens[first : first + end - begin]
 
     def tokens_of(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
-        """Returns a tensor with the tokens of several spans, and the position of each span in it.
+        """Returns one tensor with the tokens of several spans, and the position of each span.
 
         The tensor has up to 7 other tokens before and after each span.
         """
@@ -208,7 +208,7 @@ class Shard:
         return index_of(self.tokens(0, int(self.starts[-1])), self.starts)
 
     def is_intact(self) -> bool:
-        """Whether the SHA-256 of the tensors equals the SHA-256 in the shard's metadata."""
+        """Returns whether the SHA-256 of the tensors equals the SHA-256 in the shard's metadata."""
         digest = hashlib.sha256()
         for name in sorted(self.entries):
             if name != "crc":

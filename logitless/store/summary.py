@@ -22,7 +22,7 @@ class Summary:
 
     rows: int
     covered: Tensor  # covered[k - 1] is the mean mass of the k most probable tokens
-    # The entropy in nats per row. It is a lower bound, because the tail counts as one token.
+    # A lower bound of the entropy in nats per row, because the tail counts as one token.
     entropy: Tensor
     rank: Tensor  # rank of each next token among the slots, from 0; K if no slot has the token
     slots: float  # mean number of slots with a positive probability per row

@@ -142,8 +142,8 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
         lengths = [_lengths(row, int(n)) for row, n in zip(begins, is_token.sum(-1), strict=True)]
     if mask is not None:
         # Without `lengths`, `targets_for` treats the tokens after the last matched document as
-        # padding if they are all equal. Here, padding is -1, and every row gets another -1 at its
-        # end. So these tokens are all equal only if all of them are padding.
+        # padding if these tokens are all equal. Here, the id of padding is -1, and another -1 is
+        # appended to every row. So these tokens are all equal only if all tokens are padding.
         tokens = F.pad(tokens, (0, 1), value=-1)
     targets = store.targets_for(tokens, lengths)
     if mask is not None:
