@@ -29,7 +29,7 @@ class Capture(Protocol):
     ) -> Captured:
         """Returns the results for the logits x. Every result has the leading shape of x.
 
-        If `invariant`, the results of a row have the same bits in every batch that has the row.
+        If `invariant`, the results of a row have the same bits in every batch.
         """
         ...
 

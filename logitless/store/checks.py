@@ -145,7 +145,7 @@ def draws(targets: Any, counts: Tensor, n: int) -> None:
     wrong = (total != n) & (total != 0)
     if bool(wrong.any()):
         got = int(total[wrong][0])
-        raise ValueError(f"targets.logprobs must {rule}, got a sum of {got} counts in a row.")
+        raise ValueError(f"targets.logprobs must {rule}, got counts that add up to {got}.")
     ids = torch.where(
         counts > 0, targets.ids.long(), -1 - torch.arange(targets.k, device=total.device)
     )
@@ -167,7 +167,7 @@ def row_range(index: Any, n: int) -> tuple[int, int]:
 
 def document_number(i: Any, n: int) -> int:
     if isinstance(i, bool) or not hasattr(i, "__index__"):
-        raise TypeError(f"a document must be named by its number, got {i!r}.")
+        raise TypeError(f"a document must be selected by its number, got {i!r}.")
     i = int(i)
     if not -n <= i < n:
         raise IndexError(f"a document's number must be in [0, {n}), got {i}.")

@@ -208,7 +208,7 @@ BAD = {
     "a tail": (lambda t: dataclasses.replace(t, tail=torch.full((9,), -9.0)), N, "tail must be"),
     "one draw too few": (
         lambda t: dataclasses.replace(t, logprobs=torch.where(t.mask, -3.912023, -torch.inf)), N,
-        r"got a sum of \d+",
+        r"got counts that add up to \d+",
     ),
     "the same id twice": (
         lambda t: dataclasses.replace(t, ids=torch.where(t.mask, 7, 0)), N,
