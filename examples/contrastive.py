@@ -1,12 +1,13 @@
-"""Trains two towers as CLIP does, with the plain loss and with `ll.contrastive`.
+"""Trains two towers as CLIP does, with the loss in plain PyTorch and with `ll.contrastive`.
 
     python examples/contrastive.py
 
-The script needs neither a network nor a GPU. The data is made by the script: each pair has a hidden
-topic vector. One tower sees the topic through random features, the "image". The other tower sees
-words that were drawn from the topic, the "text". The towers learn to find the text of an image
-among all texts of a batch. Both runs start from the same weights and see the same batches. The
-script prints the time, the memory of the loss, and the recall of both runs.
+The script needs neither a network nor a GPU. The script generates the data. Each pair of an image
+and a text has a random topic vector. The image is a linear map of the topic plus noise. The text is
+a list of words, which are drawn from a softmax over another linear map of the topic. The towers
+learn to find the text of an image among all texts of a batch. Both runs start from the same weights
+and use the same batches. The script prints the time, the memory of the loss, the last loss, and the
+recall of both runs.
 """
 
 import argparse
@@ -24,7 +25,7 @@ TOPIC, PIXELS, WORDS, LENGTH, WIDTH = 16, 128, 512, 12, 64
 
 
 class Towers(nn.Module):
-    """Embeds images and texts. All embeddings have length 1."""
+    """Embeds images and texts. All embeddings have norm 1."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +57,7 @@ class Data:
 
 
 def plain_loss(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    """The loss of CLIP over materialised similarities."""
+    """Computes the loss of CLIP from materialised logits."""
     logits, pairs = scale * a @ b.T, torch.arange(len(a), device=a.device)
     return (F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)) / 2
 
@@ -66,7 +67,7 @@ def our_loss(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
 
 
 def recall(model: Towers, data: Data) -> float:
-    """The share of 1,000 new images whose text is among the 10 nearest of 1,000 texts."""
+    """Returns the share of 1,000 new images whose text is among the 10 nearest of 1,000 texts."""
     with torch.no_grad():
         a, b = model(*data.batch(1000, seed=10**6))
     found = ll.capture_topk(ll.LinearLogits(a, b), 10).ids

@@ -7,14 +7,16 @@ Python's standard library, as in `logitless demo`, and is then frozen. The draft
 tokens ahead, one after the other, as EAGLE does. In the first step, the draft head reads the
 target's hidden state at one position and the embedding of the next token. From both, the draft head
 computes a hidden state for the next position. In the next step, the draft head reads its own hidden
-state instead of the target's. The draft head predicts only the 512 most frequent of the 4,096
-tokens. So its logits are the product of its hidden state and 512 rows of the target's head.
+state instead of the target's hidden state. The draft head predicts only the 512 most frequent of
+the 4,096 tokens. So its logits are the product of its hidden state and 512 rows of the target's
+head.
 
-The loss of each step is the total variation distance from the target plus a cross-entropy. The
-target's distribution is restricted to the 512 tokens and renormalised: its logits are the product
-of the target's hidden state and the same 512 rows. No logits are materialised in the loss. Before
-and after the training, the script prints the acceptance rate of each step. The rate is computed
-as 1 - TVD over all 4,096 tokens, and counted in rounds of speculative sampling.
+The loss of each step is the total variation distance (TVD) from the target plus a cross-entropy.
+The target's distribution is restricted to the 512 tokens and renormalised, because the target's
+logits in the loss are the product of its hidden state and the same 512 rows. The loss does not
+materialise logits. Before and after the training of the draft head, the script prints the
+acceptance rate of each step in two ways. The first rate is computed as 1 - TVD over all 4,096
+tokens. The second rate is counted in rounds of speculative sampling.
 """
 
 import argparse
@@ -62,7 +64,7 @@ def embedded(target: Transformer, tokens: Tensor) -> Tensor:
 
 
 def chain(draft: Draft, target: Transformer, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
-    """The draft's hidden states of all steps, along the tokens of the text.
+    """Returns the draft's hidden states of all steps, along the tokens of the text.
 
     Step k starts at each position t, reads the tokens t + 1 to t + k, and predicts token t + k + 1.
     The result of step k has shape (B, T - k, width).
@@ -75,9 +77,9 @@ def chain(draft: Draft, target: Transformer, hidden: Tensor, tokens: Tensor) -> 
 
 
 def train_draft(draft: Draft, target: Transformer, kept: Tensor, batches, steps: int) -> None:
-    """The draft learns from the target's distribution over the kept tokens, and from the text."""
+    """Trains the draft on the target's distribution over the kept tokens, and on the text."""
     head = target.head.weight.index_select(0, kept)  # (DRAFTED, width)
-    place = torch.full((VOCAB,), -100, device=kept.device)  # of each token in the draft's logits
+    place = torch.full((VOCAB,), -100, device=kept.device)  # each token's column in the draft
     place[kept] = torch.arange(len(kept), device=kept.device)
     optimizer = torch.optim.AdamW(draft.parameters(), 3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps + 1)
@@ -88,7 +90,7 @@ def train_draft(draft: Draft, target: Transformer, kept: Tensor, batches, steps:
         for k, state in enumerate(chain(draft, target, hidden, tokens), start=1):
             logits = ll.LinearLogits(state, head)
             wanted = ll.LinearLogits(hidden[:, k:], head)  # restricted and renormalised
-            # Labels outside of the draft's vocabulary are ignored.
+            # Labels outside the draft's vocabulary are -100, so they are ignored.
             ce = ll.cross_entropy(logits, place[labels[:, k:]])
             losses.append(ll.tvd(logits, wanted) + 0.2 * ce)
         torch.stack(losses).sum().backward()
@@ -98,13 +100,16 @@ def train_draft(draft: Draft, target: Transformer, kept: Tensor, batches, steps:
 
 
 def spread(q: Tensor, kept: Tensor) -> Tensor:
-    """The draft's probabilities over the whole vocabulary: 0 for tokens that are not drafted."""
+    """Returns the draft's probabilities over the whole vocabulary, with 0 for tokens not kept."""
     return torch.zeros(*q.shape[:-1], VOCAB, device=q.device).index_copy(-1, kept, q)
 
 
 @torch.no_grad()
 def computed_rates(draft: Draft, target: Transformer, kept: Tensor, held_out: list[Batch]):
-    """The acceptance rate of each step along held-out text: the mean of Σ min(p, q) = 1 - TVD."""
+    """Returns the acceptance rate of each step on held-out text: the mean of 1 - TVD = Σ min(p, q).
+
+    p is the target's distribution, and q is the draft's distribution.
+    """
     rates = []
     for tokens, _ in held_out:
         hidden = target.hidden(tokens)
@@ -119,12 +124,13 @@ def computed_rates(draft: Draft, target: Transformer, kept: Tensor, held_out: li
 
 @torch.no_grad()
 def counted_rates(draft: Draft, target: Transformer, kept: Tensor, held_out: list[Batch]):
-    """The acceptance rate of each step in rounds of speculative sampling, and tokens per round.
+    """Counts the acceptance rate of each step in rounds of speculative sampling.
 
-    Each round continues a held-out prefix. The target has sampled the next token. The draft samples
-    three more tokens, and the target accepts each token with the probability min(1, p / q). The
-    first token that is refused ends the round. The rate of step k counts only rounds whose earlier
-    tokens were accepted. A round gives all accepted tokens, and one token of the target.
+    Returns the rates and the number of tokens per round. Each round continues a held-out prefix.
+    The target samples the next token. Then the draft samples three more tokens, and the target
+    accepts each token with the probability min(1, p / q). The first rejected token ends the round.
+    The rate of step k counts only rounds in which all earlier tokens were accepted. The tokens of a
+    round are all accepted tokens and one token of the target.
     """
     reached, accepted = torch.zeros(AHEAD), torch.zeros(AHEAD)
     head = target.head.weight

@@ -6,10 +6,10 @@ The script needs the packages transformers and accelerate, but neither a network
 is the source code of Python's standard library, as in `logitless demo`. A teacher is trained on the
 text, and a narrower student is trained on a small part of the text. The student then samples
 completions of prompts, and minimises the reverse KL divergence from the teacher on these
-completions. The script does this in two ways: by `DistillTrainer(on_policy=1)`, and by a loop of
-its own, in which the teacher is reached as hidden states and a head. Before and after, the script
-prints the teacher's log-probability of the student's own samples, in nats per token. The logits of
-both models are never materialised in a loss.
+completions. The script trains one copy of the student with `DistillTrainer(on_policy=1)`, and
+another copy with its own training loop. In this loop, the teacher consists of hidden states and the
+weight of a head. The script prints the teacher's log-probability of the student's own samples, in
+nats per token, before and after the training. No loss materialises the logits of either model.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from logitless.cli.demo import read_sources
 from logitless.cli.demo.small import encode, vocabulary
 
 VOCAB, PROMPT, NEW, BATCH = 2048, 8, 16, 32
-ENDS = ("\n",)  # a completion ends at an empty line or at a line without indentation
+ENDS = ("\n",)  # a completion ends before a line without indentation
 
 
 def corpus(chars: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Training text, held-out text, and the ids of tokens that end a completion."""
+    """Returns training text, held-out text, and the ids of the tokens that end a completion."""
     text = read_sources(limit=chars)
     words = vocabulary(text, VOCAB)
     ids = encode(text, words)
@@ -53,7 +53,7 @@ def llama(width: int, layers: int, seed: int, ends: list[int], device: str) -> L
 
 
 def windows(ids: Tensor, length: int, seed: int, device: str) -> Iterator[Tensor]:
-    """Yields batches (BATCH, length) of windows at random places of the text, without end."""
+    """Yields an endless sequence of batches (BATCH, length) of random windows of the text."""
     random = torch.Generator().manual_seed(seed)
     while True:
         start = torch.randint(len(ids) - length, (BATCH, 1), generator=random)
@@ -71,13 +71,16 @@ def train_on_text(model: LlamaForCausalLM, ids: Tensor, steps: int, lr: float, s
 
 
 def generation() -> GenerationConfig:
-    """Samples from the student's own distribution. The ends are those of the model."""
+    """Returns a config that samples from the student's own distribution.
+
+    The tokens that end a completion are in the model's own config.
+    """
     return GenerationConfig(do_sample=True, max_new_tokens=NEW, temperature=1.0, top_k=0, top_p=1.0)
 
 
 @torch.no_grad()
 def teacher_logprob(student: LlamaForCausalLM, teacher: LlamaForCausalLM, prompts: Tensor) -> float:
-    """The teacher's mean log-probability per token of completions that the student samples."""
+    """Returns the teacher's mean log-probability per token of the student's own samples."""
     inputs = {"input_ids": prompts}
     batch = ll.hf.sample(student, inputs, generation_config=generation(), seed=0)
     logits = teacher(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
@@ -85,7 +88,10 @@ def teacher_logprob(student: LlamaForCausalLM, teacher: LlamaForCausalLM, prompt
 
 
 def by_trainer(student: LlamaForCausalLM, teacher: LlamaForCausalLM, ids: Tensor, args) -> None:
-    """Prompts are windows of the text. All labels are -100, so the whole window is a prompt."""
+    """Trains the student with DistillTrainer.
+
+    The prompts are windows of the text. All labels are -100, so the whole window is a prompt.
+    """
     rows = itertools.islice(windows(ids, PROMPT, args.seed + 2, "cpu"), args.steps)
     prompts = [{"input_ids": row} for batch in rows for row in batch]
 
@@ -114,9 +120,9 @@ def by_trainer(student: LlamaForCausalLM, teacher: LlamaForCausalLM, ids: Tensor
 
 
 def by_hand(student: LlamaForCausalLM, teacher: LlamaForCausalLM, ids: Tensor, args) -> None:
-    """The teacher is reached as hidden states (B, T, width) and the weight of its head.
+    """Trains the student on the teacher's hidden states (B, T, width) and the weight of its head.
 
-    Hidden states can also come from another process, or from a file.
+    The hidden states could also come from another process, or from a file.
     """
     optimizer = torch.optim.AdamW(student.parameters(), args.lr)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, args.steps)

@@ -1,14 +1,14 @@
-"""Trains a small SASRec over 100,000 items, by the full softmax and by the sampled softmax.
+"""Trains a small SASRec over 100,000 items, with the full softmax and with the sampled softmax.
 
     python examples/recommender.py
 
-The sequences are synthetic. Each user likes one of 20 genres, and clicks items of this genre. Some
-items of a genre are much more popular than others. So a model must find the genre from the history,
-and learn which items of the genre are popular. Two models with the same initial weights are trained
-on the same sequences, one by `ll.linear_cross_entropy` over all items, and one by
-`ll.sampled_softmax` with shared negatives and the logQ correction. For held-out users, the script
+The sequences are synthetic. Each user has one of 20 genres, and clicks only items of this genre.
+Some items of a genre are much more popular than others. So a model must infer the genre from the
+history, and learn which items of the genre are popular. Two models start with the same weights. One
+model is trained with `ll.linear_cross_entropy` over all items. The other model is trained with
+`ll.sampled_softmax`, with shared negatives and the logQ correction. For held-out users, the script
 computes recall@10 and NDCG@10 from the rank of the clicked item among all items. "memory" is the
-peak memory of one loss with its gradients, beyond the model.
+peak memory that one loss and its gradients allocate.
 """
 
 import argparse
@@ -52,8 +52,8 @@ class Clicks:
     def __init__(self, items: int, device: str, seed: int):
         self.generator, self.device = torch.Generator().manual_seed(seed), device
         share = torch.arange(1, items // GENRES + 1, dtype=torch.float64) ** -1.3
-        self.share = share / share.sum()  # of the items of a genre
-        self.q = (self.share / GENRES).repeat_interleave(GENRES)  # of all items
+        self.share = share / share.sum()  # the probability of each item of a genre
+        self.q = (self.share / GENRES).repeat_interleave(GENRES)  # the probability of each item
 
     def draw(self, users: int) -> tuple[Tensor, Tensor]:
         """Returns the clicks (users, LENGTH) and the next click of each position."""

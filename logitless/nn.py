@@ -43,7 +43,7 @@ def __dir__() -> list[str]:
 
 
 class _LogitsModule(nn.Module):
-    """The base class of all modules except FusedHead. It stores temperature and softcap."""
+    """Base class of the modules that read logits. The module stores temperature and softcap."""
 
     @_call.named()
     def __init__(self, temperature: float | Tensor = 1.0, softcap: float | None = None):
@@ -102,9 +102,9 @@ class Score(_LogitsModule):
 class CrossEntropyLoss(_LogitsModule):
     """Drop-in replacement for `torch.nn.CrossEntropyLoss` on (N, V) logits and class ids.
 
-    The options are those of `logitless.cross_entropy`. Unlike in PyTorch, the vocabulary is always
-    the last dimension. For example, targets of shape (B, T) match logits of shape (B, T, V). For
-    logits of shape (B, V, T), pass logits.movedim(1, -1). If V equals T, a wrong order of
+    The options are the same as in `logitless.cross_entropy`. Unlike in PyTorch, the vocabulary is
+    always the last dimension. For example, targets of shape (B, T) match logits of shape (B, T, V).
+    For logits of shape (B, V, T), pass logits.movedim(1, -1). If V equals T, a wrong order of
     dimensions is not detected, and the loss is wrong.
     """
 
@@ -320,7 +320,7 @@ class SampledSoftmaxLoss(nn.Module):
 
 
 class FusedHead(nn.Linear):
-    """A linear head. Losses of logitless and PyTorch do not materialise large logits of the head.
+    """A linear head. Losses of logitless and PyTorch do not materialise the head's large logits.
 
     If gradients are needed, the head returns lazy logits (LazyLogits). A loss over lazy logits is
     computed from the hidden states and the weight. Without gradients, as in evaluation and

@@ -36,17 +36,17 @@ def sample(
     labels, the whole row is the prompt. Tokens whose attention_mask is 0 are padding, on either
     side of a row.
 
-    The result holds tensors of shape (B, T'). Each row begins with its prompt and its completion,
-    and ends with padding. The labels are the tokens of the completion, and -100 elsewhere. The
-    first token in eos_token_id ends a completion, and is its last label. So `model(**batch)` and
+    The result holds tensors of shape (B, T'). Each row holds the prompt, then the completion, then
+    padding. The labels are the tokens of the completion, and -100 elsewhere. The first token in
+    eos_token_id ends a completion, and is the last label of the row. So `model(**batch)` and
     `distill_loss` count exactly the tokens that the model sampled.
 
     `generation_config` is a GenerationConfig with do_sample=True and max_new_tokens. By default, at
     most 128 tokens are drawn from the model's own distribution, without top-k or top-p. With
     num_return_sequences=n, the result has n rows per prompt. The model samples in eval mode and
-    without gradients. Afterwards, each module is in the mode that it had before. With a `seed`, the
-    samples depend on the seed, and the random state of PyTorch is the same as before. Without a
-    seed, the samples use the random state of PyTorch.
+    without gradients. Afterwards, each module is in the same mode as before. With a `seed`, the
+    samples depend on the seed, and the call does not change the random state of PyTorch. Without a
+    seed, the samples depend on the random state of PyTorch.
 
     >>> batch = sample(student, {"input_ids": prompts}, seed=step)
     >>> with torch.no_grad(), ll.lazy_logits():
@@ -72,16 +72,16 @@ def sample(
 
 
 def draws_on_policy(share: float, seed: int, step: int, batch: int) -> bool:
-    """Whether the student samples this batch of this training step.
+    """Returns whether the student samples this batch of this training step.
 
-    The answer is True with the probability `share`. The answer is the same on all ranks and in a
-    resumed run, because it depends only on the arguments.
+    The result is True with the probability `share`. The result is the same on all ranks and in a
+    resumed run, because the result depends only on the arguments.
     """
     return random.Random(f"on_policy {seed} {step} {batch}").random() < share
 
 
 def seed_of(seed: int, step: int, batch: int, rank: int) -> int:
-    """The seed of the samples of a batch. Each rank has its own seed."""
+    """Returns the seed of the samples of a batch. Each rank has its own seed."""
     return random.Random(f"sample {seed} {step} {batch} {rank}").getrandbits(63)
 
 
@@ -94,7 +94,7 @@ def default_config() -> Any:
 
 
 def checked_config(config: Any) -> Any:
-    """Returns the GenerationConfig, or the default if `config` is None."""
+    """Checks and returns the GenerationConfig, or returns the default if `config` is None."""
     from transformers import GenerationConfig
 
     if config is None:
@@ -144,7 +144,11 @@ def check_seed(seed: Any) -> None:
 
 
 def _complete(config: Any, model: Any) -> Any:
-    """A copy of the config with the eos_token_id and pad_token_id that `generate` uses."""
+    """Returns a copy of the config, with the eos_token_id and pad_token_id for `generate`.
+
+    Ids that the config does not have are taken from the model's own config. If the model has no
+    pad_token_id, the first end-of-text token is used, or 0.
+    """
     from transformers import GenerationConfig
 
     own = getattr(model, "generation_config", None)
@@ -160,17 +164,18 @@ def _field(config: Any, name: str) -> Any:
 
 
 def _ids(eos: Any) -> list[int]:
-    """The ids in eos_token_id, which is None, a number, a list or a tensor."""
+    """Returns the ids in eos_token_id, which is None, a number, a list or a tensor."""
     if eos is None:
         return []
     return torch.as_tensor(eos).flatten().tolist()
 
 
 def _without_model_defaults() -> dict[str, bool]:
-    """An argument of `generate` in version 4 of Transformers.
+    """Returns use_model_defaults=False for versions of `generate` that have this argument.
 
-    Without this argument, fields of the config that have Transformers' default value are replaced
-    by the model's own values. Version 5 replaces only fields that are None.
+    In version 4 of Transformers, `generate` replaces fields of the config that have the default
+    value by the model's own values, unless use_model_defaults=False is passed. Version 5 replaces
+    only fields that are None.
     """
     from transformers import GenerationMixin
 
@@ -271,7 +276,7 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
-    """Sets the random state by a seed, and afterwards restores the state of the model's devices."""
+    """Seeds the random state, and afterwards restores the state of the model's devices."""
     if seed is None:
         yield
         return

@@ -7,7 +7,7 @@
     index         writes the files that readers of a remote store need
     merge         joins several stores into one
     to-parquet    writes a store as parquet files, for dataset viewers
-    from-parquet  reads these files into a store
+    from-parquet  reads the files of to-parquet into a store
     size          computes how large a store will be
 
 Under torchrun, every rank captures a part of the documents. Running the same command again resumes
@@ -122,7 +122,7 @@ def add_parser(subparsers) -> None:
     to_parquet.add_argument("store", type=_store, help=STORE)
     to_parquet.add_argument("out", type=Path, help="folder of the parquet files")
 
-    from_parquet = commands.add_parser("from-parquet", help="read files of `to-parquet`")
+    from_parquet = commands.add_parser("from-parquet", help="read the files of `to-parquet`")
     from_parquet.add_argument("out", type=Path, help="folder of the store")
     from_parquet.add_argument("files", type=Path, nargs="+", help="parquet files")
 
@@ -137,7 +137,7 @@ def add_parser(subparsers) -> None:
 
 
 def _store(text: str) -> Path | str:
-    """A folder, or an address, which a Path would change."""
+    """Returns a folder as a Path, and an address as a string, because a Path changes addresses."""
     return text if "://" in text else Path(text)
 
 
@@ -166,7 +166,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the store")
     parser.add_argument(
         "--upload",
-        help="address to which finished files are uploaded too, such as s3://bucket/targets",
+        help="address such as s3://bucket/targets, to which finished files are also uploaded",
     )
     parser.add_argument(
         "--k",
@@ -235,7 +235,7 @@ def capture(args: argparse.Namespace) -> None:
         batches = _data.batches(documents, args.batch_tokens, lambda size: advance(size * world))
         generator = None
         if args.sample:
-            # A run that is resumed, and every rank, draws other numbers than before.
+            # Every rank and every resumed run has its own seed, so that their draws differ.
             seed = args.seed + 1_000_003 * writer.rank + len(writer)
             generator = torch.Generator(device).manual_seed(seed)
         added = store.capture(

@@ -13,7 +13,7 @@ from logitless.store.summary import Summary, summary
 
 
 def print_info(path: Path | str, plot: Path | None) -> None:
-    """Prints a table that describes a store, and plots its statistics if `plot` names a file."""
+    """Prints a table that describes a store. If `plot` is a path, saves a plot of statistics."""
     store = Store(path)
     statistics = summary(store)
     size = sum(shard.bytes for shard in store.shards)

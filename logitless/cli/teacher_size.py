@@ -1,7 +1,8 @@
-"""The size of a store before it is written: `teacher size`, and the line before a capture.
+"""Computes the size of a store before the store is written.
 
-A capture does not know its number of tokens before it has tokenised all documents. So the number is
-estimated from SAMPLE documents, which are spread over the files.
+`logitless teacher size` prints the sizes for several K. `logitless teacher capture` first prints
+the expected size of its store. The number of tokens is known only after all documents are
+tokenised. So the number is estimated from SAMPLE texts, which are chosen at random from all files.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any, NamedTuple
 from . import teacher_data as _data
 from .report import bytes_text, table
 
-SAMPLE = 200  # documents that are tokenised for the estimate
-PER_DOCUMENT = 80  # bytes of the index of documents, which are 60 to 100 bytes per document
+SAMPLE = 200  # number of texts that are tokenised for the estimate
+PER_DOCUMENT = 80  # assumed bytes of the start and the index entries per document; usual: 60 to 100
 
 
 class Expected(NamedTuple):
-    """The documents of a capture, and the expected number of their tokens."""
+    """The number of documents of a capture, and the expected number of their tokens."""
 
     documents: int
     tokens: float
@@ -28,10 +29,10 @@ class Expected(NamedTuple):
 def expected(
     lines: Iterable[_data.Line], tokenizer: Any, end: int | None, most: int, vocab_size: int | None
 ) -> Expected:
-    """Checks every line, and estimates the number of tokens.
+    """Checks every line, and returns the number of documents and an estimate of their tokens.
 
-    Lines with input_ids are counted. The tokens of texts are estimated from the sizes in bytes.
-    Documents have at most `most` tokens.
+    The tokens of lines with input_ids are counted. The tokens of all texts are estimated from the
+    sizes of their lines in bytes. A document has at most `most` tokens.
     """
     picks, sample = random.Random(0), []
     documents, known, texts, size = 0, 0, 0, 0
@@ -56,7 +57,7 @@ def expected(
 
 
 def sentence(header: Any, of: Expected, out: object) -> str:
-    """The line that a capture prints before it starts."""
+    """Returns the line that `logitless teacher capture` prints first."""
     per_token = header.token_bytes()
     total = per_token * of.tokens + PER_DOCUMENT * of.documents
     text = f"expected: {total:,.0f} bytes ({bytes_text(total)}) in {out}, for {of.documents:,}"
@@ -64,7 +65,7 @@ def sentence(header: Any, of: Expected, out: object) -> str:
     if header.sampled:
         from logitless.store.format import DISTINCT
 
-        text += f", if {DISTINCT * header.k:.0f} of {header.k} draws have distinct ids"
+        text += f", if {header.k} draws have {DISTINCT * header.k:.0f} distinct ids"
     return text
 
 
@@ -84,4 +85,4 @@ def size(args: argparse.Namespace) -> None:
     print(f"V = {args.vocab:,}, values = {values}; plus 60 to 100 bytes per document")
     if args.sample:
         share = "0.3 n" if args.distinct is None else f"{args.distinct:g}"
-        print(f"if a token has {share} distinct ids, which --distinct sets")
+        print(f"if the draws of a token have {share} distinct ids; --distinct sets this number")

@@ -1,1 +1,1 @@
-"""Contrastive losses over all pairs of two sets of embeddings, also over several ranks."""
+"""Contrastive losses over all pairs of two sets of embeddings, on one rank or on several ranks."""

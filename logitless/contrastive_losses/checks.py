@@ -94,7 +94,7 @@ def positive_columns(a: Tensor, b: Tensor, positives: Any) -> None:
         if len(b) < len(a):
             raise ValueError(
                 f"b must have at least {len(a)} rows, one positive for each row of a, got"
-                f" {_shape(b)}; otherwise pass positives."
+                f" {_shape(b)}. If row i of b is not the positive of row i of a, pass positives."
             )
         return
     _integer("positives", positives)
@@ -116,8 +116,8 @@ def pair_mask(mask: Tensor, a: Tensor, total: int) -> None:
         )
     if mask.shape != (len(a), total):
         raise ValueError(
-            f"mask must have shape ({len(a)}, {total}), one entry per row of a and row of b, got"
-            f" {_shape(mask)}."
+            f"mask must have shape ({len(a)}, {total}), one entry for each row of a and each row of"
+            f" b, got {_shape(mask)}."
         )
     _same_device("mask", mask, a, "a")
 
@@ -149,7 +149,10 @@ def options(reduction: Any, averaged: Any, workspace: Any) -> None:
 
 
 def values(positives: Tensor | None, b: Tensor, ignore_index: int | None) -> None:
-    """Raises if a positive is no row of b. Values on a GPU are read only with LOGITLESS_CHECK=1."""
+    """Raises if a positive is not in [0, M), where M is the number of rows of b.
+
+    On a GPU, the positives are read only with LOGITLESS_CHECK=1.
+    """
     if positives is not None and call.reads_values(positives):
         counts = None if ignore_index is None else positives != ignore_index
         target_checks.in_range(positives, len(b), counts, "positives", ignore_index)

@@ -1,12 +1,14 @@
 """InfoNCE, the cross-entropy of each row against the other rows of a batch, as in CLIP.
 
-Forward computes the similarities once, in chunks, and keeps two numbers per row and per column.
-Backward computes the similarities again, turns each chunk in place into its gradient, and adds the
-chunk's part of both gradients. Both passes together take four GEMMs, for one direction or for both.
+Forward computes the similarities once, in chunks, and keeps two numbers per row. The symmetric loss
+also keeps two numbers per column. Backward computes the similarities again, overwrites each chunk
+with its gradient, and adds the chunk's contributions to the gradients of a and b. Both passes
+together take four GEMMs, for one direction and for the symmetric loss.
 
-The gradient of one direction needs only the statistics of whole rows, which each chunk contains. So
-the mean or sum of one direction computes its gradients in forward, in three GEMMs. Over several
-ranks, a row is complete only after the last step of the ring, and the loss takes four GEMMs.
+The gradient of one direction needs only the statistics of whole rows. In one process, each chunk
+contains whole rows. So the mean or sum of one direction computes its gradients in forward, in three
+GEMMs. Over several ranks, the statistics of a row are complete only after the last step of the
+ring. So the loss takes four GEMMs.
 """
 
 from collections.abc import Sequence
@@ -50,30 +52,31 @@ def contrastive(
     With `symmetric`, a and b have the same number of rows, and the positive of row i is column i.
     The loss of pair i is the mean of the cross-entropies of row i and of column i. With
     symmetric=False, the loss has one direction, and b can have more rows than a, for example hard
-    negatives. Then `positives` (N,) holds a row of b for each row of a. The default is row i for
-    row i. A row whose positive is `ignore_index` does not count.
+    negatives. `positives` (N,) holds the index of the positive in b for each row of a. By default,
+    the positive of row i is row i of b. A row whose positive is `ignore_index` does not count.
 
-    `scale` is 1 / temperature: a number, or a tensor with one number, which can require a gradient.
-    a and b are used as they are: normalise them before the call if similarities should be cosines.
+    `scale` is 1 / temperature, as a number, or as a tensor with one number, which can require a
+    gradient. The function does not normalise a and b. For cosine similarities, normalise a and b
+    before the call.
 
     Some pairs are not real negatives. `mask` (N, M) is True for pairs that are left out of the sum
-    over j. `labels` leaves out all pairs with equal labels, without a mask in memory. `labels` is
-    one integer tensor for the rows of both a and b, or a pair of tensors. A positive is never left
-    out.
+    over j. `labels` leaves out all pairs with equal labels, and needs no mask in memory. `labels`
+    is one integer tensor for the rows of both a and b, or a pair of tensors. A positive is never
+    left out.
 
     `reduction` is "mean", "sum", or "none" for one loss per row. The loss is fp32 (fp64 for fp64
-    embeddings). Neither the logits nor their gradient exist as a whole. `workspace` bounds the
+    embeddings). Neither the logits nor their gradient are materialised. `workspace` bounds the
     bytes of logits in memory. Forward and backward together take four GEMMs. In one process, the
-    mean or sum of one direction takes three.
+    mean or sum of one direction takes three GEMMs.
 
     If `group` is a process group or a DeviceMesh, each rank passes its own rows of a and b. The
-    rows of b on all ranks are negatives of each row of a. "mean" and "sum" are over the rows of all
-    ranks and are the same on all ranks. `positives` are rows of this rank's b, and `mask` has a
-    column for every row of b on all ranks, in the order of the ranks. Every rank must call
-    `backward`. The gradients on a rank are those of this rank's rows, and this rank's part of the
-    gradient of `scale`. For "mean" and "sum", the gradients are multiplied by the number of ranks
-    if `averaged`, because DDP and FSDP average gradients over ranks. With averaged=False, the sum
-    of the ranks' gradients is the gradient of the loss.
+    rows of b on all ranks are negatives of each row of a. "mean" and "sum" include the rows of all
+    ranks, and their values are the same on all ranks. `positives` are indices of rows of this
+    rank's b. `mask` has one column for every row of b on all ranks, in the order of the ranks.
+    Every rank must call `backward`. Each rank gets the gradients of its own rows of a and b, and
+    its own part of the gradient of `scale`. For "mean" and "sum", the gradients are multiplied by
+    the number of ranks if `averaged`, because DDP and FSDP average gradients over ranks. With
+    averaged=False, the sum of the ranks' gradients is the gradient of the loss.
 
     >>> contrastive(torch.eye(3), torch.eye(3), scale=2.0)
     tensor(0.2395)
@@ -125,7 +128,7 @@ class How(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The gradients of the sum of all losses, before the factors `scale`, upstream and mean."""
+    """The gradients of the sum of all losses. `_scaled` multiplies these gradients by factors."""
 
     a: Tensor | None
     b: Tensor | None
@@ -133,7 +136,7 @@ class Sums(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """The tensors of a call: embeddings, scale, and which pairs count."""
+    """The tensors of a call: the embeddings, the scale, and the tensors that select pairs."""
 
     a: Tensor
     b: Tensor
@@ -149,7 +152,7 @@ class Pairs(NamedTuple):
     def of(a, b, scale, positives, mask, of_a, of_b, how: How) -> "Pairs":
         ignored = bad = None
         if positives is not None:
-            # The embeddings of ignored rows are not used, because they can be infinite or NaN.
+            # Ignored rows of a are replaced by 0, because their embeddings can be inf or NaN.
             ignored = positives == how.ignore_index
             positives = torch.where(ignored, -1, positives.long())
             bad = (positives < 0) | (positives >= len(b))
@@ -209,9 +212,10 @@ class _Contrastive(Node):
 def _losses(
     similarities: Similarities, pairs: Pairs, how: How, needs: Sequence[bool] | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Sums | None]:
-    """Returns the loss of each row, and the normalisers of rows and columns.
+    """Returns the loss of each row, the normalisers of rows and columns, and the gradients.
 
-    With `needs`, also returns the gradients.
+    The normalisers of columns are None if the loss has one direction. The gradients are None if
+    `needs` is None.
     """
     backend, gradients = similarities.backend, None
     rows, columns = (_no_logits(len(t), pairs.scale) for t in (pairs.a, pairs.b))
@@ -254,8 +258,8 @@ def _finished(
 ) -> tuple[Tensor, Tensor]:
     """Returns the losses and the normalisers of some rows.
 
-    The loss of an ignored row is 0, and its normaliser is inf, so that its gradient is 0. If the
-    positive of a row is out of range, its loss and its normaliser are NaN.
+    The loss of an ignored row is 0. The normaliser of an ignored row is inf, so that the row's
+    gradient is 0. If the positive of a row is out of range, loss and normaliser of the row are NaN.
     """
     loss, lse = backend.contrastive_finish(rows[at], of_positives[at], pairs.scale)
     if pairs.bad is not None and pairs.ignored is not None:
@@ -266,7 +270,10 @@ def _finished(
 
 
 def _reduced(losses: Tensor, ignored: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
-    """Returns the sum or mean of the losses of all ranks, and the factor of each loss in it."""
+    """Returns the sum or mean of the losses of all ranks, and the factor of each loss in the sum.
+
+    The factor is 1 for a sum, and 1 / count for a mean.
+    """
     count = torch.full((), len(losses), device=losses.device, dtype=torch.float64)
     if ignored is not None:
         count = (~ignored).sum().double()
@@ -282,7 +289,7 @@ def _sums(
     rows: Tensor,
     columns: Tensor | None,
     by_row: Tensor | None,  # (N,), the upstream gradient, or None for ones
-    needs: Sequence[bool],  # of a, b, scale, and of other arguments
+    needs: Sequence[bool],  # whether a, b, scale and the other arguments need a gradient
 ) -> Sums:
     """Computes the similarities again, and returns the gradients of a, b and scale."""
     for_a, for_b, for_scale, *_ = needs
@@ -331,7 +338,7 @@ def _scaled(
 
 
 def _no_logits(count: int, like: Tensor) -> Tensor:
-    """Returns the states of `count` rows without logits."""
+    """Returns the states of `count` rows before any logits are merged: max -inf and sum 0."""
     state = like.new_zeros((count, 2))
     state[:, 0] = -torch.inf
     return state

@@ -1,4 +1,4 @@
-"""nn.Modules of the contrastive losses, with a scale and a bias that can be trained."""
+"""nn.Modules of the contrastive losses. Their scale and bias can be trained."""
 
 import math
 
@@ -12,7 +12,7 @@ from .sigmoid import sigmoid_contrastive
 
 
 class _ContrastiveModule(nn.Module):
-    """Base class of contrastive losses. The scale is exp(log_scale), and can be trained."""
+    """Base class of contrastive losses. The scale is exp(log_scale). log_scale can be trained."""
 
     log_scale: Tensor
 
@@ -30,7 +30,7 @@ class _ContrastiveModule(nn.Module):
         self._number("log_scale", math.log(scale))
 
     def _number(self, name: str, value: float) -> None:
-        """Registers one number, as a parameter if the module is trainable."""
+        """Registers one number as a parameter, or as a buffer if the module is not trainable."""
         number = torch.tensor(value, dtype=torch.float32)
         if self.trainable:
             self.register_parameter(name, nn.Parameter(number))
@@ -40,7 +40,8 @@ class _ContrastiveModule(nn.Module):
     def _scale(self) -> Tensor:
         """Returns exp(log_scale), at most max_scale.
 
-        As in CLIP, log_scale itself is clamped, so that a later step can reduce the scale again.
+        As in CLIP, the parameter log_scale is clamped in place. So a later step of the optimiser
+        can reduce the scale again.
         """
         if self.max_scale is not None:
             with torch.no_grad():
@@ -56,9 +57,9 @@ class ContrastiveLoss(_ContrastiveModule):
     """`logitless.contrastive` as a module, with a scale that can be trained.
 
     The scale is exp(log_scale). The scale starts at `scale`, and is at most `max_scale`. As in
-    CLIP, the module stores the logarithm, because an optimiser then changes the scale by a factor.
-    With trainable=False, the scale is constant. The embeddings are used as they are: normalise them
-    before the call. `group` is not stored in a state_dict. The other options are the same as in
+    CLIP, the parameter is the logarithm, so that a step of the optimiser multiplies the scale by a
+    factor. With trainable=False, the scale is constant. The module does not normalise the
+    embeddings. `group` is not stored in a state_dict. The other options are the same as in
     `logitless.contrastive`.
 
     >>> loss = ContrastiveLoss()(images, texts)
@@ -101,8 +102,8 @@ class ContrastiveLoss(_ContrastiveModule):
 class SigmoidContrastiveLoss(_ContrastiveModule):
     """`logitless.sigmoid_contrastive` as a module, with a scale and a bias that can be trained.
 
-    The scale is exp(log_scale). The defaults are the start of SigLIP: scale 10, bias -10, and no
-    upper bound of the scale. The other options are the same as in `ContrastiveLoss`.
+    The scale is exp(log_scale). By default, training starts at scale 10 and bias -10, as in SigLIP,
+    and the scale has no upper bound. The other options are the same as in `ContrastiveLoss`.
 
     >>> loss = SigmoidContrastiveLoss()(images, texts)
     """

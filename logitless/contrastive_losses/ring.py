@@ -1,13 +1,13 @@
-"""Blocks of embeddings that come around a ring of ranks.
+"""A ring of ranks, in which each rank sends blocks of embeddings to the next rank.
 
-Each rank keeps its own rows of a. The rows of b are passed from rank to rank. In each step, a rank
-computes the similarities of its own a with the block of b that it holds, and sends the block to the
-next rank. After as many steps as there are ranks, every a has met every b. A rank holds at most two
-blocks at a time, so the memory of a rank does not grow with the number of ranks.
+Each rank keeps its own rows of a. The rows of b on a rank are a block. In each step, a rank
+computes the similarities of its own rows of a with one block, and sends the block to the next rank.
+With R ranks, R steps compute the similarities of all pairs. A rank holds at most two blocks at a
+time, so the memory of a rank does not grow with the number of ranks.
 
-Sums that belong to the rows of b, such as the gradient of b, travel with the block. Every rank adds
-its part. After the last step, the sums arrive at the rank that owns the block. The order of the
-additions is fixed.
+Some sums have one entry per row of b, such as the gradient of b. These sums are sent together with
+the block. Every rank adds its own contribution. After the last step, the sums are sent to the rank
+that owns the block. The order of the additions is fixed.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ class Ring:
 
     @property
     def largest(self) -> int:
-        """The largest number of rows of b on a rank."""
+        """The largest number of rows of b on any rank."""
         return max(self.columns)
 
     def columns_before(self, owner: int) -> int:
@@ -69,8 +69,8 @@ class Ring:
     def around(self, given: Sequence[Tensor], sums: Sequence[Tensor], visit: Visit) -> list[Tensor]:
         """Calls visit(owner, given, sums) for the block of each rank, and returns this rank's sums.
 
-        `given` and `sums` belong to this rank's block, and have one row per row of b. `visit` adds
-        to `sums` in place. While `visit` computes a block, the next block is already being sent.
+        `given` and `sums` belong to this rank's block. Each tensor has one entry per row of b.
+        `visit` adds to `sums` in place. The next block is sent while `visit` computes.
         """
         given, sums = list(given), list(sums)
         for step in range(self.count):
@@ -91,7 +91,10 @@ class Ring:
 
 
 def _text(value: Any) -> Any:
-    """Describes an argument for a comparison between ranks. Ranks can have different numbers."""
+    """Returns the properties of an argument that must be equal on all ranks.
+
+    The number of rows and the values of a tensor can differ between ranks.
+    """
     if isinstance(value, Tensor):
         return value.dim(), value.shape[1:], value.dtype, value.requires_grad
     return value

@@ -1,9 +1,10 @@
-"""The sigmoid loss of SigLIP, in which every pair is a binary classification of its own.
+"""The sigmoid loss of SigLIP, in which every pair is one binary classification.
 
-The loss has no normaliser, so one chunk of similarities gives both the loss and the gradient of the
-chunk. A mean or a sum computes the gradients in forward, in three GEMMs. Backward multiplies the
-gradients by the upstream gradient. With reduction="none", the upstream gradient differs between
-rows. Then backward computes the similarities again, and the loss takes four GEMMs.
+The loss has no normaliser, so the loss and the gradient of a chunk are computed from the chunk
+alone. With reduction="mean" or "sum", forward computes the gradients too, in three GEMMs, and
+backward multiplies the gradients by the upstream gradient. With reduction="none", the upstream
+gradient differs between rows. So backward computes the similarities again, and the loss takes four
+GEMMs.
 """
 
 from collections.abc import Sequence
@@ -42,14 +43,15 @@ def sigmoid_contrastive(
 
         Σ_j log(1 + e^(-y_ij z_ij))
 
-    `positives` (N,) holds a row of b for each row of a. The default is row i for row i. "mean"
-    divides the sum by the number of rows of a. "none" gives one loss per row. `scale` and `bias`
-    are numbers, or tensors with one number, which can require gradients. SigLIP starts with scale
-    10 and bias -10, because most pairs are negatives.
+    `positives` (N,) holds the index of the positive in b for each row of a. By default, the
+    positive of row i is row i of b. reduction="mean" divides the sum by the number of rows of a.
+    "none" returns one loss per row. `scale` and `bias` are numbers, or tensors with one number,
+    which can require gradients. SigLIP starts with scale 10 and bias -10, because most pairs are
+    negatives.
 
-    A mean or a sum takes three GEMMs, with its gradients. "none" takes four. The other arguments
-    are the same as in `contrastive`. With `group`, the rows of b on all ranks form pairs with each
-    row of a.
+    Forward and backward together take three GEMMs for "mean" and "sum", and four GEMMs for "none".
+    The other arguments have the same meaning as in `contrastive`. With `group`, the rows of b on
+    all ranks form pairs with each row of a.
 
     >>> sigmoid_contrastive(torch.eye(3), torch.eye(3), scale=10.0, bias=-5.0)
     tensor(0.0201)
@@ -115,7 +117,7 @@ class Needs(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The gradients of a sum of all losses, before the factors `scale`, upstream and mean."""
+    """The gradients of the sum of all losses. `_scaled` multiplies these gradients by factors."""
 
     a: Tensor | None
     b: Tensor | None
@@ -158,7 +160,7 @@ def _pass(
     Without `needs`, no gradients are computed. `upstream` (N,) multiplies the gradient of each row.
     """
     ring, a, b = how.ring, inputs.a, inputs.b
-    similarities = Similarities(a, ring.largest, how.workspace)  # either backend has the same units
+    similarities = Similarities(a, ring.largest, how.workspace)  # backends share the same units
     backend = similarities.backend
     scale, bias = inputs.number(inputs.scale), inputs.number(inputs.bias)
     gradients = None if needs is None else Gradients(similarities, needs.a)
@@ -183,7 +185,7 @@ def _pass(
 
     sums = [gradients.zeros_like(b)] if gradients is not None and needs and needs.b else []
     d_b = ring.around((similarities.working(b),), sums, visit)
-    if own is not None:  # a positive out of range, which is not checked on a GPU
+    if own is not None:  # on a GPU, a positive out of range does not raise; its row becomes NaN
         losses = losses.masked_fill((own < 0) | (own >= len(b)), torch.nan)
     if gradients is None:
         return losses, None
@@ -191,7 +193,10 @@ def _pass(
 
 
 def _reduced(losses: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    """Returns the sum or mean of the losses of all ranks, and the factor of each loss in it."""
+    """Returns the sum or mean of the losses of all ranks, and the factor of each loss in the sum.
+
+    The factor is 1 for a sum, and 1 / rows for a mean.
+    """
     total = how.ring.total(losses.sum().double())
     share = 1 / max(sum(how.ring.rows), 1) if how.reduction == "mean" else 1.0
     return (total * share).to(losses.dtype), losses.new_full((), share)

@@ -1,7 +1,7 @@
 """Similarities a @ b.T in chunks of rows, and the GEMMs of their gradients.
 
 One chunk of similarities is in memory at a time. A backend reads the chunk, or overwrites the chunk
-by its gradient. Every chunk uses the same memory.
+with its gradient. All chunks use the same memory.
 """
 
 from collections.abc import Iterator
@@ -77,9 +77,9 @@ class Similarities:
 
 
 class Gradients:
-    """The gradients of a, and of one block of b at a time, summed in fp32 or fp64.
+    """Sums of the gradients of a, and of one block of b at a time, in fp32 or fp64.
 
-    The gradients are those of a and b for the similarities a @ b.T, before the factor `scale`.
+    These gradients are not yet multiplied by `scale`.
     """
 
     def __init__(self, similarities: Similarities, for_a: bool):
@@ -92,9 +92,9 @@ class Gradients:
         return torch.zeros(t.shape, device=t.device, dtype=self.full)
 
     def add(self, chunk: Chunk, b: Tensor, d_b: Tensor | None) -> None:
-        """Adds the gradients of a chunk, in which x is the gradient of the similarities.
+        """Adds the contributions of a chunk to the gradient of a, and to `d_b`.
 
-        The gradient of b is added to `d_b`.
+        `chunk.x` holds the gradient of the similarities.
         """
         dz, rows = chunk.x, chunk.rows
         if dz.device.type == "cpu":
@@ -123,7 +123,7 @@ def cast_embeddings(a: Any, b: Any) -> tuple[Any, Any]:
 def picked(chunk: Chunk, valid: Tensor | None) -> Tensor | None:
     """Returns the similarities of the positives of a chunk, or None if the block has no positives.
 
-    `valid` says which rows have a positive. Other rows get an arbitrary similarity.
+    `valid` is True for rows that have a positive. Other rows get an arbitrary similarity.
     """
     x, block = chunk.x, chunk.block
     if block.positives is not None:

@@ -1,4 +1,4 @@
-"""The captures of a teacher: the most probable ids of each row, or ids that are drawn at random.
+"""Captures of a teacher: the most probable ids of each row, or ids that are drawn at random.
 
 A `Capture` computes its results from the logits of some rows. The method `capture` of a Source
 (source.py) calls the Capture for one chunk of rows at a time, and joins the results of all rows.
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..eager.sampled import Sampling
 
-Captured = tuple[Tensor, ...]  # the results of a Capture; each result has the shape (..., any)
+Captured = tuple[Tensor, ...]  # the results of a Capture; each has the leading shape of the logits
 
 
 class Capture(Protocol):
-    """A function of the rows of logits x (..., V)."""
+    """Computes results of each row of logits x (..., V)."""
 
     name: str  # the name of the public function
 
@@ -56,9 +56,9 @@ class TopK(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Captures distinct ids, log-weights and a mask, each of shape (..., n), from n draws per row.
+    """Draws n ids per row, and captures the distinct ids, their log-weights and a mask.
 
-    The sum of the weights of a row is 1.
+    Each result has shape (..., n). The sum of the weights of a row is 1.
     """
 
     uniforms: Tensor  # (N, n), fp64, in ascending order; each number selects one draw

@@ -152,7 +152,8 @@ def refuse_position(called: str, first: list[str], names: list[str], got: int) -
     but = f" except {free}" if free else ""
     such = f", such as {rest[0]}=...," if rest else ""
     raise TypeError(
-        f"{called} must be given all arguments{but} by name{such} got {got - own} by position."
+        f"{called} must be called with all arguments{but} by name{such} got {got - own} by"
+        " position."
     )
 
 
@@ -161,5 +162,5 @@ def refuse_name(called: str, names: list[str], got: str) -> None:
     near = difflib.get_close_matches(got, names, 1)
     meant = f" Did you mean {near[0]!r}?" if near else ""
     raise TypeError(
-        f"{called} must be given arguments among {', '.join(names)}, got {got!r}.{meant}"
+        f"{called} must be called with only the arguments {', '.join(names)}, got {got!r}.{meant}"
     )

@@ -157,7 +157,7 @@ def row_weight(t: Any, x: Tensor) -> None:
     if t.dtype == torch.bool:  # a mean would also count rows whose weight is False
         raise TypeError(
             "row_weight must hold numbers that multiply the losses, got torch.bool. "
-            "Pass a mask of the rows that count as `mask`."
+            "To select the rows that count, pass `mask`."
         )
     _rows("row_weight", t, x)
 
@@ -193,12 +193,15 @@ def overwritable(x: Tensor, owner: Tensor) -> None:
 
 def triton_can_run(x: Tensor) -> None:
     if x.dtype == torch.float64:
-        raise TypeError("impl 'triton' must be given float16, bfloat16 or float32, got float64.")
+        raise TypeError(
+            "impl 'triton' must be used with float16, bfloat16 or float32, got float64."
+        )
     kind = x.device.type
     interpreted = kind == "cpu" and os.environ.get("TRITON_INTERPRET", "0") == "1"
     if kind not in ("cuda", "xpu") and not interpreted:
         raise RuntimeError(
-            "impl 'triton' must have a GPU tensor, or a cpu tensor and TRITON_INTERPRET=1, "
+            "impl 'triton' must be used with a GPU tensor, or with a cpu tensor and "
+            "TRITON_INTERPRET=1, "
             f"got a {kind} tensor."
         )
 

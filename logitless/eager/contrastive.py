@@ -21,14 +21,14 @@ class Block(NamedTuple):
     """The options of a block of similarities (n, m)."""
 
     scale: Tensor  # (), fp32, or fp64 for fp64 similarities
-    # The positive of each row, as a column of the block. Columns outside of [0, m) are allowed, and
-    # mean that the block does not contain the positive of the row.
+    # The positive of each row, as a column of the block. A column outside [0, m) means that the
+    # block does not contain the positive of the row.
     positives: Tensor | None = None  # (n,), int64
     # Without `positives`, the positive of row i is the column i + diagonal. If both are None, the
     # block contains no positives.
     diagonal: int | None = None
     mask: Tensor | None = None  # (n, m), bool; True for pairs that are left out
-    # A pair with equal labels is left out.
+    # The labels of the rows and of the columns. A pair with equal labels is left out.
     labels: tuple[Tensor, Tensor] | None = None  # (n,) and (m,)
 
     def rows(self, rows: slice) -> "Block":
@@ -57,7 +57,7 @@ def contrastive_read(
 
 
 def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns -log p of the positives, and the normalisers that `contrastive_gradient` takes.
+    """Returns -log p of the positives, and the normalisers that `contrastive_gradient` needs.
 
     `picked` holds the similarities of the positives.
     """
@@ -74,7 +74,7 @@ def contrastive_gradient(
     column_upstream: Tensor | None = None,  # (m,), or None for ones
     d_scale: bool = False,
 ) -> Tensor | None:
-    """Overwrites x by the gradient of the logits. If `d_scale`, returns Σ gradient · x."""
+    """Overwrites x with the gradient of the logits. If `d_scale`, returns Σ gradient · x."""
     z = _logits(x, block)
     dz = _probability(z, rows.unsqueeze(1), row_upstream, 1, block)
     if columns is not None:
@@ -91,12 +91,11 @@ def sigmoid_contrastive(
     gradient: bool,
     upstream: Tensor | None = None,  # (n,), or None for ones
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the sum of softplus(-y (z + bias)) over each row.
+    """Returns the sum of softplus(-y (z + bias)) over each row, and the sums of the gradient.
 
-    In this formula, y is 1 for positives and -1 for all other pairs.
-
-    If `gradient`, overwrites x by the gradient of the logits, and also returns Σ gradient · x and
-    Σ gradient, in shape (2,).
+    In this formula, y is 1 for positives and -1 for all other pairs. If `gradient`, the function
+    overwrites x with the gradient of the logits, and the second result holds Σ gradient · x and
+    Σ gradient, in shape (2,). Otherwise, the second result is None.
     """
     t = x.to(PRECISION[x.dtype]) * block.scale
     t += bias

@@ -1,18 +1,18 @@
 """Ids drawn at random from softmax(z)^proposal of each row, in plain PyTorch.
 
-A draw is the inversion of the cumulative distribution. The mass of an id is the integer
+Each draw inverts the cumulative distribution of the row. The mass of an id is the integer
 round(2^40 · e^((y - max y) · proposal / temperature)), where y are the logits after the softcap.
 Let S be the sum of a row's masses, and let u be a random number in [0, 1). The target of the draw
-is the integer floor(u · S). The draw is the first id, in the order of ids, for which the sum of all
-masses up to this id is above the target.
+is the integer floor(u · S). The drawn id is the smallest id for which the sum of all masses up to
+this id is above the target.
 
 All sums are sums of integers, which have no rounding errors. So the draws do not depend on how the
 columns are split over programs or ranks, and an id whose mass is 0 is never drawn. The mass of an
 id is 0 if p^proposal of the id is below 2^-41 times the largest p^proposal of the row.
 
-`draw` is the part of the algorithm that both backends share. The backend provides the functions of
-`Parts`. The uniform numbers of a row must be in ascending order. Then the ids of the draws are in
-ascending order too, and equal ids are neighbours.
+Both backends use the function `draw`. The backend provides the functions in `Parts`. The uniform
+numbers of a row must be in ascending order. Then the ids of the draws are in ascending order too,
+and equal ids are adjacent.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ class Sampling(NamedTuple):
     proposal: float
     temperature: float
     softcap: float | None
-    invariant: bool = False  # whether a row must have the same bits in every batch
+    invariant: bool = False  # whether the results of a row must have the same bits in every batch
 
     @property
     def rate(self) -> float:
@@ -43,7 +43,7 @@ class Sampling(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The functions of a backend that read logits x (..., V). N is the number of rows.
+    """The functions with which a backend reads logits x (..., V). N is the number of rows.
 
     `top(x, how)` returns the max of y of each row, as (N,). The max is NaN if a logit is NaN.
     `ends(x, top, how)` returns cumulative sums of masses as int64 (N, B), for B blocks of columns.
@@ -66,7 +66,7 @@ def sampled(
     join: Callable[[Tensor], Tensor] | None = None,
     start: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ids, log-weights and a mask of the distinct ids that are drawn. See `draw`."""
+    """Returns the distinct ids that are drawn, their log-weights and a mask. See `draw`."""
     return draw(Parts(_top, _ends, _columns, distinct), x, uniforms, how, join, start)
 
 
@@ -78,10 +78,10 @@ def draw(
     join: Callable[[Tensor], Tensor] | None,
     start: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws n ids per row, and returns `distinct` of the draws, with the leading shape of x.
+    """Draws n ids per row, and returns the results of `distinct` in shape (..., n).
 
-    If the columns are sharded over ranks, x holds the columns from `start` on, and `join` is an
-    all-gather. Without ranks, `join` is None.
+    If the columns are sharded over ranks, x holds this rank's columns, `start` is the first of
+    these columns, and `join` is an all-gather. Without ranks, `join` is None.
     """
     (N, n), V = uniforms.shape, x.shape[-1]
     empty = V == 0 or N == 0
@@ -174,15 +174,16 @@ def _columns(
     relative = torch.empty(targets.shape, device=x.device, dtype=torch.float64)
     for rows, below, masses in _masses(x, top, how):
         found = torch.searchsorted(masses.cumsum(1), targets[rows], right=True)
-        at[rows] = found = found.clamp_max(x.shape[-1] - 1)  # the masses of a bad row can be 0
+        # If all masses of a row are 0, as in a row of NaN, the search returns V.
+        at[rows] = found = found.clamp_max(x.shape[-1] - 1)
         relative[rows] = below.gather(1, found)
     return at, relative
 
 
 def _masses(x: Tensor, top: Tensor, how: Sampling) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields (rows, y - top, masses) of some rows at a time.
+    """Yields (rows, y - top, masses) for one group of rows at a time.
 
-    If `how.invariant`, one row is computed at a time, from a copy of the row.
+    If `how.invariant`, each group is one row, and the results are computed from a copy of the row.
     """
     flat = x.detach().reshape(-1, x.shape[-1])
     single = (slice(i, i + 1) for i in range(len(flat)))

@@ -1,7 +1,8 @@
-"""Dot products of hidden states with some rows of a table, M rows per hidden state.
+"""Dot products of each hidden state with M rows of a table, in plain PyTorch.
 
-The table (V, D) is an embedding of items. No tensor has the size of the whole table, except a dense
-gradient of the table. The functions have the same interface as in kernels/table_rows.py.
+The table (V, D) is an embedding of items. No function allocates a tensor of the size of the table,
+except for a dense gradient of the table. The functions have the same interface as in
+kernels/table_rows.py.
 """
 
 from collections.abc import Iterator
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from ..contract import NO_ID, PRECISION
 
-CHUNK_BYTES = 16 << 20  # the largest size of the gathered rows of a chunk
+CHUNK_BYTES = 16 << 20  # bytes of the table's rows that are gathered at once
 
 
 def _chunks(ids: Tensor, width: int, itemsize: int) -> Iterator[slice]:
-    """Yields slices of the rows of ids (N, M)."""
+    """Yields slices of the rows of ids (N, M), so that each slice gathers about CHUNK_BYTES."""
     step = max(1, CHUNK_BYTES // max(ids.shape[1] * width * itemsize, 1))
     for start in range(0, len(ids), step):
         yield slice(start, start + step)
@@ -42,9 +43,10 @@ def row_dots_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns the gradients of hidden and weight, where g is the gradient of `row_dots`.
 
-    `needs` says which of the two gradients are computed. If `sparse`, the gradient of the weight is
-    a sparse COO tensor, which holds only the rows of `ids`. A pair (i, j) with g[i, j] = 0 adds 0,
-    even if the hidden state or the row of the table is not finite.
+    `needs` holds two flags, which select the gradients of hidden and of weight. A gradient that is
+    not selected is None. If `sparse`, the gradient of the weight is a sparse COO tensor, which
+    holds only the rows of `ids`. A pair (i, j) with g[i, j] = 0 adds 0, even if the hidden state or
+    the row of the table is not finite.
     """
     full = PRECISION[hidden.dtype]
     g = g.to(full)
@@ -72,7 +74,10 @@ def row_dots_gradients(
 
 
 def table_gradient(ids: Tensor, rows: Tensor, weight: Tensor, sparse: bool) -> Tensor:
-    """Returns a gradient of the weight that holds `rows` (n, D) at the sorted, distinct `ids`."""
+    """Returns the gradient of the weight, with `rows` (n, D) at the `ids` and 0 in other rows.
+
+    The ids are distinct and in ascending order.
+    """
     if sparse:
         return torch.sparse_coo_tensor(
             ids.unsqueeze(0), rows, weight.shape, is_coalesced=True, check_invariants=False

@@ -1,4 +1,4 @@
-"""The terms of the Jensen-Shannon divergence (JSD) and of the skewed KL for each column.
+"""The terms of the Jensen-Shannon divergence (JSD) and of the skewed KL, for each column of a row.
 
 The JSD compares the teacher's probabilities p and the student's probabilities q with the mixture
 M = βp + (1-β)q. The skewed KL compares one of p and q with a mixture (`skewed`).
@@ -23,7 +23,7 @@ def bits(s):
 
 @triton.jit
 def _log2(x, IN: tl.constexpr):
-    """Returns log2 x with a precision that suits logits of dtype IN. log2 of 1 is exactly 0.
+    """Returns log2 x with the precision that logits of dtype IN need. log2 of 1 is exactly 0.
 
     The argument x must not be subnormal. For 16-bit logits on NVIDIA GPUs, log2 is one instruction
     with an error of 2^-22, like exp2. For other dtypes and GPUs, log2 takes about 24 instructions
@@ -73,9 +73,10 @@ def skewed(log_q, log_p, gap, alpha, IN: tl.constexpr, FORWARD: tl.constexpr):
 
     Forward KL is Σ p log(p / M) with M = αp + (1-α)q. Reverse KL is Σ q log(q / M) with
     M = αq + (1-α)p. The divergence of a distribution r from M is Σ (r log(r / M) + M - r), and each
-    of these terms is at least 0. So the sum over some columns of a row is at least 0 too. g is the
-    derivative of the divergence by q, up to a constant, and is 0 for p = q. `gap` is log_q - log_p.
-    p / M - 1 is computed from 1 - share, because 2^log2(p / M) - 1 has a larger rounding error.
+    of these terms is at least 0. So a sum over only some columns of a row is at least 0 too. g is
+    the derivative of the divergence with respect to q, up to a constant. g is 0 for p = q. `gap` is
+    log_q - log_p. p / M - 1 is computed from 1 - share, because 2^log2(p / M) - 1 has a larger
+    rounding error.
     """
     if FORWARD:
         _, mu, _, share, more = _mixed(log_q, log_p, gap, alpha)

@@ -6,9 +6,9 @@
 
 Each term of the sums needs the normalisers of the student's row and of the teacher's row. Therefore
 the first pass computes the normalisers, and the second pass computes the sums. Several programs
-share a long row. Each program reads one part of the row, a split, which is short enough to stay in
-the cache between the two passes. After the first pass, the program waits for the normalisers of the
-other splits (program_exchange.py). A second kernel adds the sums of all splits.
+share a long row. Each program reads one part of the row, which is called a split. A split is short
+enough to stay in the cache between the two passes. After the first pass, the program waits for the
+normalisers of the other splits (program_exchange.py). A second kernel adds the sums of all splits.
 """
 
 import functools
@@ -49,8 +49,8 @@ from .tvd_math import apart, ratio_of, to_student
 class Norms(NamedTuple):
     """The shift and the log2 of the normaliser, for a student's row (q) and a teacher's row (p).
 
-    For a logit y of the student, log2 of its probability is (y - shift_q) · rate - log_q, where
-    rate is log2 e / temperature.
+    The log2 of the probability of a student's logit y is (y - shift_q) · rate - log_q, where rate
+    is log2 e / temperature.
     """
 
     shift_q: tl.tensor
@@ -86,7 +86,7 @@ class Apart(NamedTuple):
 
 @triton.jit
 def fold_norms(state, both, start, offs, mask):
-    """Updates max and normaliser of student and teacher with one more block (first pass)."""
+    """Merges one block into the max and the normaliser of student and teacher (first pass)."""
     m_q, moved_q, _, e_q = extend(state.m_q, student(both, start + offs, mask), both.rate)
     m_p, moved_p, _, e_p = extend(state.m_p, teacher(both, start + offs, mask), both.rate)
     s_q = state.s_q * tl.exp2(moved_q * both.rate) + e_q
@@ -204,8 +204,8 @@ def _jsd_tvd_fwd_kernel(
 ):  # fmt: skip
     """Each program computes one whole row.
 
-    This kernel is used if rows are short, if the normalisers are known, or if programs must not
-    wait for each other.
+    This kernel is used if rows are short, if the normalisers are already known, or if programs must
+    not wait for each other.
     """
     row = tl.program_id(0)
     if ignore_index is not None:

@@ -1,11 +1,11 @@
-"""Dot products of hidden states with some rows of a table, M rows per hidden state.
+"""Dot products of each hidden state with M rows of a table.
 
-The gradient of the table is a sum over all pairs (hidden state, row) of the same row. The pairs are
-sorted by row, so that the pairs of a row are neighbours. Such neighbours are called a run. Each
-program adds the pairs of a block of LENGTH neighbours, and writes the sums of the runs that lie
-inside its block. A run that crosses the end of a block has one partial sum per block. A second
-kernel adds these partial sums. So no sum needs atomic operations, and the result is bitwise
-reproducible.
+A pair is a hidden state and one of its M rows. The gradient of a row is a sum over all pairs with
+this row. The pairs are sorted by row, so that all pairs of a row are adjacent. The pairs of a row
+are called a run. Each program adds the pairs of one block of LENGTH adjacent pairs, and writes the
+sums of the runs that lie inside its block. A run that crosses the end of a block has one partial
+sum per block. A second kernel adds these partial sums. So no atomic operations are needed, and the
+result is bitwise reproducible.
 """
 
 import functools
@@ -111,13 +111,15 @@ def _run_at(RUNS, place, count):
 )
 def _row_dots_d_table_kernel(
     HIDDEN, G, ORDER, RUNS,  # inputs, (N, D), (N · M,), (count,) and (count,)
-    OUT, PARTS,  # outputs, (rows, D), and (blocks, 2, D) for the first and the last run of a block
+    OUT, PARTS,  # outputs, (rows, D), and (blocks, 2, D): partial sums of a block's ends
     count, stride_h, D, M, rows,  # sizes
     ALIGNED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Each program adds the pairs of one block, in BLOCK_D columns.
 
-    RUNS is sorted. A run that is not in [0, rows) has no output.
+    RUNS holds the number of each pair's run, in ascending order. A run outside [0, rows) has no
+    output. PARTS[:, 0] is the partial sum of a run that began in an earlier block. PARTS[:, 1] is
+    the partial sum of a run that begins in this block and continues in the next block.
     """
     block = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -167,7 +169,7 @@ def _row_dots_d_table_ends_kernel(
     count, D, rows,  # sizes
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes the sum of the run that begins in its block and goes on after it."""
+    """Each program writes the sum of the run that begins in its block and ends in a later block."""
     block = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     first = block * BLOCK_P
@@ -206,10 +208,10 @@ def row_dots_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns the gradients of hidden and weight, where g is the gradient of `row_dots`.
 
-    `needs` says which of the two gradients are computed. If `sparse`, the gradient of the weight is
-    a sparse COO tensor, which holds only the rows of `ids`. The host then waits for the number of
-    these rows. A pair (i, j) with g[i, j] = 0 adds 0, even if the hidden state or the row of the
-    table is not finite.
+    `needs` holds two flags, which select the gradients of hidden and of weight. A gradient that is
+    not selected is None. If `sparse`, the gradient of the weight is a sparse COO tensor, which
+    holds only the rows of `ids`, and the host waits for the number of these rows. A pair (i, j)
+    with g[i, j] = 0 adds 0, even if the hidden state or the row of the table is not finite.
     """
     g, ids = g.to(torch.float32).contiguous(), ids.contiguous()
     d_hidden = None
@@ -259,7 +261,10 @@ def _contiguous_rows(t: Tensor) -> Tensor:
 
 
 def _aligned(t: Tensor) -> bool:
-    """Whether every row of t starts on a 16-byte boundary, so that loads can read 16 bytes."""
+    """Returns whether every row of t starts on a 16-byte boundary.
+
+    If so, one load instruction can read 16 bytes.
+    """
     return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
 
 

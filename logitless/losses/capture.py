@@ -73,9 +73,9 @@ def capture_sampled(
     `generator` must be on the device of the logits. The function draws n uniform numbers per row
     from the generator, and each number determines one id. Equal logits and equal generators give
     equal ids, even if the columns are sharded over ranks. The ranks of a VocabShard use the uniform
-    numbers of the first rank. If two computations round the logits differently, as a GEMM can, a
-    draw can differ if its uniform number is within rounding of the boundary between two ids. The
-    uniform numbers of a row depend on the position of the row in the batch.
+    numbers of the first rank. Two GEMMs can round the logits differently. Then a draw can differ if
+    its uniform number is close to the boundary between two ids. The uniform numbers of a row depend
+    on the position of the row in the batch.
 
     On a GPU, two passes over the logits find the max and the sums of each row, and a third pass
     reads only the blocks of 512 columns that contain a draw.
@@ -93,7 +93,7 @@ def capture_sampled(
 
 def _sampled(logits, n, proposal, generator, temperature, softcap) -> SparseTargets:
     if isinstance(logits, Tensor) and call.mapped(logits):
-        rules.not_mapped()  # otherwise, vmap would complain about random numbers
+        rules.not_mapped()  # without this check, vmap would raise an error about random numbers
     capture = Sampled(uniforms_of(logits, n, generator), float(proposal))
     options = (float(temperature), None if softcap is None else float(softcap))
     ids, logprobs, mask = _captured(logits, capture, *options)

@@ -94,17 +94,17 @@ def kl_div(
     the loss +inf. For reverse KL, a class with q = 0 adds 0, and a class with q > 0 and p = 0 makes
     the loss +inf.
 
-    With skew=α, the KL divergence is skewed, as in DistiLLM: the second distribution is replaced by
-    its mixture with the first distribution.
+    With skew=α, the function computes the skewed KL divergence of DistiLLM. The second distribution
+    is replaced by its mixture with the first distribution:
 
         direction="forward" computes Σ p log(p / (α p + (1-α) q)).
         direction="reverse" computes Σ q log(q / (α q + (1-α) p)).
 
-    The skewed KL is at most -log α, so it is finite even if p or q is 0. DistiLLM uses α = 0.1. The
-    skewed KL reads student and teacher twice, as `jsd` does.
+    The skewed KL is at most -log α, so the loss is finite even if p or q is 0. DistiLLM uses
+    α = 0.1. The skewed KL reads student and teacher twice, as `jsd` does.
 
-    The softcap applies only to the student. With `t_squared=True`, value and
-    gradient are multiplied by T², so that the gradient does not shrink as T grows.
+    The softcap applies only to the student. With `t_squared=True`, value and gradient are
+    multiplied by T², so that the gradient does not shrink as T grows.
 
     `temperature` (T) is one number, or a tensor with one number per row. Rows for which `mask` is
     False are not read, and their loss and gradient are 0. `row_weight` holds one number per row,
@@ -174,7 +174,7 @@ def tvd(
 
     The distance is in [0, 1]. For a class with p = q, the derivative of |p - q| is taken as 0. So
     the gradient is 0 if student and teacher are equal. The options are the same as in `kl_div`. As
-    the temperature T grows, the gradient shrinks only as 1/T, so t_squared=True is rarely right.
+    the temperature T grows, the gradient shrinks only as 1/T, so t_squared=True is rarely useful.
 
     Speculative sampling accepts a token of the draft model with the probability 1 - TVD. So
     `-torch.log(1 - ll.tvd(draft, target, reduction="none"))` is -log(acceptance rate) per row.

@@ -166,9 +166,9 @@ def _scores(
 
     z = at_ids(z)
     if logprobs is not None:
-        # Between any two ids of a row, z and log p have the same difference, so both give the same
-        # q. Rounding errors are relative to the size of the values. So each row is computed from z
-        # or from log p, depending on which maximum is closer to 0.
+        # Within a row, z and log p differ only by a constant, so the softmax of both is q. Rounding
+        # errors are relative to the size of the values. So q of each row is computed from z or from
+        # log p, depending on which maximum is closer to 0.
         logprobs = at_ids(logprobs)
         top_z, top_p = (t.detach().amax(-1, keepdim=True).abs() for t in (z, logprobs))
         z = torch.where(top_p < top_z, logprobs, z)

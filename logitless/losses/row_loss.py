@@ -42,8 +42,8 @@ def row_loss(
     the statistics of n rows as a RowStats. Each statistic has shape (n,), or (n, K) for K ids per
     row. The formula also gets the same n rows of each tensor in `rows`. The tensors in `rows` hold
     one or several numbers per row, and can require gradients. The formula returns a tensor of shape
-    (n,), with one number per row. Other tensors that the formula uses, for example from its
-    closure, get no gradient.
+    (n,), with one number per row. If the formula uses other tensors, for example from its closure,
+    these tensors get no gradient.
 
     The formula can also return a tuple (loss, *more) of tensors of shape (n,), for example to
     compute metrics. If the formula returns a tuple, the result of row_loss is a tuple (loss, *more)
@@ -82,7 +82,7 @@ def row_loss(
 class Formula(RowLoss):
     """A loss that a user's function computes from row statistics and from `row_inputs`.
 
-    The `row_inputs` are further tensors with one or several numbers per row. The function gets
+    The `row_inputs` are tensors of the user, with one or several numbers per row. The function gets
     tensors of shape (n,) or (n, k), which hold n rows. The number n can differ between calls.
     """
 
@@ -100,13 +100,13 @@ class Formula(RowLoss):
         return RowStats(**statistics), row_inputs
 
     def hints(self, argument: Any) -> list[str]:
-        """Lists the fields of the argument that are None, with the option that requests each."""
+        """Returns a hint for each field of the argument that is None: the option to request it."""
         by = {"picked": "ids", "logprob": "ids"}
         names = [name for name, t in argument._asdict().items() if t is None]
         return [f"stats.{name} (pass {by.get(name, f'{name}=True')} to row_loss)" for name in names]
 
     def call(self, statistics: dict[str, Tensor], row_inputs) -> tuple[Tensor, ...]:
-        """Calls the function for n rows. Checks and returns its results, as a tuple."""
+        """Calls the function for n rows, checks its results, and returns the results as a tuple."""
         argument, row_inputs = self.first_argument(statistics, row_inputs)
         hints = self.hints(argument)
         hint = f" These statistics were not requested: {', '.join(hints)}." if hints else ""
@@ -195,9 +195,9 @@ def _constant_where(ignored: Tensor | None, t: Tensor) -> Tensor:
 
 
 def _times_rows(d: Tensor, scale: Tensor, ignored: Tensor | None) -> Tensor:
-    """Multiplies d by `scale`, which is one number, or one number per row.
+    """Returns d multiplied by `scale`, which is one number, or one number per row.
 
-    Ignored rows become 0.
+    The result is 0 in ignored rows.
     """
     rows = scale.numel() if scale.dim() else None
     rows = rows if ignored is None else ignored.numel()
@@ -246,6 +246,6 @@ def _check_row_by_row(
     apart = torch.cat([first, second])
     if not torch.allclose(both, apart, rtol=1e-4, atol=1e-6, equal_nan=True):
         raise ValueError(
-            "formula must not mix rows; a call for two rows must equal two calls for one row each, "
-            f"got {both.tolist()} and {apart.tolist()}."
+            "formula must not mix rows, so that its results do not depend on how rows are grouped, "
+            f"got {both.tolist()} for two rows together and {apart.tolist()} for each row alone."
         )

@@ -1,10 +1,10 @@
-"""Cross-entropy of the target among some sampled rows of a table, for recommenders.
+"""Cross-entropy over the target and some sampled rows of a table, for recommenders.
 
 A catalogue of items is a table (V, D), which can be too large for a softmax over all items. The
-sampled softmax compares the target with K other items, the negatives. If all rows share the
-negatives, the negatives are a head of K columns, and heads/ computes the loss chunk by chunk. If
-each row has its own negatives, the backend computes the dot products with the gathered rows of the
-table, and `cross_entropy` computes the loss from these K + 1 numbers per row.
+sampled softmax compares the target with K other items, which are called negatives. If all rows
+share the negatives, the negatives form a head with K columns, and heads/ computes the loss chunk by
+chunk. If each row has its own negatives, the backend gathers rows of the table and computes K + 1
+dot products per row. Then `cross_entropy` computes the loss from these dot products.
 """
 
 from dataclasses import dataclass
@@ -53,12 +53,13 @@ def sampled_softmax(
 
     `hidden` (..., D) holds one state per row. `weight` (V, D) and `bias` (V,) are the table of all
     items. `target` (...) holds one item per row. `negatives` holds K items that all rows share, in
-    shape (K,), or K items per row, in shape (..., K). The logit of item j in row i is
+    shape (K,), or K items per row, in shape (..., K). The logit of the negative j in row i is
 
         z_ij = (hidden_i · weight_j + bias_j) / temperature - log_q_j
 
-    for a negative, with log_q (the shape of `negatives`) or 0. The logit of the target has
-    target_log_q (the shape of `target`) or 0 instead of log_q. The loss of a row is
+    `log_q` has the shape of `negatives`. The logit of the target has the same formula, with
+    `target_log_q` instead of log_q. `target_log_q` has the shape of `target`. Both are 0 by
+    default. The loss of a row is
 
         row_weight · (log (e^z_target + Σ e^z_negative) - z_target)
 
@@ -70,16 +71,17 @@ def sampled_softmax(
     out of the sum. A negative that occurs several times counts several times.
 
     The gradients of hidden, weight and bias are exact. With sparse_grad=True, the gradient of the
-    weight is a sparse COO tensor, which holds only the rows of the targets and negatives, as
-    torch.optim.SparseAdam and torch.optim.Adagrad take it. The gradient of the bias is dense. For
-    shared negatives, `workspace` bounds the bytes of logits in memory, as in LinearLogits. The loss
-    is fp32 (fp64 for fp64 inputs), and so are the logits.
+    weight is a sparse COO tensor, which holds only the rows of the targets and negatives.
+    torch.optim.SparseAdam and torch.optim.Adagrad accept this gradient. The gradient of the bias is
+    dense. For shared negatives, `workspace` bounds the bytes of logits in memory, as in
+    LinearLogits. The logits and the loss are fp32 (fp64 for fp64 inputs).
 
     A row is ignored if its target is ignore_index or its entry in `mask` is False. The loss and the
-    gradient of an ignored row are 0. "mean" divides by the number of rows that count. An id outside
-    [0, V) raises on a CPU. On a GPU, a target or a negative of one row outside [0, V) makes this
-    row NaN, a shared negative outside [0, V) makes all rows NaN, and LOGITLESS_CHECK=1 makes all of
-    these ids raise.
+    gradient of an ignored row are 0. "mean" divides by the number of rows that are not ignored. On
+    a CPU, an id outside [0, V) raises an error. On a GPU, an id outside [0, V) raises an error only
+    with LOGITLESS_CHECK=1. Without LOGITLESS_CHECK=1, a target or a row's own negative outside
+    [0, V) makes the loss of the row NaN, and a shared negative outside [0, V) makes the loss of all
+    rows NaN.
 
     >>> negatives = torch.randint(0, len(items.weight), (8192,))
     >>> loss = sampled_softmax(hidden, items.weight, target, negatives)
@@ -157,9 +159,9 @@ class _Sample:
 class SharedNegatives(Formula):
     """The loss of each row, from the logits of the shared negatives and from the target's logit.
 
-    The label of a row is the column of the row's hit, or NO_HIT. The logit of the hit is replaced
-    by -inf before the logits are read. Replacing it twice changes nothing, so backward works on
-    logits that forward has changed, and on logits that are computed again.
+    The label of a row is the column of the row's hit, or NO_HIT. Forward and backward replace the
+    logit of the hit by -inf before they read the logits. So backward can read the logits that
+    forward has changed, and also logits that are computed again.
     """
 
     caller: ClassVar[str] = "sampled_softmax"
@@ -188,11 +190,11 @@ def shared_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> T
         ids, log_q, column = _distinct(ids, log_q, s.target, full) if s.remove_hits else (
             ids, log_q, torch.full_like(s.target, NO_HIT)
         )  # fmt: skip
-        # One gather of all rows of the table, so that the table has one gradient.
+        # All rows of the table are gathered at once, so that backward computes one gradient.
         wanted = torch.cat((s.target, ids))
         bad = s.is_bad(wanted)
-        # An id that is not in the table is replaced by a negative, so that no other row of the
-        # table has a gradient.
+        # An id outside [0, V) is replaced by the first negative, so that the gradient of the table
+        # has no further rows.
         wanted = torch.where(bad, ids[0].clamp(0, len(s.weight) - 1), wanted)
         bias = None if s.bias is None else s.bias.to(full)[wanted]
         table = F.embedding(wanted, s.weight, sparse=s.sparse_grad)
@@ -205,7 +207,7 @@ def shared_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> T
     hidden = s.hidden
     if autocasts(hidden.device):
         hidden, others = cast_by_autocast(hidden), cast_by_autocast(others)
-    # A bias in fp32 is possible because the logits are fp32. So log_q is not rounded to 16 bits.
+    # The logits are fp32, so the head accepts a bias in fp32, and log_q is not rounded to 16 bits.
     wide = None if full == hidden.dtype else full
     head = Head(hidden, others, extra, workspace=s.workspace, logits_dtype=wide)
     logits = HeadLogits(head)
@@ -220,7 +222,7 @@ def shared_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> T
 
 
 def _loss_of_row(stats, z: Tensor) -> Tensor:
-    """log (e^z + e^lse) - z, where lse is the logsumexp of the negatives."""
+    """Returns log (e^z + e^lse) - z, where lse is the logsumexp of the negatives."""
     return torch.logaddexp(stats.lse - z, torch.zeros_like(z))
 
 
@@ -246,9 +248,9 @@ def _distinct(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the negatives sorted, their log_q, and the column of each row's hit or NO_HIT.
 
-    An id that occurs several times has its whole mass Σ e^(-log_q) in its first column. The other
-    columns of the id have log_q = inf, so their logits are -inf. So each row has at most one hit,
-    and the host need not wait for the number of distinct ids.
+    If an id occurs several times, the first column of the id gets the whole mass Σ e^(-log_q). The
+    other columns of the id have log_q = inf, so their logits are -inf. So each row has at most one
+    hit, and the host need not wait for the number of distinct ids.
     """
     ids, order = ids.sort(stable=True)
     log_q = torch.zeros_like(ids, dtype=full) if log_q is None else log_q.to(full)[order]

@@ -80,9 +80,10 @@ class SlotFormula(Formula):
 def _compared(student: Tensor, teacher: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """Returns both log-probabilities.
 
-    Where both probabilities are 0, and where `real` is False (a masked slot or an ignored row),
-    both log-probabilities are NOTHING. Where the student's probability is 0, the student's
-    log-probability becomes a constant, because the gradient of a formula could be 0 · inf = NaN.
+    Both log-probabilities are NOTHING where both probabilities are 0. Both are also NOTHING where
+    `real` is False, which means a masked slot or an ignored row. Where the student's probability is
+    0, the student's log-probability becomes a constant, because the gradient of a formula could be
+    0 · inf = NaN.
     """
     teacher = teacher.to(student.dtype)
     gone = student == -torch.inf

@@ -139,13 +139,13 @@ def row_stats(
     = z[ids] and `logprob` = log softmax(z)[ids] are computed too. The flags `entropy`, `total` and
     `argmax` request the entropy in nats, the sum Σ z, and the argmax.
 
-    The flag `rank` needs `ids`. It requests the rank of the row's id, or of the first of its K ids:
-    the number of logits of the row that are strictly greater than the logit of this id, as int64.
-    So 0 means that the id is an argmax. The recall at k is rank < k, the reciprocal rank is
-    1 / (1 + rank), and the NDCG of one relevant item is 1 / log2(2 + rank). The logits are compared
-    after the softcap and before the division by the temperature, so equal logits stay equal. A NaN
-    counts as greater than every logit. So the rank is V if the logit of the id is NaN. The rank is
-    also V if the id is outside [0, V) and does not raise, as on a GPU.
+    The flag `rank` requests the rank of the row's id, or of the first of its K ids, and needs
+    `ids`. The rank is the number of logits of the row that are strictly greater than the logit of
+    the id, as int64. So the rank of an argmax is 0. The recall at k is 1 if rank < k, the
+    reciprocal rank is 1 / (1 + rank), and the NDCG of one relevant item is 1 / log2(2 + rank). The
+    logits are compared after the softcap and before the division by the temperature, so equal
+    logits stay equal. A NaN counts as greater than every logit. So the rank is V if the logit of
+    the id is NaN. On a GPU, an id outside [0, V) does not raise, and its rank is V too.
 
     Logits are fp16, bf16, fp32 or fp64. The temperature is one number, or a tensor with one number
     per row. Statistics are fp32 (fp64 for fp64 logits), and gradients have the dtype of the logits.
@@ -210,8 +210,8 @@ class Scores(NamedTuple):
     entropy: Tensor  # (...)  -Σ p log p, in nats
     lse: Tensor  # (...)      log Σ e^z
     argmax: Tensor  # (...)   int64; -1 for ignored rows
-    # (...), int64, how many logits are greater than the target's; -1 for ignored rows. None if the
-    # rank was not requested.
+    # (...), int64, the number of logits that are greater than the target's logit; -1 for ignored
+    # rows. None if the rank was not requested.
     rank: Tensor | None = None
 
 

@@ -157,11 +157,11 @@ def checksums(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _as_bytes(numbers: list[Any]) -> Tensor:
-    """The bytes of 32-bit numbers, little-endian."""
+    """Returns the bytes of 32-bit numbers, little-endian, as a uint8 tensor."""
     data = bytearray().join(n.to_bytes(4, "little") for n in numbers)
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0).byte()
 
 
 def checksum_bytes(size: int) -> int:
-    """The size in bytes of the checksums for tensors of `size` bytes in total."""
+    """Returns the size in bytes of the checksums for tensors of `size` bytes in total."""
     return 4 * -(-size // BLOCK)

@@ -1,16 +1,17 @@
-"""A folder of fetched files with a limit in bytes, which the processes of a machine share.
+"""A cache folder of fetched files, with a limited size. All processes of a machine share the cache.
 
     SHA256         a fetched file, named after its SHA-256
-    SHA256.part    a file that is being fetched; it has its full size from the beginning
+    SHA256.part    a file that is being fetched; the file has its full size from the beginning
     SHA256.lock    locked while the file is fetched or deleted; locked as shared while it is read
-    cache.lock     locked while a process makes room for a file
+    cache.lock     locked while a process deletes files to make room for another file
 
 A file is fetched under the name SHA256.part and then renamed, so that a reader never sees a part of
-a file. Only one process fetches a file, and the other processes wait for it. If there is no room,
-the least recently used files are deleted, except files that are being read or fetched. If all files
-are being read or fetched, a process waits until one of them is free. A process holds the shared
-lock only during a read, so this wait ends. The system releases the locks of a killed process. Files
-named SHA256.lock are never deleted, because another process could wait for the deleted file.
+a file. Only one process fetches a file, and the other processes wait for this process. If there is
+no room for a file, the least recently used files are deleted, except files that are being read or
+fetched. If all files are being read or fetched, the process waits until one file is free. This wait
+ends, because a process holds the shared lock only during a read. The system releases the locks of a
+killed process. Files named SHA256.lock are never deleted, because another process could be waiting
+for the lock of the deleted file.
 """
 
 import contextlib
@@ -29,14 +30,14 @@ POLL = 0.02  # seconds between two attempts to make room
 
 
 def default_folder() -> Path:
-    """The folder LOGITLESS_CACHE, or the folder `logitless` in the user's cache."""
+    """Returns the folder in LOGITLESS_CACHE, or the folder `logitless` in the user's cache."""
     if chosen := os.environ.get("LOGITLESS_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logitless"
 
 
 class Cache:
-    """The cache in one folder. `limit` is the largest size of all its files together, in bytes."""
+    """The cache in one folder. `limit` is the largest total size of its files, in bytes."""
 
     def __init__(self, folder: str | os.PathLike | None = None, limit: int | None = None):
         self.folder = Path(folder) if folder is not None else default_folder()
@@ -49,9 +50,9 @@ class Cache:
 
     @contextlib.contextmanager
     def reading(self, listed: Listed, fetch: Callable[[Listed, Any], None]) -> Iterator[Path]:
-        """Yields the path of a file, which is not deleted inside the with block.
+        """Yields the path of a file. The file is not deleted inside the with block.
 
-        `fetch` writes the file into an open local file, if the cache does not have the file.
+        If the cache does not have the file, `fetch` writes its bytes into an open local file.
         """
         path = self.folder / listed.sha256
         while True:
@@ -91,9 +92,9 @@ class Cache:
         return path.with_name(f"{path.name.removesuffix('.part')}.lock")
 
     def _reserve(self, part: Path, size: int) -> None:
-        """Creates a file of `size` bytes, after it has deleted other files to make room."""
+        """Deletes other files until there is room, and creates the file `part` of `size` bytes."""
         checks.cache_bytes(self.limit, size)
-        part.unlink(missing_ok=True)  # of a process that was killed
+        part.unlink(missing_ok=True)  # the file of a process that was killed
         while True:
             with Lock(self.folder / "cache.lock", wait=True):
                 if self._has_room(size):
@@ -103,7 +104,7 @@ class Cache:
             time.sleep(POLL)
 
     def _has_room(self, size: int) -> bool:
-        """Whether `size` more bytes fit below the limit, after files were deleted if needed."""
+        """Deletes files if needed, and returns whether `size` more bytes fit below the limit."""
         files = []
         for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # renamed or deleted by another process
@@ -113,7 +114,7 @@ class Cache:
         for _, of_file, path in sorted(files):
             if room >= size:
                 break
-            with contextlib.suppress(ValueError):  # locked, because it is being read or fetched
+            with contextlib.suppress(ValueError):  # another process reads or fetches the file now
                 with Lock(self._lock(path)):
                     path.unlink(missing_ok=True)
                 room += of_file

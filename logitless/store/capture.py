@@ -37,18 +37,18 @@ def capture(
 ) -> int:
     """Stores a teacher's k most probable next tokens, and returns the number of added documents.
 
-    If the writer has values="counts", `capture` stores next tokens that are drawn at random, with
-    `generator`, which must be on the device of the model. The number of draws is the writer's k.
+    If the writer has values="counts", `capture` stores next tokens that are drawn at random. The
+    number of draws per token is the writer's k. `generator` must be on the device of the model.
 
-    A batch can be a list of documents, each a list of token ids. A batch can be a tensor of
-    input_ids of shape (B, T), with one document per row. A batch can also be a dict of keyword
+    A batch is a list of documents, a tensor or a dict. A document in a list is a list of token ids.
+    A tensor holds input_ids of shape (B, T), with one document per row. A dict holds the keyword
     arguments of a Transformers model, in which attention_mask marks padding. Documents that the
     writer already has are skipped before the model runs. So calling `capture` again resumes a run
-    that was killed. `k` is at most the writer's k. The default of `k` is the writer's k. `head` has
-    the same meaning as in `fuse`. For each captured document, `progress` is called with the number
-    of the document's tokens. For each batch with skipped documents, `progress` is also called once,
-    with the number of tokens in all skipped documents of the batch. If the head is padded to more
-    logits than the writer's vocab_size, the logits beyond vocab_size count as -inf.
+    that was killed. `k` is at most the writer's k, which is also the default. `head` has the same
+    meaning as in `fuse`. For each captured document, `progress` is called with the number of the
+    document's tokens. For each batch with skipped documents, `progress` is also called once, with
+    the number of tokens in all skipped documents of the batch. If the head is padded to more logits
+    than the writer's vocab_size, the logits beyond vocab_size count as -inf.
 
     Under torchrun, each rank captures the part of the batches that the function `share` selects:
 

@@ -84,7 +84,7 @@ def starts(value: Any, n: int) -> None:
 
 
 def one_document(tokens: Any) -> Tensor:
-    """A document's token ids as a tensor. An empty list becomes an int64 tensor."""
+    """Returns a document's token ids as a tensor. An empty list becomes an int64 tensor."""
     if isinstance(tokens, Tensor):
         return tokens
     try:
@@ -136,15 +136,16 @@ def draws(targets: Any, counts: Tensor, n: int) -> None:
         off = torch.where(counts > 0, off, 1.0)
     else:
         off = torch.where((counts == 0) & (targets.mask != 0), 1.0, off)
-    rule = f"be logs of counts divided by {n}, as capture_sampled(logits, {n}) returns them with"
-    rule += ' proposal=1, for a store with values="counts"'
+    rule = f'be logs of counts divided by {n} in a store with values="counts", as'
+    rule += f" capture_sampled(logits, {n}) returns with proposal=1"
     if off.numel() and float(off.max()) > 1e-6:
         got = float(logprobs.flatten()[off.argmax()])
         raise ValueError(f"targets.logprobs must {rule}, got {got:.6g}.")
     total = counts.sum(-1)
     wrong = (total != n) & (total != 0)
     if bool(wrong.any()):
-        raise ValueError(f"targets.logprobs must {rule}, got a sum of {int(total[wrong][0])}.")
+        got = int(total[wrong][0])
+        raise ValueError(f"targets.logprobs must {rule}, got counts that add up to {got}.")
     ids = torch.where(
         counts > 0, targets.ids.long(), -1 - torch.arange(targets.k, device=total.device)
     )
@@ -157,7 +158,7 @@ def draws(targets: Any, counts: Tensor, n: int) -> None:
 
 
 def row_range(index: Any, n: int) -> tuple[int, int]:
-    """Returns where the slice `index` begins and ends in a document of n tokens."""
+    """Returns the begin and the end of the slice `index` in a document of n tokens."""
     if not isinstance(index, slice) or index.step not in (None, 1):
         raise IndexError(f"a range of tokens must be a slice of step 1, got {index!r}.")
     begin, end, _ = index.indices(n)
@@ -166,7 +167,7 @@ def row_range(index: Any, n: int) -> tuple[int, int]:
 
 def document_number(i: Any, n: int) -> int:
     if isinstance(i, bool) or not hasattr(i, "__index__"):
-        raise TypeError(f"a document must be named by its number, got {i!r}.")
+        raise TypeError(f"a document must be selected by its number, got {i!r}.")
     i = int(i)
     if not -n <= i < n:
         raise IndexError(f"a document's number must be in [0, {n}), got {i}.")
@@ -174,7 +175,7 @@ def document_number(i: Any, n: int) -> int:
 
 
 def order(numbers: Any, documents: int, ahead: Any) -> Tensor | None:
-    """Returns the numbers of documents as an int64 tensor on the CPU, or None."""
+    """Returns `numbers` as an int64 tensor on the CPU, or None if `numbers` is None."""
     whole("ahead", ahead, 1, 1000)
     if numbers is None:
         return None
@@ -208,7 +209,7 @@ def lengths(value: Any, rows: int, width: int) -> list[list[int]]:
         isinstance(value, Tensor) and not value.dim()
     ):
         raise TypeError(
-            f"lengths must be a list or a tensor with an entry per row, got {value!r:.50}."
+            f"lengths must be a list or a tensor with one entry per row, got {value!r:.50}."
         )
     entries = value.tolist() if isinstance(value, Tensor) else list(value)
     if rows == 1 and entries and not isinstance(entries[0], (list, tuple, Tensor)):
@@ -264,7 +265,7 @@ def documents(seed: Any, mixed: Any, rank: Any, world: Any) -> None:
 
 
 def state_of_documents(state: Any, fixed: dict[str, Any]) -> None:
-    """Checks that a state belongs to the same store, the same order and the same share."""
+    """Checks that a state was saved for the same store, the same order and the same share."""
     names = {"epoch", "position", *fixed}
     if not isinstance(state, Mapping) or state.keys() != names:
         got = sorted(state) if isinstance(state, Mapping) else type(state).__name__
@@ -317,7 +318,7 @@ def logits_of_batch(logits: Any, ids: Tensor, vocab_size: int) -> None:
     got = tuple(getattr(logits, "shape", ()))
     if got[:-1] != wanted[:-1] or got[-1:] < wanted[-1:]:
         raise ValueError(
-            f"model must give logits of shape {wanted}, or of a larger vocabulary than the store's,"
+            f"model must return logits of shape {wanted}, or logits with a larger vocabulary,"
             f" got {got}."
         )
 
@@ -330,7 +331,7 @@ def rows_of_teacher(rows: dict[str, Tensor]) -> None:
     """
     fine = rows["top"].isfinite() if "top" in rows else (rows["draws"] != 0).any(-1)
     if not bool(fine.all()):
-        raise ValueError("model must give a finite largest logit in each row, got NaN or inf.")
+        raise ValueError("model must return a finite largest logit in each row, got NaN or inf.")
 
 
 def is_open(closed: bool, is_mine: bool) -> None:
@@ -339,5 +340,5 @@ def is_open(closed: bool, is_mine: bool) -> None:
     if not is_mine:
         raise ValueError(
             "a writer must be used by the process that opened it, got a process that was forked"
-            " from it. Open a writer with another part= in each process."
+            " later. Open a writer with another part= in each process."
         )

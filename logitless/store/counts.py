@@ -2,12 +2,12 @@
 
 `capture_sampled` draws n ids per row, and the weight of an id is count / n. The n draws of a row
 are sorted by their ids. Bit j of the column `draws` is 1 if draw j is the first draw of its id. So
-the number of ones is the number of distinct ids, and the distance from a one to the next one is the
-count of an id. All bits of a row without slots are 0.
+the number of 1 bits is the number of distinct ids, and the distance from a 1 bit to the next 1 bit
+is the count of an id. All bits of a row without slots are 0.
 
-In memory, a row has a fixed size: `ids` holds n ids, and the ids after the last distinct id are 0.
-In a shard, only the distinct ids are stored, one row after the other (`compact` and `expand`).
-store/format.py describes the columns of a shard.
+In memory, all rows have the same size. The column `ids` holds n ids per row, and the ids after the
+last distinct id are 0. In a shard, only the distinct ids are stored, one row after the other
+(`compact` and `expand`). store/format.py describes the columns of a shard.
 """
 
 import functools
@@ -25,7 +25,8 @@ from .format import Header, Table, pack
 def encoded_counts(targets: SparseTargets, header: Header) -> Table:
     """Encodes sampled targets of shape (T,), on the device of the targets.
 
-    A row of NaN, as `capture_sampled` returns it for a row of NaN, becomes a row without slots.
+    `capture_sampled` returns NaN for rows whose logits are NaN. Such a row becomes a row without
+    slots.
     """
     n = header.k
     counts = counts_of(targets, n)
@@ -65,7 +66,7 @@ class CountsDecoding:
         file_checks.ids_in_vocabulary(table["ids"], self.header.vocab_size)
         bits = bits_of(table["draws"], self.header.k)
         slot = bits.cumsum(-1)  # the number of the slot of each draw, from 1
-        # Draws before the first one are in slot 0, which is left out.
+        # Draws before the first 1 bit are counted in slot 0, which is left out.
         counts = torch.zeros(len(bits), self.header.k + 1, dtype=torch.int64)
         counts = counts.scatter_add_(-1, slot, torch.ones_like(slot))[:, 1:]
         self.ids[begin:end] = table["ids"]
@@ -80,7 +81,7 @@ class CountsDecoding:
 
 @functools.lru_cache
 def _logprobs(n: int) -> Tensor:
-    """The log-weight of every count from 0 to n, with the bits of `capture_sampled`."""
+    """Returns the log-weight of every count from 0 to n, bit for bit as in `capture_sampled`."""
     return logprobs_of_counts(torch.arange(n + 1), n).float()
 
 
@@ -106,7 +107,7 @@ def _inside(slots: Tensor, k: int) -> Tensor:
 
 
 def compact(rows: Table, starts: Tensor, header: Header) -> Table:
-    """Returns the columns of a shard from rows in memory. `starts` are those of the documents."""
+    """Returns the columns of a shard from rows in memory. `starts` lists each document's start."""
     slots = slots_of(rows["draws"])
     flat = rows["ids"][_inside(slots, header.k)]
     ends = pad(slots.cumsum(0), (1, 0))

@@ -15,7 +15,7 @@ def on_cpu(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]
 
     @functools.wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if torch.get_default_device().type == "cpu":  # torch.device slows operations
+        if torch.get_default_device().type == "cpu":  # `with torch.device` slows down operations
             return function(*args, **kwargs)
         with torch.device("cpu"):
             return function(*args, **kwargs)

@@ -18,19 +18,19 @@ from .reader import Store
 
 
 class Documents(IterableDataset):
-    """An iterable dataset of a store's documents. Each item is the pair `store[i]`.
+    """An iterable dataset of a store's documents. Each item is a pair (tokens, targets).
 
-    Without `seed`, documents come in the order of the store. With `seed`, each epoch has another
-    order: the shards are shuffled, and then the documents of `mixed` consecutive shards are
-    shuffled together. So a remote store needs only a few shards at a time, and the next shards are
-    fetched in the background. Call `set_epoch` before each epoch.
+    Without `seed`, documents are read in the order of the store. With `seed`, each epoch has
+    another order. The shards are shuffled first. Then the documents of `mixed` consecutive shards
+    are shuffled together. So a remote store needs only a few shards at a time, and the next shards
+    are fetched in the background. Call `set_epoch` before each epoch.
 
     Each rank reads an equal share of the documents. Up to (world - 1) documents are left out of an
     epoch. The defaults of `rank` and `world` are the variables RANK and WORLD_SIZE that torchrun
     sets. The workers of a DataLoader divide the share of their rank.
 
-    `state_dict` returns the place in the epoch, and `load_state_dict` continues there. A resumed
-    run must have the same store, seed, ranks and number of workers.
+    `state_dict` returns the position in the epoch, and `load_state_dict` continues at this
+    position. A resumed run must have the same store, seed, ranks and number of workers.
 
     >>> loader = StatefulDataLoader(Documents(store, seed=0), 8, collate_fn=pad_documents)
     """
@@ -53,7 +53,7 @@ class Documents(IterableDataset):
         self._begin = 0  # position at which the next iteration begins
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of the next iteration. Another epoch begins with its first document."""
+        """Sets the epoch, on which the order depends. A new epoch starts at its first document."""
         checks.whole("epoch", epoch, 0, 2**31)
         if epoch != self.epoch:
             self.epoch, self.position, self._begin = epoch, 0, 0
@@ -76,7 +76,7 @@ class Documents(IterableDataset):
 
     @on_cpu
     def order(self) -> Tensor:
-        """The numbers of the documents of all ranks, in the order of this epoch."""
+        """Returns the numbers of the documents of all ranks, in the order of this epoch."""
         firsts = self.store.firsts
         order = torch.arange(len(self.store))
         if self.seed is not None:
@@ -91,17 +91,17 @@ class Documents(IterableDataset):
         return order[: len(order) - len(order) % self.world]
 
     def _share(self) -> tuple[int, int]:
-        """Which share of the documents this worker of this rank reads, and how many shares exist.
+        """Returns the number of this worker's share of the documents, and the number of shares.
 
-        Worker w reads every (workers · world)-th document, from document (w · world + rank) on. So
-        the ranks have equal shares.
+        Worker w of a rank reads every (workers · world)-th document, starting at document
+        (w · world + rank). So all ranks read the same number of documents.
         """
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         return number * self.world + self.rank, workers * self.world
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the epoch, and the arguments on which the order depends."""
+        """Returns the position in the epoch, and the arguments on which the order depends."""
         return {"epoch": self.epoch, "position": self.position, **self._fixed()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -124,15 +124,16 @@ def pad_documents(
 ) -> dict[str, Any]:
     """Pads documents on the right, and returns a batch.
 
-    The batch has input_ids, attention_mask and labels of shape (B, T), and targets with the same
-    rows. Padding has the label -100 and no slots. `documents` are items of `Documents`.
+    `documents` are items of `Documents`. The batch has input_ids, attention_mask and labels of
+    shape (B, T), and targets with one row per token. Padding has the label -100. All slots of
+    padding are masked.
     """
     checks.some_documents(documents)
     lengths = torch.tensor([len(tokens) for tokens, _ in documents])
     first = torch.cumsum(lengths, 0) - lengths
     place = torch.arange(int(lengths.max()))
     is_token = place < lengths[:, None]
-    # Padding is gathered from one more token and one more row, which follow all documents.
+    # Padding is gathered from an extra token and an extra row, which follow all documents.
     at = torch.where(is_token, first[:, None] + place, lengths.sum())
     tokens = torch.cat([*(tokens for tokens, _ in documents), torch.tensor([pad_token])])[at]
     rows = [targets for _, targets in documents]

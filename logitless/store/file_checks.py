@@ -144,7 +144,7 @@ def shard_slots(path: Any, slots: Tensor, lengths: dict[str, tuple[int, int]]) -
     the last entry of `slots`.
     """
     if int(slots[0]) != 0 or not bool((slots[1:] >= slots[:-1]).all()):
-        refuse(path, "have slots that do not fall, from 0 on", "other slots")
+        refuse(path, "have slots that start at 0 and never decrease", "other slots")
     for name, (got, want) in lengths.items():
         if got != want:
             refuse(path, f"have {want} elements in {name}, for {int(slots[-1])} slots", str(got))
@@ -152,7 +152,7 @@ def shard_slots(path: Any, slots: Tensor, lengths: dict[str, tuple[int, int]]) -
 
 def slots_in_shard(path: Any, end: int, slots: int) -> None:
     if end > slots:
-        refuse(path, f"have draws of at most {slots} slots", f"{end}. The shard is damaged")
+        refuse(path, f"have at most {slots} slots in its draws", f"{end}. The shard is damaged")
 
 
 def in_store(number: int, documents: int) -> None:

@@ -43,7 +43,7 @@ def write_header(path: Path, header: Header) -> Header:
 
 
 def _write(file: Path, text: str) -> None:
-    """Writes a whole file or nothing. A file that was written survives a loss of power."""
+    """Writes a whole file or nothing. After the call, the file survives a loss of power."""
     unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
     try:
         with open(unfinished, "w") as f:
@@ -69,7 +69,7 @@ def shard_path(path: Path, rank: int | str, number: int) -> Path:
 
 
 def shard_files(path: Path) -> list[Path]:
-    """The shards in a folder, sorted by name.
+    """Returns the shards in a folder, sorted by name.
 
     Raises if a safetensors file is not named RANK-NUMBER.safetensors.
     """
@@ -77,13 +77,13 @@ def shard_files(path: Path) -> list[Path]:
 
 
 def last_number(path: Path, rank: int) -> int:
-    """The number of a rank's last shard, or -1 if the rank has no shards."""
+    """Returns the number of a rank's last shard, or -1 if the rank has no shards."""
     found = _named(path, "*.safetensors", SHARD, "RANK-NUMBER.safetensors")
     return max((int(name[2]) for _, name in found if int(name[1]) == rank), default=-1)
 
 
 def journals(path: Path) -> list[tuple[Path, int]]:
-    """Each journal in a folder, with its rank.
+    """Returns each journal in a folder, with its rank.
 
     Raises if a .journal file is not named RANK.journal.
     """

@@ -90,7 +90,7 @@ from . import checks, file_checks
 
 FORMAT, VERSION, OLDER = "logitless.store", "2", ("1",)
 BLOCK = 4096  # bytes per checksum
-DISTINCT = 0.3  # assumed distinct ids per draw, for a size before the capture
+DISTINCT = 0.3  # assumed number of distinct ids per draw, for the size before a capture
 WIDTHS = {32: torch.uint32, 16: torch.uint16, 8: torch.uint8, 4: None, 2: None, 1: None}
 # Fields are computed in signed dtypes, because PyTorch lacks many operations on uint32 and uint16.
 SIGNED = {32: torch.int32, 16: torch.int16}
@@ -194,7 +194,7 @@ def _sizes(header: Header) -> dict[str, int]:
 
 
 def widths(bits: int) -> list[tuple[int, torch.dtype | None]]:
-    """The width and dtype of the fields that store an integer of `bits` bits, widest first.
+    """Returns the widths and dtypes of the fields of an integer of `bits` bits, widest first.
 
     The dtype is None for a width below 8 bits.
     """
@@ -202,7 +202,7 @@ def widths(bits: int) -> list[tuple[int, torch.dtype | None]]:
 
 
 def packed_length(n: int, width: int) -> int:
-    """The number of tensor elements that hold n fields of `width` bits."""
+    """Returns the number of tensor elements that hold n fields of `width` bits."""
     return n if width >= 8 else -(-n * width // 8)
 
 
@@ -244,7 +244,7 @@ def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tens
 
 @functools.lru_cache
 def _fields_of_byte(width: int, shift: int, dtype: torch.dtype) -> Tensor:
-    """A table of shape (256, 8 / width): the fields of each possible byte, shifted left by `shift`.
+    """Returns the fields of each possible byte, shifted left by `shift`, as (256, 8 / width).
 
     A row of 8 bytes is viewed as one int64 number, and a row of 16 bytes as one complex128 number,
     because `index_select` of numbers is twice as fast as `index_select` of rows. The caller views

@@ -230,7 +230,7 @@ def _by_id_in_json(entry: dict) -> dict[int, float] | None:
 
 
 def _are_logprobs(values: list) -> bool:
-    """Whether all values are floats, and their sum is not NaN.
+    """Returns whether all values are floats, and their sum is not NaN.
 
     The sum is NaN if a value is NaN, and also if the values include both inf and -inf.
     """

@@ -100,7 +100,7 @@ def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     place, length = place[within], length[within]
     hashes, by_hash = hashed(begin[place], length).sort(stable=True)
     place, length = place[by_hash], length[by_hash]
-    # Of several entries with the same hash, only the first entry is kept. The sort is stable, and
+    # If several entries have the same hash, only the first entry is kept. The sort is stable, and
     # `entries` lists whole documents first. So if the hash belongs to a whole document, the entry
     # of this document is kept.
     kept = torch.ones(len(hashes), dtype=torch.bool)

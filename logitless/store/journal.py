@@ -224,7 +224,7 @@ class Journal:
 
 
 def _in_groups(records: Iterable[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
-    """The records in groups of about AT_ONCE tokens."""
+    """Yields the records in groups of about AT_ONCE tokens."""
     group, tokens = [], 0
     for record in records:
         group.append(record)

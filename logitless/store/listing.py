@@ -1,7 +1,7 @@
 """store.index: one file that lists the shards of a store and the starts of their documents.
 
-A remote store is opened by reading this file alone. The lookup of documents by their tokens needs a
-second file, store-HASH.lookup, which is fetched at the first lookup. Both are safetensors files.
+To open a remote store, a reader reads only this file. The lookup of documents by their tokens needs
+a second file, store-HASH.lookup, which is fetched at the first lookup. Both are safetensors files.
 store.index has these tensors:
 
     files    U8   JSON with the store's header, and with the name, the size and the SHA-256 of each
@@ -9,10 +9,10 @@ store.index has these tensors:
                   number of index entries
     starts   I64  the column `starts` of each shard, one shard after the other   (store/format.py)
 
-The metadata of store.index has a SHA-256 of both tensors. The lookup file has the tensors
+The metadata of store.index holds a SHA-256 of both tensors. The lookup file has the tensors
 `index.hash` and `index.doc` of all shards, one shard after the other (store/index.py). HASH is the
-beginning of the SHA-256 of these tensors, so that a new lookup file does not replace the file that
-an older store.index lists.
+beginning of the SHA-256 of these two tensors. So a new lookup file has a new name, and does not
+replace the file that an older store.index lists.
 """
 
 import hashlib
@@ -90,7 +90,7 @@ class Listing:
 
 
 def _fields(where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The checked JSON of the tensor `files`."""
+    """Checks and returns the JSON of the tensor `files`."""
     kinds = {name: (t.dtype, t.dim()) for name, t in tensors.items()}
     wanted = {"starts": (torch.int64, 1), "files": (torch.uint8, 1)}
     checks.index_content(where, kinds == wanted)
@@ -107,9 +107,9 @@ def _fields(where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _is_listed(item: Any, length: int, name: Any) -> bool:
-    """Whether a list holds a file name, a size, a SHA-256 and then other sizes.
+    """Returns whether `item` is a list of a file name, a size, a SHA-256 and then other sizes.
 
-    A file name of another form is refused, because the name becomes a part of an address.
+    The file name must match the pattern `name`, because the file name becomes a part of an address.
     """
     return (
         isinstance(item, list)
@@ -126,9 +126,9 @@ def _is_listed(item: Any, length: int, name: Any) -> bool:
 def write_index(path: str | os.PathLike) -> int:
     """Writes the files store.index and store-HASH.lookup of a store in a local folder.
 
-    Returns the number of documents. A remote store needs both files. All shards are read, and
-    compared with their SHA-256. After more documents were added to a store, call `write_index`
-    again.
+    Returns the number of documents. A remote store needs both files. Shards that the existing
+    store.index does not list are read and compared with their SHA-256. Call `write_index` again
+    after documents are added to the store.
     """
     checks.local_store(path)
     folder = Path(path)
@@ -141,8 +141,8 @@ def write_index(path: str | os.PathLike) -> int:
 def listing_of(folder: Path, header: Header, files: Iterable[Path]) -> Listing:
     """Lists shards, and writes store.index and the lookup file to the folder of the shards.
 
-    The SHA-256 of a shard that the folder's store.index already lists is not computed again,
-    because a shard never changes.
+    If the existing store.index already lists a shard, the SHA-256 of the shard is not computed
+    again, because a shard never changes.
     """
     known = {shard.file.name: shard for shard in _existing(folder)}
     shards, hashes, numbers = [], [torch.empty(0, dtype=torch.int64)], []
@@ -167,7 +167,7 @@ def listing_of(folder: Path, header: Header, files: Iterable[Path]) -> Listing:
 
 
 def _existing(folder: Path) -> Sequence[ListedShard]:
-    """The shards that the folder's store.index lists. An unreadable store.index lists none."""
+    """Returns the shards that the folder's store.index lists, or () if there is no valid file."""
     try:
         return Listing.of_bytes(INDEX, (folder / INDEX).read_bytes()).shards
     except (FileNotFoundError, ValueError):

@@ -78,7 +78,7 @@ class Index:
         self.numbers = memoryview(buffer(self._numbers)).cast("B").cast("q")
 
     def document(self, tokens: Tensor) -> Match | None:
-        """The document that has exactly these tokens, or None."""
+        """Returns the document that has exactly these tokens, or None."""
         if len(tokens) > FEW:
             return self.documents(tokens, torch.tensor([0, len(tokens)]))[0]
         candidates = []
@@ -87,7 +87,7 @@ class Index:
         return _first_that_agree(tokens, [(0, candidates)])[0]
 
     def documents(self, tokens: Tensor, starts: Tensor) -> list[Match | None]:
-        """For each range between two starts, the document with exactly these tokens, or None."""
+        """Returns, for each range between two starts, the document with these tokens, or None."""
         lengths, begins = starts.diff(), starts.tolist()
         proposed: list[tuple[int, list[Match]]] = [(begin, []) for begin in begins[:-1]]
         for at, entries in self._hits(Hashes(tokens)(starts[:-1], lengths)):
@@ -99,7 +99,7 @@ class Index:
     def match(
         self, tokens: Tensor, hashes: Hashes, starts: list[int], limits: list[int], whole: bool
     ) -> list[Match | None]:
-        """The longest match at each start, or None if no document matches at this start.
+        """Returns the longest match at each start, or None if no document matches at this start.
 
         A match at starts[i] has at most limits[i] tokens. A document longer than this limit matches
         if its first limits[i] tokens match. If `whole` is true, a document shorter than the limit
@@ -149,7 +149,7 @@ class Index:
             yield from (c for c in candidates if c.length == limit - place)
 
     def agree(self, tokens: Tensor, start: int, matches: Sequence[Match]) -> bool:
-        """Whether the tokens of `matches`, one after the other, equal `tokens` from `start` on."""
+        """Returns whether the joined tokens of `matches` equal the tokens that begin at `start`."""
         starts = accumulate((match.length for match in matches), initial=start)
         proposed = [(at, [match]) for at, match in zip(starts, matches, strict=False)]
         return None not in _first_that_agree(tokens, proposed)
@@ -168,9 +168,9 @@ class Index:
     def _beginnings(
         self, hashes: Hashes, starts: list[int], limits: list[int]
     ) -> dict[int, list["_Beginning"]]:
-        """For each start, the beginnings whose hashes are in the index, longest first.
+        """Returns, for each start, the beginnings whose hashes are in the index, longest first.
 
-        A start is left out if the index contains none of its beginnings.
+        A start is left out if the index contains no beginning of this start.
         """
         if not starts:
             return {}
@@ -210,11 +210,11 @@ class Index:
     def _in_order(
         self, hits: list["_Hit"], limit: int, whole: bool, may_be_cut_off: bool
     ) -> list[Match]:
-        """The candidates, sorted from the longest match to the shortest match.
+        """Returns the candidates, sorted from the longest match to the shortest match.
 
         For each shard, only one candidate of `limit` or more tokens is returned: the document with
         the longest index entry in `hits`. Suppose that another document of the shard shares this
-        entry. If both documents have the same first `limit` tokens, one of them is enough. If the
+        entry. If both documents have the same first `limit` tokens, one document is enough. If the
         documents differ in these tokens, the index has a longer entry for the other document. This
         longer entry is not in `hits`, so the other document does not match.
         """
@@ -229,7 +229,7 @@ class Index:
         return [*cut_off.values(), *sorted(ending.values(), key=lambda c: -c.length)]
 
     def _hits(self, wanted: Tensor) -> list[tuple[int, range]]:
-        """For each hash that is in the index: its position in `wanted`, and its index entries."""
+        """Returns the position in `wanted` and the index entries of each hash that is indexed."""
         if not len(self.hashes):
             return []
         low = torch.searchsorted(self.hashes, wanted)
@@ -260,7 +260,7 @@ _Hit = tuple[int, int, bool]
 def _first_that_agree(
     tokens: Tensor, proposed: Sequence[tuple[int, list[Match]]]
 ) -> list[Match | None]:
-    """For each start, the first candidate whose tokens equal `tokens` at the start, or None.
+    """Returns, for each start, the first candidate that equals `tokens` at the start, or None.
 
     The first candidates of all starts are compared together. Then the second candidates of the
     remaining starts are compared, and so on.

@@ -1,6 +1,6 @@
-"""Writes stores as parquet files, which dataset viewers show, and reads these files.
+"""Writes stores as parquet files, which dataset viewers can show, and reads such files.
 
-A row of a parquet file is a document:
+Each row of a parquet file is one document:
 
     tokens     list<int>           the token ids
     ids        list<list<int>>     per token: the most probable next tokens, most probable first
@@ -10,9 +10,9 @@ A row of a parquet file is a document:
                                    column exists only with values="u8"
 
 A token without a distribution has an empty list of ids. The metadata of a file holds the header of
-the store. With the column `step`, rows are encoded again without being rounded a second time. A
-file without the column `step`, such as a file of another program, is rounded as `Writer.add` does.
-This module needs the package pyarrow.
+the store. If a file has the column `step`, its rows are encoded without being rounded again. If a
+file has no column `step`, for example because another program wrote the file, its rows are rounded
+as in `Writer.add`. This module needs the package pyarrow.
 """
 
 import os
@@ -47,8 +47,9 @@ def to_parquet(
 ) -> int:
     """Writes one parquet file per shard of a store, and returns the number of documents.
 
-    `store` is a `Store`, its folder or its address. The folder must have no parquet files. After
-    each group of documents, `progress` is called with the number of their tokens.
+    `store` is a `Store`, or the folder or address of a store. The output folder `folder` must have
+    no parquet files. After each group of documents, `progress` is called with the number of tokens
+    in the group.
     """
     pa, pq = parquet_checks.pyarrow()
     opened, out = Store(store) if isinstance(store, (str, os.PathLike)) else store, Path(folder)
@@ -80,12 +81,12 @@ def from_parquet(
     progress: Callable[[int], None] | None = None,
     **header: Any,
 ) -> int:
-    """Adds the documents of parquet files to a store, and returns its number of documents.
+    """Adds the documents of parquet files to a store, and returns the store's number of documents.
 
-    The store is created if it does not exist. For files of `to_parquet`, the header is in the
-    files. For other files, pass the arguments `vocab_size` and `k` of `Writer`, and others of its
-    arguments that describe the teacher. After each group of documents, `progress` is called with
-    the number of their tokens.
+    The store is created if it does not exist. Files of `to_parquet` contain the store's header. For
+    other files, pass the arguments `vocab_size` and `k` of `Writer`. The arguments `values`,
+    `teacher`, `tokenizer` and `temperature` of `Writer` are optional. After each group of
+    documents, `progress` is called with the number of tokens in the group.
     """
     _, pq = parquet_checks.pyarrow()
     parquet_checks.some_files(files)
@@ -117,7 +118,7 @@ def _schema(pa: Any, header: Header) -> Any:
 def _columns(
     pa: Any, header: Header, tokens: Tensor, starts: Tensor, targets: SparseTargets
 ) -> list[Any]:
-    """The columns of several documents, except `step`."""
+    """Returns the columns of several documents, except `step`."""
     valid = torch.ones_like(targets.ids, dtype=torch.bool) if targets.mask is None else targets.mask
     slots = torch.cat([torch.zeros(1, dtype=torch.int64), valid.sum(-1).cumsum(0)])
     ids, logprobs = (_flat(pa, t[valid]) for t in (targets.ids, targets.logprobs))
@@ -144,7 +145,7 @@ def _list(pa: Any, offsets: Tensor, values: Any) -> Any:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """Yields another name. The file gets its own name only after the block has succeeded."""
+    """Yields a temporary path. If the with block succeeds, the file is renamed to `path`."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         yield unfinished
@@ -154,14 +155,14 @@ def _whole(path: Path) -> Iterator[Path]:
 
 
 def _header_of(name: str, file: Any, given: dict[str, Any]) -> Header:
-    """The header in a file's metadata, or the header in the arguments."""
+    """Returns the header in a file's metadata, or the header in the arguments."""
     stored = (file.schema_arrow.metadata or {}).get(METADATA)
     parquet_checks.one_header(name, stored, given)
     return Header(**given) if stored is None else Header.from_json(name, stored)
 
 
 def _add(writer: Writer, name: str, table: Any, header: Header) -> int:
-    """Adds the documents of a group to a store, and returns the number of their tokens."""
+    """Adds the documents of a row group to a store, and returns the number of their tokens."""
     parquet_checks.columns(name, table.column_names)
     columns = {column: table[column].combine_chunks() for column in table.column_names}
     starts, tokens = _read(name, "tokens", columns, torch.int64)
@@ -181,7 +182,7 @@ def _add(writer: Writer, name: str, table: Any, header: Header) -> int:
 
 
 def _targets(name: str, columns: dict[str, Any], starts: Tensor, header: Header) -> SparseTargets:
-    """The targets of all tokens of a group. Slots that a row does not have are masked."""
+    """Returns the targets of all tokens of a row group. Slots without an id are masked."""
     of_ids, rows = _offsets(name, "ids", columns["ids"])
     of_logprobs, values = _offsets(name, "logprobs", columns["logprobs"])
     of_tail, tail = _read(name, "tail", columns, torch.float32)
@@ -212,13 +213,13 @@ def _offsets(name: str, column: str, array: Any) -> tuple[Tensor, Any]:
     """Returns the offsets of lists, beginning with 0, and the array of their items."""
     pa, _ = parquet_checks.pyarrow()
     parquet_checks.is_list(name, column, array, pa)
-    # pyarrow takes the offsets of a slice from the middle of its buffer.
+    # The offsets are computed from the lengths, because the offsets of a slice do not begin with 0.
     offsets = torch.tensor([0, *pa.compute.list_value_length(array).to_pylist()]).cumsum(0)
     return offsets, array.flatten()
 
 
 def _numbers(name: str, column: str, array: Any, dtype: torch.dtype) -> Tensor:
-    """The numbers of an array as a tensor of its own memory."""
+    """Returns the numbers of an array as a tensor that does not share the memory of the array."""
     pa, _ = parquet_checks.pyarrow()
     parquet_checks.is_numbers(name, column, array, pa)
     kinds = {torch.int64: pa.int64(), torch.float32: pa.float32(), torch.uint8: pa.uint8()}

@@ -1,4 +1,4 @@
-"""Checks of parquet files, with errors of the form `<file> must <rule>, got <value>.`"""
+"""Checks parquet files. Errors have the form `<file> must <rule>, got <value>.`"""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ COLUMNS = ("tokens", "ids", "logprobs", "tail")
 
 
 def pyarrow() -> tuple[Any, Any]:
-    """Imports pyarrow and pyarrow.parquet, or names the extra that installs them."""
+    """Imports pyarrow and pyarrow.parquet. The error names the extra that installs pyarrow."""
     try:
         import pyarrow
         import pyarrow.compute
@@ -36,7 +36,7 @@ def some_files(files: Any) -> None:
 
 def one_header(name: str, stored: Any, given: dict) -> None:
     if stored is not None and given:
-        rule = "be imported without arguments of the header, because it has a header"
+        rule = "be imported without header arguments, because the file contains a header"
         refuse(name, rule, ", ".join(sorted(given)))
     if stored is None and not {"vocab_size", "k"} <= given.keys():
         refuse(name, "have a header in its metadata, or be imported with vocab_size and k", "none")
@@ -68,7 +68,8 @@ def is_numbers(name: str, column: str, array: Any, pa: Any) -> None:
 
 def same_lengths(name: str, column: str, same: bool) -> None:
     if not same:
-        refuse(name, f"have as many items in {column} as tokens and ids in each row", "others")
+        rule = f"have as many items in {column} as tokens, and as many logprobs as ids"
+        refuse(name, rule, "another number")
 
 
 def slots(name: str, most: int, k: int) -> None:

@@ -1,8 +1,9 @@
 """Fetches the shards that will be read next, in background threads.
 
 The order of the shards is known in two cases. Either the reader passes the order of the documents,
-or the reader reads one shard after the other. A thread ends when its shard is in the cache. If a
-thread fails, the reader fetches the shard itself, and raises the error.
+or the reader reads one shard after the other. Each thread fetches one shard into the cache, and
+then ends. If a thread fails, its error is ignored. Then the reader fetches the shard itself, and
+raises if the shard still cannot be fetched.
 """
 
 import contextlib
@@ -13,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-SCANNED = 256  # number of entries of an order that are searched for other shards
-NEARBY = 1024  # a shard that was read this many documents ago counts as still being read
+SCANNED = 256  # number of entries of `order` that are searched for the next shards
+NEARBY = 1024  # a shard of the last NEARBY documents is not fetched again
 
 
 class Prefetch:
@@ -26,11 +27,11 @@ class Prefetch:
         self.order: Tensor | None = None  # shard numbers, as `without_repetitions` returns them
         self.at = -1  # position in `order`
         self.last: int | None = None  # the shard that was read last
-        self._of_process = (0, set())  # a process, and the shards that its threads are fetching
+        self._of_process = (0, set())  # a process id, and the shards that its threads are fetching
         self._change = threading.Lock()
 
     def follow(self, order: Tensor | None, ahead: int) -> None:
-        """Fetches the first shards of an order. For None, the order is that of the store."""
+        """Fetches the first shards of an order. If `order` is None, uses the order of the store."""
         self._fetching()
         with self._change:
             self.order, self.at, self.last, self.ahead = order, -1, None, ahead
@@ -38,7 +39,7 @@ class Prefetch:
             self._start(number)
 
     def reading(self, number: int) -> None:
-        """Fetches the shards that follow shard `number`. The reader calls this before it reads."""
+        """Fetches the shards after shard `number`. The reader calls `reading` before each read."""
         self._fetching()
         with self._change:
             if number == self.last:
@@ -56,7 +57,7 @@ class Prefetch:
             self._start(upcoming)
 
     def _upcoming(self, number: int) -> list[int]:
-        """The next `ahead` different shards after shard `number`."""
+        """Returns the next `ahead` distinct shards after shard `number`."""
         if self.order is None:
             return [*range(number + 1, min(number + 1 + self.ahead, self.shards))]
         following = self.order[self.at + 1 : self.at + 1 + SCANNED].tolist()
@@ -73,7 +74,10 @@ class Prefetch:
         threading.Thread(target=_fetch, args=work, name=name, daemon=True).start()
 
     def _fetching(self) -> set[int]:
-        """The shards that threads of this process are fetching. A forked process has no threads."""
+        """Returns the shards that threads of this process are fetching.
+
+        The set is empty in a forked process, because a fork does not copy threads.
+        """
         if self._of_process[0] != os.getpid():
             self._change = threading.Lock()  # the parent may have held the lock during the fork
             self._of_process = (os.getpid(), set())
@@ -81,9 +85,9 @@ class Prefetch:
 
 
 def without_repetitions(numbers: Tensor) -> Tensor:
-    """Removes shards that also occur in the NEARBY entries before.
+    """Removes each shard number that also occurs among the NEARBY entries before.
 
-    `numbers` holds the shard of each document. If the documents of a few shards are shuffled
+    `numbers` holds the shard number of each document. If the documents of a few shards are shuffled
     together, each of these shards is kept once.
     """
     by_shard = torch.argsort(numbers, stable=True)
@@ -95,7 +99,7 @@ def without_repetitions(numbers: Tensor) -> Tensor:
 
 def _fetch(fetch: Callable[[int], None], number: int, fetching: set[int]) -> None:
     try:
-        with contextlib.suppress(Exception):  # the reader meets the same error and raises it
+        with contextlib.suppress(Exception):  # the reader fetches the shard again, and can raise
             fetch(number)
     finally:
         fetching.discard(number)

@@ -41,12 +41,13 @@ class Store:
     Rows are read from the files when they are used. To refuse a store that was captured with
     another tokenizer, pass the `tokenizer_hash` of your tokenizer as `tokenizer`.
 
-    `path` is a local folder, or an address such as s3://bucket/targets. Whole shards of an address
-    are fetched into the folder `cache`, whose files take at most `cache_bytes`. By default, the
-    cache takes 64 GiB in the folder LOGITLESS_CACHE or ~/.cache/logitless. A request that fails is
-    made up to `attempts` times (5 by default). `timeout` is the longest time in seconds that a
-    server of http or https can send nothing (60 by default). `storage_options` are the arguments
-    of the file system of fsspec, or `{"headers": {...}}` for http and https.
+    `path` is a local folder, or an address such as s3://bucket/targets. The store fetches whole
+    shards from an address into the folder `cache`, whose files take at most `cache_bytes`. By
+    default, `cache` is the folder LOGITLESS_CACHE or ~/.cache/logitless, and `cache_bytes` is
+    64 GiB. A failed request is repeated until `attempts` requests have failed (5 by default). A
+    request over http or https fails if the server sends nothing for `timeout` seconds (60 by
+    default). `storage_options` are the arguments of the file system of fsspec. For http and https,
+    `storage_options` is `{"headers": {...}}`.
 
     >>> store = Store("targets")
     >>> tokens, targets = store[0]  # targets[i] describes the token after tokens[i]
@@ -84,17 +85,18 @@ class Store:
         """The index of all shards, which is built at the first lookup."""
         index = Index(self.shards)
         if self._files is not None:
-            self._files.__dict__.pop("lookup", None)  # the index has a sorted copy
+            # Frees the memory of `lookup`, because the index has a sorted copy.
+            self._files.__dict__.pop("lookup", None)
         return index
 
     def prefetch(self, order: Any = None, *, ahead: int = 2) -> None:
         """Fetches shards of a remote store in the background, before their rows are read.
 
-        `order` lists numbers of documents in the order in which they will be read. Without `order`,
-        the documents will be read from the first to the last. While a shard is read, the next
-        `ahead` shards are fetched. For a local store, `prefetch` only checks its arguments. If
-        shards are read one after the other, the next 2 shards are fetched even if `prefetch` was
-        not called.
+        `order` lists the numbers of the documents in the order in which you will read them. Without
+        `order`, `prefetch` expects that you read the documents from the first to the last. While
+        you read a shard, the next `ahead` shards are fetched. For a local store, `prefetch` only
+        checks its arguments. If you read the shards in ascending order, the next 2 shards are
+        fetched even without a call of `prefetch`.
         """
         order = checks.order(order, len(self), ahead)
         if self._files is not None:
@@ -109,7 +111,7 @@ class Store:
 
     @property
     def firsts(self) -> list[int]:
-        """The number of each shard's first document, and then the number of documents."""
+        """The number of each shard's first document. The last entry is the number of documents."""
         return self._first
 
     @property
@@ -154,7 +156,7 @@ class Store:
 
     @on_cpu
     def targets_for(self, input_ids: Tensor, lengths: Any = None) -> SparseTargets:
-        """The targets of a batch. The target at position t describes the token after position t.
+        """Returns the targets of a batch. The target at position t describes the next token.
 
         A row of the batch holds documents of the store, one after the other, and then padding. Each
         document is whole or cut off at its end. All slots of padding tokens are masked. `lengths`
@@ -285,7 +287,7 @@ class Store:
             yield from self.index.whole_documents(hashes, at, end - at)
 
     def _longest(self, flat: Tensor, hashes: Hashes, starts: list[int], width: int):
-        """For each start, the longest match that ends within the row of the start."""
+        """Returns, for each start, the longest match that ends within the row of the start."""
         limits = [width - at % width for at in starts]
         return self.index.match(flat, hashes, starts, limits, whole=False)
 

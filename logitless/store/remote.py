@@ -2,8 +2,9 @@
 
 Python's standard library reads addresses of http and https. The package fsspec reads and writes all
 other addresses. A request that fails is repeated after a wait, and each wait is twice as long as
-the wait before it. A file whose size or SHA-256 is known is compared with both. So a file that was
-cut off or changed on its way counts as a failed request.
+the wait before it. If the size or the SHA-256 of a file is known, the size or the SHA-256 of the
+fetched bytes must be equal. So a file that was cut off or changed during the transfer counts as a
+failed request.
 """
 
 import functools
@@ -23,12 +24,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from . import remote_checks as checks
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts
-PIECE = 1 << 24  # number of bytes that one call of `read` asks for
+PIECE = 1 << 24  # largest number of bytes per call of `read`
 LARGEST = 1 << 36  # largest size in bytes of a file whose size is not known
-# Protocols of which a folder must exist before a file is written into the folder. Folders are not
-# created for other protocols, because object stores would create a bucket of a misspelt name.
+# Protocols that require a folder to exist before a file is written into the folder. For other
+# protocols, folders are not created, because an object store would create a bucket if its name is
+# misspelt.
 FOLDERS = {"file", "local", "ftp", "hdfs", "sftp", "smb", "ssh", "webdav"}
-TRY_AGAIN = {408, 425, 429}  # statuses of HTTP below 500 that a later attempt can change
+TRY_AGAIN = {408, 425, 429}  # HTTP statuses below 500 after which another attempt can succeed
 Result = TypeVar("Result")
 
 
@@ -41,22 +43,22 @@ class Listed(NamedTuple):
 
 
 class Readable(Protocol):
-    """An open file of which only `read` is called."""
+    """An open file. Only its method `read` is used."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
 def is_address(path: Any) -> bool:
-    """Whether a path is an address, such as s3://bucket/targets, instead of a local folder."""
+    """Returns whether a path is an address, such as s3://bucket/targets, and not a local folder."""
     return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)", path) is not None
 
 
 class Remote:
     """The folder at an address.
 
-    `timeout` is the longest time in seconds that a server of http or https can send nothing. Other
-    protocols have timeouts of their own, which `options` can set. `options` are the keyword
-    arguments of the file system of fsspec. For http and https, the only option is `headers`.
+    A request over http or https fails if the server sends nothing for `timeout` seconds. `options`
+    are the keyword arguments of the file system of fsspec, which can include its timeouts. For http
+    and https, the only option is `headers`.
     """
 
     def __init__(
@@ -75,17 +77,17 @@ class Remote:
         if self.is_http:
             checks.http_options(self.options)
         else:
-            _ = self._system  # raises at once if a package is missing
+            _ = self._system  # raises now if a package is missing
 
     def address(self, name: str) -> str:
-        """The address of a file. A query at the end of the folder's address is kept."""
+        """Returns the address of a file. A query at the end of the folder's address is kept."""
         if not self.is_http:
             return f"{self.url}/{name}"
         parts = urllib.parse.urlsplit(self.url)
         return parts._replace(path=f"{parts.path.rstrip('/')}/{name}").geturl()
 
     def read(self, name: str, parsed: Callable[[str, bytes], Result]) -> Result:
-        """Reads a whole file into memory, and returns `parsed` of its address and its bytes.
+        """Reads a whole file into memory, and returns parsed(address, bytes).
 
         If `parsed` raises a ValueError, the file is read again. Raises FileNotFoundError if the
         file does not exist.
@@ -100,7 +102,7 @@ class Remote:
         return self._repeated(name, attempt)
 
     def fetch(self, listed: Listed, into: Any) -> None:
-        """Writes the bytes of a listed file into an open local file, and compares their SHA-256."""
+        """Writes a listed file into an open local file, and checks the file's size and SHA-256."""
         where = self.address(listed.name)
 
         def attempt() -> None:
@@ -118,7 +120,7 @@ class Remote:
         self._repeated(listed.name, attempt)
 
     def write(self, path: Path, name: str) -> None:
-        """Uploads a local file, and compares its size at the address."""
+        """Uploads a local file, and checks the size of the uploaded file."""
         checks.can_write(self.url, self.is_http)
         size = path.stat().st_size
 
@@ -143,7 +145,10 @@ class Remote:
         self._repeated(name, attempt, "removed")
 
     def _repeated(self, name: str, attempt: Callable[[], Result], done: str = "read") -> Result:
-        """Returns the result of `attempt`. Repeats an attempt that fails, except if it is final."""
+        """Returns the result of `attempt`, and repeats an attempt that fails.
+
+        Raises at once if another attempt would fail too, for example if the file does not exist.
+        """
         wait, last = FIRST_WAIT, None
         for number in range(self.attempts):
             if number:
@@ -166,7 +171,7 @@ class Remote:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[tuple[Readable, int | None]]:
-        """Opens a file, and yields the open file and its size. An unknown size is None."""
+        """Opens a file, and yields the open file and its size, or None if the size is unknown."""
         if self.is_http:
             request = urllib.request.Request(self.address(name), headers=self._headers())
             with urllib.request.urlopen(request, timeout=self.timeout) as file:
@@ -181,9 +186,9 @@ class Remote:
 
     @property
     def _system(self) -> tuple[Any, str]:
-        """The file system of fsspec, and the path of the folder in it.
+        """The file system of fsspec, and the path of the folder in this file system.
 
-        A forked process gets a file system of its own, because connections cannot be shared.
+        A forked process creates its own file system, because processes cannot share connections.
         """
         return self._system_of(os.getpid())
 
@@ -219,7 +224,7 @@ def _pieces(file: Readable, most: int) -> Iterator[bytes]:
 
 
 def _length(response: http.client.HTTPResponse) -> int | None:
-    """The size of the body that a server has announced, or None."""
+    """Returns the size in the response's header Content-Length, or None."""
     text = response.headers.get("Content-Length", "")
     return int(text) if text.isdecimal() else None
 

@@ -1,4 +1,4 @@
-"""Checks of addresses, of answers of servers, and of the cache.
+"""Checks addresses, responses of servers, and the options of the cache.
 
 The errors have the form `<address or argument> must <rule>, got <value>.`
 """
@@ -20,7 +20,7 @@ def connection(timeout: Any, attempts: Any) -> None:
 def http_options(options: Any) -> None:
     if unknown := sorted(options.keys() - {"headers"}):
         raise ValueError(
-            "storage_options of an address of http or https must have no name but 'headers',"
+            "storage_options must have only the name 'headers' for an address of http or https,"
             f" got {unknown[0]!r}."
         )
     headers = options.get("headers", {})
@@ -41,7 +41,7 @@ def local_options(given: dict[str, Any]) -> None:
 
 
 def missing_package(url: str, missing: str) -> ModuleNotFoundError:
-    """Returns the error for a package that reading an address needs."""
+    """Returns the error for a missing package that is needed to read an address."""
     return ModuleNotFoundError(
         f"{url} must be read with fsspec and its package for this protocol, got an import error"
         f" ({missing.rstrip('.')}). Run pip install 'logitless[remote]', or in a clone"
@@ -75,12 +75,12 @@ def own_address(url: str, name: str, same: bool) -> None:
     if not same:
         raise ValueError(
             f"upload must be an address without another store, got {url}, whose store.index lists"
-            f" {name}. The local folder has no such file."
+            f" {name}. The local folder does not have this file."
         )
 
 
 def refused(where: str, error: Any) -> NoReturn:
-    """Raises the error for a status of HTTP that another attempt does not change."""
+    """Raises the error for an HTTP status after which another attempt would fail too."""
     if error.code in (404, 410):
         raise FileNotFoundError(f"{where} must exist, got HTTP status {error.code}.")
     kind = PermissionError if error.code in (401, 403) else OSError
@@ -116,8 +116,8 @@ def uploaded(where: str, got: int, wanted: int) -> None:
 def has_index(url: str) -> FileNotFoundError:
     """Returns the error for an address without a store.index."""
     return FileNotFoundError(
-        f"{url} must have a store.index, got none. Run `logitless teacher index FOLDER` where the"
-        " store is a local folder, and upload all files of the folder."
+        f"{url} must have a store.index, got none. Run `logitless teacher index FOLDER` on the"
+        " local folder of the store, and upload all files of the folder."
     )
 
 
@@ -139,7 +139,7 @@ def index_format(where: str, metadata: dict, form: str, version: str) -> None:
 
 def index_content(where: str, right: bool) -> None:
     if not right:
-        refuse(where, "list the files, the documents and the header of a store", "another content")
+        refuse(where, "list the files, the documents and the header of a store", "other content")
 
 
 def index_digest(where: str, same: bool) -> None:

@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class RemoteFiles:
-    """The files of a remote store: its list of files, the cache, and the threads that prefetch."""
+    """The files of a remote store: its store.index, the cache, and the threads that prefetch."""
 
     def __init__(self, remote: Remote, cache: Cache):
         self.remote, self.cache = remote, cache
@@ -53,7 +53,7 @@ class RemoteFiles:
 
 
 class RemoteShard(Shard):
-    """A shard of a remote store. Its starts are known before its file is fetched."""
+    """A shard of a remote store. Its starts come from store.index, before its file is fetched."""
 
     def __init__(self, files: RemoteFiles, number: int):
         self.files, self.number = files, number
@@ -85,7 +85,8 @@ class RemoteShard(Shard):
     def _from_cache(self, read: Callable[[Shard], Result]) -> Result:
         """Returns the result of `read` for the shard's file in the cache.
 
-        A file whose bytes have changed in the cache is fetched once more.
+        If a check of the file fails, because its bytes have changed in the cache, the file is
+        fetched once more.
         """
         self.files.prefetch.reading(self.number)
         try:

@@ -119,7 +119,7 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
 def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
     """Returns KL(p ‖ p̂) for each row p and each of its n units, as a tensor (T, n).
 
-    p̂ is the row p after rounding with that unit.
+    p̂ is the row p after rounding with the unit.
     """
     below, p = below[:, None], p[:, None]
     off = below - _codes(below, _unit(steps)[..., None])[1]
@@ -277,9 +277,9 @@ def _units_of_codes(near: int) -> Tensor:
 
 
 def empty_pieces(n: int, header: Header) -> dict[str, bytearray]:
-    """The bytes of n rows without slots. A row whose `top` is NaN has no slots.
+    """Returns the bytes of n rows without slots. A row whose `top` is NaN has no slots.
 
-    With values="counts", the bytes of a row without slots are 0.
+    With values="counts", all bytes of a row without slots are 0.
     """
     pieces = {name: bytearray(n * size) for name, size in header.sizes().items()}
     return (
@@ -299,7 +299,7 @@ def table_of(pieces: Pieces, header: Header) -> Table:
 
 
 def tensor_of(data: Any, rows: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of `rows` rows that shares the memory of `data`."""
+    """Returns a tensor of `rows` rows that shares the memory of `data`."""
     if not len(data):
         return torch.empty((rows, *shape), dtype=dtype)
     column = torch.frombuffer(data, dtype=dtype)

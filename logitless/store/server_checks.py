@@ -50,8 +50,8 @@ def same_number(name: str, got: int, tokens: int) -> None:
 def token_id(name: str, value: Any) -> int:
     if isinstance(value, str):
         raise ValueError(
-            f"{name} must name tokens by their ids, got {value!r:.50}. A server returns ids with"
-            " return_tokens_as_token_ids=True."
+            f"{name} must name tokens by their ids, got {value!r:.50}. A server returns ids if the"
+            " request sets return_tokens_as_token_ids=True."
         )
     if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 0:
         raise ValueError(f"{name} must have whole numbers as token ids, got {value!r:.50}.")
@@ -78,15 +78,15 @@ def server_output(prompt: Any, generated: Any, completion: bool) -> None:
         wanted = wanted if prompt.entries is not None else f"{prompt.name}, or {wanted}"
         raise ValueError(
             f"output must have {wanted}, got an output without them. Request log-probabilities from"
-            " the server. vLLM returns at most 20 per token unless it is started with"
-            " max_logprobs=k."
+            " the server. vLLM returns at most 20 log-probabilities per token, unless vLLM is"
+            " started with max_logprobs=k."
         )
     if not completion and prompt.entries is None:
         raise ValueError(f"output must have {prompt.name} with completion=False, got none.")
     if prompt.tokens is None:
         raise ValueError(
-            "output must have the prompt_token_ids of its prompt, got none. Pass them as tokens, or"
-            " add them to the JSON of the output."
+            "output must have the prompt_token_ids of its prompt, got none. Pass the ids as"
+            " `tokens`, or add prompt_token_ids to the JSON of the output."
         )
 
 
@@ -101,7 +101,7 @@ def entries(name: str, tokens: list[int], rows: list | None, is_prompt: bool) ->
         )
     if is_prompt and rows[0] is not None:
         raise ValueError(
-            f"{name} must begin with None, since nothing comes before the first token, got a"
+            f"{name} must begin with None, because the first token has no distribution, got a"
             " distribution. The entries are shifted by one token."
         )
     for place in range(int(is_prompt), len(tokens)):
@@ -111,7 +111,7 @@ def entries(name: str, tokens: list[int], rows: list | None, is_prompt: bool) ->
         if token not in row:
             raise ValueError(
                 f"{name} must have the text's own token {token} at place {place}, got"
-                f" {list(row)[:5]}. The entries belong to another text, or are shifted."
+                f" {list(row)[:5]}. The entries belong to another text, or the entries are shifted."
             )
         if max(row.values()) > 1e-3:
             raise ValueError(

@@ -87,7 +87,7 @@ class Shard:
         return self._spans[document], self._spans[document + 1]
 
     def column(self, name: str) -> Tensor:
-        """A whole column."""
+        """Returns a whole column."""
         dtype, shape, begin, end = self.entries[name]
         return self.blocks.read(begin, end, dtype).view(shape)
 
@@ -96,17 +96,17 @@ class Shard:
         return tokens[first : first + end - begin]
 
     def tokens_of(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
-        """Returns a tensor with the tokens of several spans, and the place where each span begins.
+        """Returns one tensor with the tokens of several spans, and the position of each span.
 
         The tensor has up to 7 other tokens before and after each span.
         """
         return self._packed("tokens", spans)
 
     def _packed(self, name: str, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
-        """Returns a tensor with the packed integers of several spans, and each span's place.
+        """Returns a tensor with the unpacked integers of several spans, and each span's position.
 
-        Only every eighth integer begins at a byte boundary in all columns, so each span is extended
-        to multiples of eight integers.
+        In all columns, every eighth integer begins at a byte boundary. So each span is extended to
+        multiples of eight integers.
         """
         whole = [(begin - begin % 8, end + -end % 8) for begin, end in spans]
         counts = [b - a for a, b in whole]
@@ -133,7 +133,7 @@ class Shard:
         return integers, first
 
     def pieces_of(self, spans: Sequence[Span]) -> Pieces:
-        """The bytes of several spans of rows, column by column, in the layout of the header."""
+        """Returns the bytes of several spans of rows, column by column (`Header.layout`)."""
         if self.header.sampled:
             return self._sampled_pieces(spans)
         sizes, ranges = self.header.sizes(), []
@@ -152,10 +152,10 @@ class Shard:
         }
 
     def _sampled_pieces(self, spans: Sequence[Span]) -> Pieces:
-        """Like `pieces_of`, for sampled targets, whose rows have different lengths in the shard.
+        """Returns `pieces_of` for sampled targets, whose rows have different lengths in the shard.
 
-        The first slot of a row is known only for the first row of a document. So `draws` is read
-        from the first row of the document on.
+        The column `slots` holds the first slot of each document, but not of each row. So `draws` is
+        read from the first row of the document.
         """
         size, offset = self.header.sizes()["draws"], self.entries["draws"].begin
         documents = [bisect.bisect_right(self._spans, a) - 1 for a, _ in spans]
@@ -208,7 +208,7 @@ class Shard:
         return index_of(self.tokens(0, int(self.starts[-1])), self.starts)
 
     def is_intact(self) -> bool:
-        """Whether the SHA-256 of the tensors equals the SHA-256 in the shard's metadata."""
+        """Returns whether the SHA-256 of the tensors equals the SHA-256 in the shard's metadata."""
         digest = hashlib.sha256()
         for name in sorted(self.entries):
             if name != "crc":
@@ -223,7 +223,7 @@ class Shard:
 def write_shard(
     path: Path, header: Header, tokens: Tensor, starts: Tensor, rows: Mapping[str, Tensor]
 ) -> None:
-    """Writes a whole shard or nothing. A shard that was written survives a loss of power."""
+    """Writes a whole shard or nothing. After the call, the shard survives a loss of power."""
     columns = compact(dict(rows), starts, header) if header.sampled else dict(rows)
     columns |= {f"tokens.{w}": field for w, field in pack(tokens, header.bits).items()}
     columns["starts"] = starts

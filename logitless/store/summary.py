@@ -1,6 +1,6 @@
 """Statistics of a store: mass of the stored ids (slots), entropy, and rank of the next token.
 
-`logitless teacher info` prints and plots these statistics (cli/teacher.py).
+`logitless teacher info` prints and plots these statistics (cli/teacher_info.py).
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,8 @@ class Summary:
 
     rows: int
     covered: Tensor  # covered[k - 1] is the mean mass of the k most probable tokens
-    entropy: Tensor  # in nats per row; a lower bound, because the tail counts as one token
+    # A lower bound of the entropy in nats per row, because the tail counts as one token.
+    entropy: Tensor
     rank: Tensor  # rank of each next token among the slots, from 0; K if no slot has the token
     slots: float  # mean number of slots with a positive probability per row
 

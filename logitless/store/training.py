@@ -1,4 +1,4 @@
-"""Computes what training from a store needs: the targets of a batch, and the student's loss.
+"""Computes the targets of a batch from a store, and the student's loss.
 
 logitless/hf.py uses this module in a Trainer of Transformers.
 """
@@ -85,10 +85,11 @@ def whole_loss(
     temperature: float = 1.0,
     t_squared: bool = False,
 ) -> DistillLosses:
-    """The loss of `distill_loss` against a teacher's whole rows of logits, of shape (B, T, V).
+    """Returns the loss of `distill_loss` for a teacher with logits of shape (B, T, V).
 
     `divergence` is a name, or a mapping from names to weights. With a mapping, the divergence of a
-    token is the weighted sum of all named divergences. Each divergence reads both heads.
+    token is the weighted sum of all named divergences. Each divergence reads the logits of student
+    and teacher.
     """
     next_tokens = F.pad(labels[..., 1:], (0, 1), value=-100)
     reduction = "mean" if num_items is None else "sum"
@@ -122,7 +123,7 @@ def _whole_divergence(name: str, logits: Tensor, teacher: Tensor, beta: float, o
 
 @on_cpu
 def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
-    """The targets of a batch whose input_ids have the shape (B, T).
+    """Returns the targets of a batch whose input_ids have the shape (B, T).
 
     Tokens whose attention_mask is 0 are padding, on either side of a row. A document begins where
     position_ids are 0. Without position_ids, `targets_for` finds where the documents of a row
@@ -141,8 +142,8 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
         lengths = [_lengths(row, int(n)) for row, n in zip(begins, is_token.sum(-1), strict=True)]
     if mask is not None:
         # Without `lengths`, `targets_for` treats the tokens after the last matched document as
-        # padding if they are all equal. Here, padding is -1, and every row gets another -1 at its
-        # end. So these tokens are all equal only if all of them are padding.
+        # padding if these tokens are all equal. Here, the id of padding is -1, and another -1 is
+        # appended to every row. So these tokens are all equal only if all tokens are padding.
         tokens = F.pad(tokens, (0, 1), value=-1)
     targets = store.targets_for(tokens, lengths)
     if mask is not None:
@@ -152,7 +153,7 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
 
 
 def _lengths(begins: Tensor, tokens: int) -> list[int]:
-    """The lengths of the documents in one row of a batch. `begins` is True at each beginning."""
+    """Returns the lengths of the documents in one row. `begins` is True at each first token."""
     starts = begins[1:tokens].nonzero()[:, 0] + 1
     return torch.diff(starts, prepend=torch.tensor([0]), append=torch.tensor([tokens])).tolist()
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of training with a store or with a teacher model (training.py, hf.py).
+"""Checks the arguments of training with a store or with a teacher model (training.py, hf.py).
 
 The errors have the form `<argument> must <rule>, got <value>.`
 """
@@ -15,7 +15,8 @@ def labels_of(labels: Any, targets: Any) -> None:
     if tuple(labels.shape) != tuple(targets.shape):
         raise ValueError(
             f"labels must have the shape of targets, {tuple(targets.shape)},"
-            f" got {tuple(labels.shape)}. Pass labels without a shift: distill_loss shifts them."
+            f" got {tuple(labels.shape)}. Do not shift the labels, because distill_loss shifts"
+            " them."
         )
 
 
@@ -23,8 +24,8 @@ def own_loss(compute_loss_func: Any) -> None:
     if compute_loss_func is not None:
         raise ValueError(
             "compute_loss_func must be None, because DistillTrainer computes the loss itself, got"
-            f" {compute_loss_func!r:.80}. Use Trainer with ll.store.distill_loss for a loss of"
-            " your own."
+            f" {compute_loss_func!r:.80}. For your own loss, use Trainer with"
+            " ll.store.distill_loss."
         )
 
 
@@ -61,7 +62,7 @@ def one_teacher(store: Any, teacher: Any) -> None:
 
 
 def divergences(divergence: Any) -> dict[str, float]:
-    """Returns the weight of each divergence of whole rows.
+    """Returns the weight of each divergence over the whole vocabulary.
 
     `divergence` is the name of a divergence, or a mapping from names to weights.
     """

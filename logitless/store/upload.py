@@ -1,9 +1,9 @@
 """Uploads the finished shards of a writer in a background thread.
 
-A line of RANK.uploaded names each shard that was uploaded, so that a writer which was killed
-continues with the other shards. After its last shard, a writer uploads store.index, which lists the
-uploaded shards of all ranks that share the folder. So a reader never finds a shard in store.index
-that was not uploaded.
+The file RANK.uploaded has one line per uploaded shard. If a writer was killed, the next writer
+reads this file, and uploads only the other shards. After its last shard, a writer uploads
+store.index, which lists the uploaded shards of all ranks that share the folder. So every shard that
+store.index lists was uploaded before.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ ATTEMPTS = 8  # attempts per file; the waits between the attempts take one minut
 
 
 class Uploads:
-    """The uploads of one writer. `finish` returns when all shards of the writer are uploaded."""
+    """The uploads of one writer. `finish` waits until all shards of the writer are uploaded."""
 
     def __init__(
         self,
@@ -55,17 +55,17 @@ class Uploads:
         self._thread.start()
 
     def add(self, path: Path) -> None:
-        """Uploads a shard soon. The caller does not wait."""
+        """Adds a shard to the queue of the background thread."""
         self._waiting.put(path)
 
     def finish(self) -> None:
         """Waits for all uploads, and then uploads store.index.
 
-        Raises an OSError that names the shards that were not uploaded.
+        If some shards could not be uploaded, raises an OSError that names these shards.
         """
         self._waiting.put(None)
         self._thread.join()
-        for path in list(self.failed):  # shards that failed get another turn
+        for path in list(self.failed):  # each failed upload is repeated once
             self._upload(path)
         if self.failed:
             names = sorted(path.name for path in self.failed)
@@ -74,7 +74,7 @@ class Uploads:
         self._upload_index()
 
     def stop(self) -> None:
-        """Ends after the upload that is under way, without waiting for it."""
+        """Stops the thread after its current upload. The caller does not wait for the thread."""
         self._stopping.set()
         self._waiting.put(None)
 
@@ -93,7 +93,7 @@ class Uploads:
                 file.flush()
                 os.fsync(file.fileno())
             self.failed.pop(path, None)
-        except Exception as error:  # reported by `finish`
+        except Exception as error:  # `finish` raises an error that contains this error
             self.failed[path] = error
 
     def _upload_index(self) -> None:
@@ -111,7 +111,7 @@ class Uploads:
                 self.remote.remove(name)
 
     def _check_address(self) -> None:
-        """Refuses an address that has another store, whose files the upload would replace."""
+        """Raises if the address has another store, because the upload would replace its files."""
         try:
             listing = self.remote.read(INDEX, Listing.of_bytes)
         except FileNotFoundError:
@@ -129,7 +129,7 @@ class Uploads:
 
 
 def _recorded(record: Path, url: str) -> set[str]:
-    """The names of the shards that were uploaded to an address."""
+    """Returns the names of the shards that were uploaded to an address."""
     found = set()
     with contextlib.suppress(FileNotFoundError):
         for line in record.read_text(errors="replace").splitlines():

@@ -1,7 +1,7 @@
 """Checks that a store is intact, and that its rows are plausible.
 
-`verify` compares checksums. It also looks for ids outside the vocabulary, for rows whose
-probabilities sum to more than 1, and for rows that are shifted by one token.
+`verify` compares checksums. `verify` also reports ids outside the vocabulary, rows whose
+probabilities sum to more than 1, and rows that are shifted by one token.
 """
 
 import math
@@ -63,7 +63,8 @@ class _Shift:
         """Adds the rows `inner`, for which the tokens at all three offsets exist."""
         ids, logprobs = targets.ids[inner], targets.logprobs[inner]
         # The mass of the tail is divided equally among all tokens outside the slots.
-        if targets.tail is None:  # a token that was not drawn is less probable than one draw
+        # Sampled targets have no tail. A token that was not drawn gets half the weight of one draw.
+        if targets.tail is None:
             rest = torch.full((len(inner),), -math.log(2 * targets.k), dtype=torch.float64)
         else:
             rest = targets.tail[inner].double() - math.log(max(vocab_size - targets.k, 1))

@@ -53,15 +53,15 @@ class Writer:
     of `part` is the process's RANK, as torchrun sets it. A second writer with the same `part` is
     refused while the first writer is open.
 
-    With `upload`, an address such as s3://bucket/targets, each full shard is also uploaded in the
-    background, and `close` waits for the uploads. `close` raises an OSError if a shard could not be
-    uploaded. Opening the writer again uploads the shards that are missing. `storage_options` are
-    the arguments of the file system of fsspec.
+    `upload` is an address such as s3://bucket/targets. With `upload`, each full shard is also
+    uploaded in the background, and `close` waits for the uploads. `close` raises an OSError if a
+    shard could not be uploaded. If you open the writer again, the missing shards are uploaded.
+    `storage_options` are the arguments of the file system of fsspec.
 
-    `values` is "u8" for 8-bit log-probabilities, "f16" for 16 bits, or "counts" for sampled
-    targets. With "counts", k is the number n of draws, and `add` takes the results of
-    `capture_sampled(logits, n)`. The store returns the same weights, bit for bit. Weights of
-    another proposal than 1 are not counts. Store such weights with values="u8" or "f16".
+    `values` is "u8" for 8-bit log-probabilities, "f16" for 16-bit log-probabilities, or "counts"
+    for sampled targets. With "counts", k is the number n of draws, and `add` takes the results of
+    `capture_sampled(logits, n)`. The store returns the same weights, bit for bit. If the proposal
+    is not 1, the weights are not counts. Store such weights with values="u8" or "f16".
 
     >>> with Writer("targets", vocab_size=151_936, k=64) as writer:
     ...     writer.add(tokens, capture_topk(teacher(tokens).logits, 64))
@@ -129,7 +129,7 @@ class Writer:
 
     @on_cpu
     def __contains__(self, tokens: Any) -> bool:
-        """Whether the store has this document already."""
+        """Returns whether the store has this document already."""
         return self._has(checks.tokens(tokens, self.header.vocab_size))
 
     def _has(self, tokens: Tensor) -> bool:
@@ -235,7 +235,10 @@ class Writer:
             first = last
 
     def _count(self, tokens: int, slots: int) -> None:
-        """Adds the bytes that these tokens, and their distinct ids, will take in a shard."""
+        """Adds the bytes of these tokens and their rows in a shard to `self.written`.
+
+        `slots` is the number of distinct ids in all rows. Only values="counts" uses `slots`.
+        """
         self.written += tokens * self.header.token_bytes(slots / tokens)
 
     def _added(self, digests: Iterable[bytes]) -> None:
@@ -244,7 +247,7 @@ class Writer:
             self.flush()
 
     def _bytes(self, tokens: int, documents: int) -> int:
-        """The number of bytes that count towards `shard_bytes`."""
+        """Returns the number of bytes that count towards `shard_bytes`."""
         return tokens * (8 + self.row_bytes) + documents * PER_DOCUMENT
 
     @on_cpu
@@ -291,8 +294,8 @@ class Writer:
 
     def __reduce__(self):
         raise TypeError(
-            "a writer must stay in its process, got a request to pickle it. Open a writer with"
-            " another part= in each process."
+            "a writer must stay in its process, got a request to pickle the writer. Open a writer"
+            " with another part= in each process."
         )
 
     def __enter__(self) -> "Writer":
@@ -300,7 +303,8 @@ class Writer:
 
     def __exit__(self, kind, error, trace) -> None:
         try:
-            # After an error, uploads are left to the next writer, so that the error is seen now.
+            # After an error, `close` does not wait for the uploads, so that the user sees the error
+            # now. The next writer uploads the other shards.
             self._close(finish=error is None)
         except OSError:
             # If the `with` block raised an error, the OSError of `close` is suppressed, so that the

@@ -54,7 +54,8 @@ ONE = {
     "mask dtype": ((A, A), {"mask": torch.ones(4, 4)}, TypeError,
                    "mask must be torch.bool, True for pairs that are left out, got torch.float32."),
     "mask shape": ((A, A), {"mask": torch.ones(4, 3) > 0}, ValueError,
-                   "mask must have shape (4, 4), one entry per row of a and row of b, got (4, 3)."),
+                   "mask must have shape (4, 4), one entry for each row of a and each row of b, "
+                   "got (4, 3)."),
     "labels": ((A, A), {"labels": 3}, TypeError,
                "labels must be a Tensor, or a pair (labels of a, labels of b), got int."),
     "three labels": ((A, A), {"labels": [A, A, A]}, TypeError,
@@ -70,8 +71,8 @@ ONE = {
 }  # fmt: skip
 POSITIVES = {
     "too few": ((B, A), {}, ValueError,
-                "b must have at least 6 rows, one positive for each row of a, got (4, 3); "
-                "otherwise pass positives."),
+                "b must have at least 6 rows, one positive for each row of a, got (4, 3). "
+                "If row i of b is not the positive of row i of a, pass positives."),
     "float": ((A, B), {"positives": torch.zeros(4)}, TypeError,
               "positives must hold integers, got torch.float32."),
     "shape": ((A, B), {"positives": torch.zeros(6).long()}, ValueError,

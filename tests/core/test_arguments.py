@@ -17,16 +17,17 @@ def head():
 
 POSITIONS = {
     "cross_entropy": (lambda: ll.cross_entropy(TEACHER, TARGET, torch.ones(V)),
-                      "cross_entropy must be given all arguments except logits, target by name, "
-                      "such as weight=..., got 3 by position."),
+                      "cross_entropy must be called with all arguments except logits, target by "
+                      "name, such as weight=..., got 3 by position."),
     "linear_cross_entropy": (lambda: ll.linear_cross_entropy(*head(), TARGET, None),
-                             "linear_cross_entropy must be given all arguments except hidden, "
-                             "weight, target by name, such as bias=..., got 4 by position."),
+                             "linear_cross_entropy must be called with all arguments except "
+                             "hidden, weight, target by name, such as bias=..., got 4 by "
+                             "position."),
     "a head": (lambda: ll.LinearLogits(*head(), None, 1 << 20),
-               "LinearLogits must be given all arguments except hidden, weight, bias by name, "
-               "such as workspace=..., got 4 by position."),
+               "LinearLogits must be called with all arguments except hidden, weight, bias by "
+               "name, such as workspace=..., got 4 by position."),
     "a module": (lambda: ll.nn.KLDivLoss("forward"),
-                 "KLDivLoss must be given all arguments by name, such as direction=..., "
+                 "KLDivLoss must be called with all arguments by name, such as direction=..., "
                  "got 1 by position."),
 }  # fmt: skip
 
@@ -81,12 +82,13 @@ def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(name):
     """It was "_Reads.__init__() got an unexpected keyword argument"."""
     call, typo, meant = TYPOS[name]
     words = refusal(lambda: call({typo: None}))
-    assert words.startswith(f"{name.split(',')[0]} must be given arguments among ")
+    assert words.startswith(f"{name.split(',')[0]} must be called with only the arguments ")
     assert words.endswith(f", got {typo!r}. Did you mean {meant!r}?")
 
 
 def test_an_option_like_no_other_is_named_with_those_there_are():
-    want = "logsumexp must be given arguments among logits, temperature, softcap, mask, got 'dim'."
+    want = "logsumexp must be called with only the arguments logits, temperature, softcap, mask, "
+    want += "got 'dim'."
     assert refusal(lambda: ll.logsumexp(TEACHER, dim=-1)) == want
 
 

@@ -74,7 +74,7 @@ class TestImpl:
 
     @pytest.mark.parametrize("function", READERS.values(), ids=READERS.keys())
     def test_triton_refuses_fp64(self, function):
-        rule = "impl 'triton' must be given float16, bfloat16 or float32, got float64."
+        rule = "impl 'triton' must be used with float16, bfloat16 or float32, got float64."
         with ll.impl("triton"), refuses(TypeError, rule):
             function(X.double())
 
@@ -82,8 +82,8 @@ class TestImpl:
     def test_triton_refuses_a_cpu_tensor_without_its_interpreter(self, function, monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", "0")
         rule = (
-            "impl 'triton' must have a GPU tensor, or a cpu tensor and TRITON_INTERPRET=1, "
-            "got a cpu tensor."
+            "impl 'triton' must be used with a GPU tensor, or with a cpu tensor and "
+            "TRITON_INTERPRET=1, got a cpu tensor."
         )
         with ll.impl("triton"), refuses(RuntimeError, rule):
             function(X)
@@ -121,6 +121,6 @@ def test_the_implementation_may_change_before_backward(loss, head, device):
 
 
 def test_kernels_refuse_meta_tensors():
-    words = "must have a GPU tensor, or a cpu tensor and TRITON_INTERPRET=1, got a meta tensor"
+    words = "must be used with a GPU tensor, .* TRITON_INTERPRET=1, got a meta tensor"
     with ll.impl("triton"), pytest.raises(RuntimeError, match=words):
         ll.logsumexp(TEACHER.to("meta"))

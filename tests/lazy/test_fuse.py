@@ -96,7 +96,7 @@ class Sharded(nn.Module):
             ValueError,
             "head must be a module of the model, got a Linear that is not in",
         ),
-        (Model, {"hidden": 3}, TypeError, "fuse must be given arguments among"),
+        (Model, {"hidden": 3}, TypeError, "fuse must be called with only the arguments"),
         (Model, {"worksp": 3}, TypeError, "Did you mean 'workspace'"),
         (Model, {"main_grad": 3}, TypeError, "options must not include main_grad"),
         (Model, {"low_rank": None}, TypeError, "options must not include low_rank"),

@@ -157,5 +157,6 @@ class TestSample:
             ll.hf.sample(model, batch, seed=1.5)
         with pytest.raises(TypeError, match=r"model must have the method generate .* got Linear"):
             ll.hf.sample(torch.nn.Linear(2, 2), batch)
-        with pytest.raises(TypeError, match=r"sample must be given arguments among .* 'config'"):
+        rule = r"sample must be called with only the arguments .* 'config'"
+        with pytest.raises(TypeError, match=rule):
             ll.hf.sample(model, batch, config=CONFIG)

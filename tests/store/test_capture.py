@@ -171,18 +171,18 @@ class TestCapture:
         model = Teacher()
         with open_writer(tmp_path, vocab_size=V + 1) as writer:
             with pytest.raises(
-                ValueError, match=rf"model must give logits of shape \(1, 3, {V + 1}\)"
+                ValueError, match=rf"model must return logits of shape \(1, 3, {V + 1}\)"
             ):
                 capture(model, [[[1, 2, 3]]], writer, head="head")
             with pytest.raises(ValueError, match=r"a batch must have input_ids of shape \(B, T\)"):
                 capture(model, [torch.arange(3)], writer, head="head")
             with pytest.raises(ValueError, match="head must be given for Teacher"):
                 capture(model, [[[1]]], writer)
-            with pytest.raises(TypeError, match="capture must be given arguments among"):
+            with pytest.raises(TypeError, match="capture must be called with only the arguments"):
                 capture(model, [], writer, softcap=1.0)
         nn.init.constant_(model.embed.weight, torch.nan)
         with open_writer(tmp_path / "b") as writer, pytest.raises(
-            ValueError, match="must give a finite largest logit in each row, got NaN or inf"
+            ValueError, match="must return a finite largest logit in each row, got NaN or inf"
         ):  # fmt: skip
             capture(model, [[[1, 2, 3]]], writer, head="head")
 

@@ -22,7 +22,7 @@ class TestArguments:
             ({"temperature": 0}, ValueError, "temperature must be in"),
             ({"part": -1}, ValueError, "part must lie in"),
             ({"shard_bytes": 0}, ValueError, "shard_bytes must lie in"),
-            ({"tail": 1}, TypeError, "Writer must be given arguments among .* got 'tail'"),
+            ({"tail": 1}, TypeError, "Writer must be called with only the arguments .* got 'tail'"),
         ],
     )
     def test_of_a_writer(self, how, kind, message, tmp_path):

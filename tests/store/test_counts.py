@@ -203,12 +203,12 @@ BAD = {
     "another number of draws": (lambda t: t, 40, "be logs of counts divided by 40"),
     "importance weights": (
         lambda t: ll.capture_sampled(torch.randn(9, V) * 3, N, proposal=0.5), N,
-        r"as capture_sampled\(logits, 50\) returns them with proposal=1",
+        r"as capture_sampled\(logits, 50\) returns with proposal=1",
     ),
     "a tail": (lambda t: dataclasses.replace(t, tail=torch.full((9,), -9.0)), N, "tail must be"),
     "one draw too few": (
         lambda t: dataclasses.replace(t, logprobs=torch.where(t.mask, -3.912023, -torch.inf)), N,
-        r"got a sum of \d+",
+        r"got counts that add up to \d+",
     ),
     "the same id twice": (
         lambda t: dataclasses.replace(t, ids=torch.where(t.mask, 7, 0)), N,
@@ -268,7 +268,7 @@ def test_capture(tmp_path):
         teacher[1].bias[0] = torch.nan
     with (
         open_writer(tmp_path / "t", vocab=40, n=12) as writer,
-        pytest.raises(ValueError, match="model must give a finite largest logit in each row"),
+        pytest.raises(ValueError, match="model must return a finite largest logit in each row"),
     ):
         ll.store.capture(teacher, [batch], writer, head="1")
     with (

@@ -120,7 +120,7 @@ class TestResume:
             (Documents(local, seed=2), "saved with seed 2 to resume here, got 1"),
             (Documents(local, seed=1, rank=1, world=2), "saved with share 1 to resume here, got 0"),
         ):
-            with pytest.raises(ValueError, match=f"state must have been {words}"):
+            with pytest.raises(ValueError, match=words):
                 data.load_state_dict(state)
         with pytest.raises(ValueError, match="state must have the names documents, epoch"):
             Documents(local, seed=1).load_state_dict({})

@@ -112,12 +112,12 @@ class TestServers:
             ),
             (
                 lambda o: setattr(o, "prompt_token_ids", None),
-                "output must have the prompt_token_ids of its prompt, got none. Pass them",
+                "output must have the prompt_token_ids of its prompt, got none. Pass the ids",
             ),
             (lambda o: o.prompt_logprobs.pop(), "must have an entry for each of 5 tokens, got 4"),
             (
                 lambda o: setattr(o, "prompt_logprobs", [*o.prompt_logprobs[1:], None]),
-                "must begin with None, since nothing comes before the first token",
+                "must begin with None, because the first token has no distribution",
             ),
             (
                 lambda o: o.prompt_logprobs.__setitem__(3, None),
@@ -126,7 +126,7 @@ class TestServers:
             (
                 lambda o: o.prompt_logprobs.reverse() or o.prompt_logprobs.insert(0, None) or
                 o.prompt_logprobs.pop(),
-                "must have the text's own token 3 at place 1, got .* another text, or are shifted",
+                "must have the text's own token 3 at place 1, got .* another text, or the entries",
             ),
             (
                 lambda o: o.prompt_logprobs[2].update({3: SimpleNamespace(logprob=0.9)}),
@@ -216,7 +216,8 @@ class TestCompletions:
 
     def test_the_limit_of_vllm_is_said(self):
         """NEWCOMER B3."""
-        with pytest.raises(ValueError, match="at most 20 per token unless it is started with max_"):
+        words = "at most 20 log-probabilities per token, unless vLLM is started with max_"
+        with pytest.raises(ValueError, match=words):
             from_vllm({"prompt_token_ids": [1]}, k=64)
 
     @pytest.mark.parametrize(

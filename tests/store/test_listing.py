@@ -89,7 +89,7 @@ def forged(change, path):
     safetensors.write(path / INDEX, tensors, metadata)
 
 
-CONTENT = "must list the files, the documents and the header of a store, got another content"
+CONTENT = "must list the files, the documents and the header of a store, got other content"
 FORGED = {
     "another form": (lambda f: f.update(more=1), CONTENT),
     "no shards": (lambda f: f.pop("shards"), CONTENT),

@@ -132,7 +132,7 @@ class TestFinding:
         _, store = some
         for lengths in (2, torch.tensor(2), "ab", 1.5):
             with pytest.raises(
-                TypeError, match="lengths must be a list or a tensor with an entry per row, got"
+                TypeError, match="lengths must be a list or a tensor with one entry per row, got"
             ):
                 store.targets_for(torch.zeros(2, 5).long(), lengths)
         with pytest.raises(TypeError, match=r"lengths must be whole numbers, got 1\.5"):
@@ -145,7 +145,7 @@ class TestFinding:
         assert store.tokens == sum(LENGTHS)
         with pytest.raises(IndexError, match=r"a document's number must be in \[0, 5\), got 5"):
             store[5]
-        with pytest.raises(TypeError, match="a document must be named by its number, got 'a'"):
+        with pytest.raises(TypeError, match="a document must be selected by its number, got 'a'"):
             store["a"]
         with pytest.raises(IndexError, match="a range of tokens must be a slice of step 1, got 3"):
             store[0, 3]
