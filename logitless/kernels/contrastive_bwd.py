@@ -80,9 +80,9 @@ def _contrastive_bwd_kernel(
         middle = tl.load(ROW_LSE + first)
         middle = tl.where(tl.abs(middle) < INF, middle, 0.0)
         offs_s = first + tl.arange(0, SPAN_POW2)
-        of_rows = tl.load(ROW_LSE + offs_s, mask=offs_s < end, other=middle)
-        near = tl.min(_near(of_rows, middle).to(tl.int32)) != 0
-    g_columns = 0.0
+        of_span = tl.load(ROW_LSE + offs_s, mask=offs_s < end, other=middle)
+        near = tl.min(_near(of_span, middle).to(tl.int32)) != 0
+    g_columns, column_factors = 0.0, 0.0
     if COLUMN_LSE is not None:
         of_columns = tl.load(COLUMN_LSE + offs_m, mask=offs_m < m, other=middle)[None, :]
         g_columns = 1.0
@@ -102,9 +102,7 @@ def _contrastive_bwd_kernel(
         if ROW_UPSTREAM is not None:
             g_rows = tl.load(ROW_UPSTREAM + offs_n, mask=offs_n < n, other=0.0)[:, None]
         if near:
-            factors = tl.exp2(middle - of_rows) * g_rows
-            if COLUMN_LSE is not None:
-                factors += column_factors
+            factors = tl.exp2(middle - of_rows) * g_rows + column_factors
             dz = tl.exp2(z - middle) * factors
             if HAS_POSITIVES:
                 if may_hold_positives(pairs, start, strip * BLOCK_M, BLOCK_N, BLOCK_M):

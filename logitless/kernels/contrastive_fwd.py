@@ -73,10 +73,9 @@ def _contrastive_fwd_kernel(
         COLUMNS += span.to(tl.int64) * m + offs_m
 
     if ONE_EXPONENTIAL:
-        # The reference is the largest logit of the first row.
-        rows = tl.full((1, 1, 1), 0, tl.int32) + first
-        x = load_similarities(X, stride_x, rows, cols, n, FULL)
-        ref = finite(tl.max(logits_of(x, rate, pairs, rows, cols, n, m, FULL)))
+        some = first + tl.arange(0, LANES)[:, None, None]  # the reference is the max of these rows
+        of_some = load_similarities(X, stride_x, some, cols, n, FULL)
+        ref = finite(tl.max(logits_of(of_some, rate, pairs, some, cols, n, m, FULL)))
         good = tl.full((LANES, REPEATS), 1, tl.int1)
         s_c = tl.zeros((LANES, BLOCK_M), tl.float32)
         for start in range(first, end, BLOCK_N):
