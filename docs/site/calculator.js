@@ -249,8 +249,8 @@ function parse(name, text) {
 
 function textOfWay(e) {
   const texts = {
-    materialised: "all logits at once, because they are few. The loss can take four times this memory",
-    "on the chip": "tiles of logits are computed on the chip, and never written to memory",
+    materialised: "all logits at once, because the head is small. The loss can take four times this memory",
+    "on the chip": "tiles of logits are computed on the chip, and are not written to memory",
     rows: `${plural(e.chunks, "chunk")} of ${plural(e.rows, "whole row")}`,
     columns: `${plural(e.blocks, "block")} of ${plural(e.columns, "column")} of all rows`,
     "rows and columns":
@@ -274,7 +274,7 @@ function results(fields) {
 
 function bars({ bytes }) {
   const all = [
-    ["Transformers, whose loss copies the logits to fp32", bytes.transformers],
+    ["Transformers: its loss copies the logits to fp32", bytes.transformers],
     ["PyTorch: F.cross_entropy of the logits", bytes.pytorch],
     ["logitless", bytes.logitless],
   ]
@@ -289,24 +289,24 @@ function bars({ bytes }) {
 
 function details({ head, explained, bytes, cost, seconds, gpu }) {
   const lines = [
-    ["All logits, once", size(bytes.logits)],
+    ["Size of all logits", size(bytes.logits)],
     ["Gradients of hidden states and weight", `${size(bytes.gradients)}, part of the last bar`],
-    ["Logits at once, with logitless", size(explained.workspace)],
-    ["How", textOfWay(explained)],
-    ["GEMMs over all logits", short(explained.gemms)],
-    ["Estimated speed", `${Math.round(100 * explained.share)} % of the speed of ${explained.floor} GEMMs`],
+    ["Logits in memory at once, with logitless", size(explained.workspace)],
+    ["Split of the logits", textOfWay(explained)],
+    ["Number of GEMMs", short(explained.gemms)],
+    ["Estimated speed", `${Math.round(100 * explained.share)} % of the speed of ${explained.floor} GEMMs alone`],
   ]
   if (head.dtype === "fp32") {
-    lines.push(["Computed time", "none, because the known speeds are those of 16-bit GEMMs"])
+    lines.push(["Computed time", "not computed, because only the speed of 16-bit GEMMs is known"])
   } else {
     const share = `${Math.round(100 * explained.share)} %`
     const gemms = `${ms(cost.products)} of GEMMs at ${share} of their speed`
     const parts = `${gemms}, and ${ms(cost.loss)} for reading and writing logits`
     lines.push(["Computed time", `${ms(seconds)}: ${parts}`])
-    lines.push(["Most of the time", LIMITS[cost.limit]])
-    if (gpu !== "h200") lines.push(["Note", "No B200 was measured. Its speeds are assumed."])
+    lines.push(["Largest part of the time", LIMITS[cost.limit]])
+    if (gpu !== "h200") lines.push(["Note", "The speeds of a B200 are assumed, not measured."])
     if (explained.way === "on the chip") {
-      lines.push(["Note", "The computed time is for logits in memory. This head has none."])
+      lines.push(["Note", "The computed time includes reading and writing logits in memory. This head writes no logits to memory."])
     }
   }
   return `<table><tbody>${lines.map(([a, b]) => `<tr><td><b>${a}</b></td><td>${b}</td></tr>`).join("")}</tbody></table>`
@@ -319,10 +319,10 @@ function ranks({ head, gpu }) {
     const cells = [tp, ms(c.products), ms(c.loss), ms(c.gather + c.reduce), ms(c.time), size(c.memory)]
     return `<tr>${cells.map(cell => `<td>${cell}</td>`).join("")}</tr>`
   })
-  const titles = ["GPUs that share the head", "GEMMs", "loss", "collectives", "all", "memory per GPU: weight, hidden states, gradients, logits"]
+  const titles = ["GPUs that share the head", "GEMMs", "loss", "collectives", "sum", "memory per GPU: weight, hidden states, gradients, logits"]
   const top = `<tr>${titles.map(title => `<th>${title}</th>`).join("")}</tr>`
   const table = `<table><thead>${top}</thead><tbody>${rows.join("")}</tbody></table>`
-  return `<h3>Over several GPUs, computed</h3><div class="scroll">${table}</div>`
+  return `<h3>Several GPUs: computed time and memory</h3><div class="scroll">${table}</div>`
 }
 
 function command({ head, gpu }) {
@@ -340,7 +340,7 @@ function start(place) {
   const options = values => values.map(v => `<option>${v}</option>`).join("")
   place.innerHTML =
     "<form>" +
-    label("Sizes of a model", `<select name="model">${models}</select>`) +
+    label("Take the sizes of a model", `<select name="model">${models}</select>`) +
     Object.entries(NUMBERS)
       .map(([name, [text, value]]) =>
         label(text, `<input name="${name}" inputmode="numeric" value="${value ?? ""}">`))
@@ -358,7 +358,7 @@ function start(place) {
       const found = results(fields)
       shown.innerHTML =
         "<h3>Peak memory of the loss, forward and backward</h3>" + bars(found) + details(found) +
-        ranks(found) + "<h3>The same by command</h3>" + command(found)
+        ranks(found) + "<h3>Commands that print the same numbers</h3>" + command(found)
     } catch (error) {
       if (!(error instanceof RangeError)) throw error
       const line = document.createElement("p")
