@@ -265,7 +265,7 @@ def _finished(
     if pairs.bad is not None and pairs.ignored is not None:
         bad, ignored = pairs.bad[at], pairs.ignored[at]
         loss = loss.masked_fill(bad, torch.nan).masked_fill(ignored, 0.0)
-        lse = lse.masked_fill(bad, torch.nan).masked_fill(ignored, torch.inf)
+        lse[:, 1].masked_fill_(bad, torch.nan).masked_fill_(ignored, torch.inf)
     return loss, lse
 
 

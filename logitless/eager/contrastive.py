@@ -59,17 +59,18 @@ def contrastive_read(
 def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Returns -log p of the positives, and the normalisers that `contrastive_gradient` needs.
 
-    `picked` holds the similarities of the positives.
+    `picked` holds the similarities of the positives. The normalisers are the numbers m and log s of
+    each row, as (n, 2). Their sum would be rounded, and a large m would leave few digits of s.
     """
     m, log_s = state[:, 0], state[:, 1].log()
-    return log_s - (picked.to(m.dtype) * scale - m), m + log_s
+    return log_s - (picked.to(m.dtype) * scale - m), torch.stack((m, log_s), 1)
 
 
 def contrastive_gradient(
     x: Tensor,  # (n, m)
     block: Block,
-    rows: Tensor,  # (n,), the normalisers of the rows
-    columns: Tensor | None,  # (m,), the normalisers of the columns
+    rows: Tensor,  # (n, 2), the normalisers of the rows
+    columns: Tensor | None,  # (m, 2), the normalisers of the columns
     row_upstream: Tensor | None = None,  # (n,), or None for ones
     column_upstream: Tensor | None = None,  # (m,), or None for ones
     d_scale: bool = False,
@@ -79,7 +80,10 @@ def contrastive_gradient(
     dz = _probability(z, rows.unsqueeze(1), row_upstream, 1, block)
     if columns is not None:
         dz += _probability(z, columns.unsqueeze(0), column_upstream, 0, block)
-    total = (z.copy_(x).mul_(dz)).sum() if d_scale else None  # z is not needed any more
+    total = None
+    if d_scale:
+        # z is not needed any more. x can be NaN if the pair is left out.
+        total = z.copy_(x).masked_fill_(dz == 0, 0.0).mul_(dz).sum()
     x.copy_(dz)
     return total
 
@@ -153,7 +157,11 @@ def _merge(state: Tensor, z: Tensor, dim: int) -> None:
 
 
 def _probability(z: Tensor, lse: Tensor, upstream: Tensor | None, dim: int, block: Block) -> Tensor:
-    """Returns p · upstream with p = e^(z - lse), and (p - 1) · upstream at positives."""
-    p = (z - lse).exp_()
+    """Returns p · upstream, and (p - 1) · upstream at positives.
+
+    `lse` holds the numbers m and log s along its last dimension, and p = e^((z - m) - log s).
+    """
+    m, log_s = lse.unbind(-1)
+    p = (z - m).sub_(log_s).exp_()
     _at_positives(p, block, lambda entries: entries - 1)
     return p if upstream is None else p.mul_(upstream.unsqueeze(dim))

@@ -288,12 +288,13 @@ def contrastive_fwd(rows: int, columns: int, itemsize: int) -> Config:
     A program reads `span` rows of a strip of `block_v` columns. The more rows, the fewer states of
     columns are written and merged.
     """
-    lanes = min(8, ceil_pow2(rows))
     cut = Config(
-        min(512 // itemsize, ceil_pow2(columns)), 8, span=512, block_n=min(32, ceil_pow2(rows))
+        min(512 // itemsize, ceil_pow2(columns)), 4, span=1024, block_n=min(32, ceil_pow2(rows))
     )
-    cut = overridden(cut)
-    cut = cut._replace(block_n=max(cut.block_n, lanes))
+    # About 1024 programs keep all multiprocessors busy.
+    strips = ceil_div(columns, cut.block_v)
+    cut = overridden(cut._replace(span=min(cut.span, max(rows * strips // 1024, 1))))
+    cut = cut._replace(block_n=max(cut.block_n, min(cut.num_warps, ceil_pow2(rows))))
     return cut._replace(span=ceil_div(cut.span, cut.block_n) * cut.block_n)
 
 
@@ -317,7 +318,7 @@ def contrastive_bwd(rows: int, columns: int, itemsize: int) -> Config:
 def sigmoid_contrastive(rows: int, columns: int, itemsize: int) -> Config:
     """Each warp reads one row of a tile with 16 bytes per thread. Row sums stay inside a warp."""
     cut = Config(
-        min(512 // itemsize, ceil_pow2(columns)), 8, span=64, block_n=min(16, ceil_pow2(rows))
+        min(512 // itemsize, ceil_pow2(columns)), 4, span=64, block_n=min(4, ceil_pow2(rows))
     )
     cut = overridden(cut)
     return cut._replace(span=ceil_div(cut.span, cut.block_n) * cut.block_n)

@@ -8,13 +8,11 @@ the gradient of a logit is
 The kernel computes both terms in fp32 and rounds only the sum, because p - 1 has few exact digits
 after p was rounded.
 
-With logits z, normalisers r of the rows and c of the columns, all in base 2, and any number h,
-
-    p = 2^(z - h) 2^(h - r)        q = 2^(z - h) 2^(h - c)
-
-So one exponential per pair serves both. A program uses these products for 16-bit similarities (see
-`one_exponential`), if its normalisers are so close together that the factors neither overflow nor
-underflow. Otherwise, the program computes 2^(z - r) and 2^(z - c).
+The normaliser of a row consists of two numbers, m and log2 s, and p = 2^((z - m) - log2 s) for a
+logit z in base 2. With any number h, also p = 2^(z - h) · 2^((h - m) - log2 s), and the same holds
+for q. So one exponential per pair serves both p and q. A program uses these products for 16-bit
+similarities (see `one_exponential`), if its normalisers are so close together that the factors
+neither overflow nor underflow.
 """
 
 import functools
@@ -28,6 +26,7 @@ from . import config
 from .contrastive_fwd import rate_of
 from .contrastive_tile import (
     Pairs,
+    exponentials,
     load_similarities,
     logits_of,
     may_hold_positives,
@@ -42,12 +41,19 @@ from .profiling import in_place, nothing, profiled
 
 
 @triton.jit
-def _near(lse, middle):
+def _load_normalisers(P, offs, mask, other):
+    """Returns m and log2 s of some rows or columns, and (other, 0) where `mask` is False."""
+    m = tl.load(P + 2 * offs, mask=mask, other=other)
+    return m, tl.load(P + 2 * offs + 1, mask=mask, other=0.0)
+
+
+@triton.jit
+def _all_near(m, log_s, middle):
     """Returns whether 2^(z - middle) and 2^(middle - lse) are in the range of fp32 for z <= lse.
 
-    The result is False for infinite numbers and for NaN.
+    `lse` is m + log2 s. The result is False for infinite numbers and for NaN.
     """
-    return tl.abs(lse - middle) < 60.0
+    return tl.min((tl.abs(m - middle + log_s) < 60.0).to(tl.int32)) != 0
 
 
 @triton.jit(
@@ -77,48 +83,48 @@ def _contrastive_bwd_kernel(
     end = tl.minimum(first + SPAN, n)
     near, middle = False, 0.0
     if ONE_EXPONENTIAL:
-        middle = tl.load(ROW_LSE + first)
+        middle = tl.load(ROW_LSE + 2 * first)
         middle = tl.where(tl.abs(middle) < INF, middle, 0.0)
         offs_s = first + tl.arange(0, SPAN_POW2)
-        of_span = tl.load(ROW_LSE + offs_s, mask=offs_s < end, other=middle)
-        near = tl.min(_near(of_span, middle).to(tl.int32)) != 0
+        m_s, log_s = _load_normalisers(ROW_LSE, offs_s, offs_s < end, middle)
+        near = _all_near(m_s, log_s, middle)
     g_columns, column_factors = 0.0, 0.0
     if COLUMN_LSE is not None:
-        of_columns = tl.load(COLUMN_LSE + offs_m, mask=offs_m < m, other=middle)[None, :]
+        m_c, log_c = _load_normalisers(COLUMN_LSE, cols, cols < m, middle)
         g_columns = 1.0
         if COLUMN_UPSTREAM is not None:
             g_columns = tl.load(COLUMN_UPSTREAM + offs_m, mask=offs_m < m, other=0.0)[None, :]
         if ONE_EXPONENTIAL:
-            near = near & (tl.min(_near(of_columns, middle).to(tl.int32)) != 0)
-            column_factors = tl.exp2(middle - of_columns) * g_columns
+            near = near & _all_near(m_c, log_c, middle)
+            column_factors = tl.exp2(middle - m_c - log_c) * g_columns
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(first, end, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         rows = offs_n[:, None]
         x = load_similarities(X, stride_x, rows, cols, n, FULL)
-        z = logits_of(x, rate, pairs, rows, cols, n, m, FULL)
-        of_rows = tl.load(ROW_LSE + offs_n, mask=offs_n < n, other=middle)[:, None]
+        m_r, log_r = _load_normalisers(ROW_LSE, rows, rows < n, middle)
         g_rows = 1.0
         if ROW_UPSTREAM is not None:
             g_rows = tl.load(ROW_UPSTREAM + offs_n, mask=offs_n < n, other=0.0)[:, None]
         if near:
-            factors = tl.exp2(middle - of_rows) * g_rows + column_factors
-            dz = tl.exp2(z - middle) * factors
+            factors = tl.exp2(middle - m_r - log_r) * g_rows + column_factors
+            dz = exponentials(x, rate, middle, rows, cols, n, m, FULL) * factors
             if HAS_POSITIVES:
                 if may_hold_positives(pairs, start, strip * BLOCK_M, BLOCK_N, BLOCK_M):
                     dz -= tl.where(positives_of(pairs, rows, cols, n), g_rows + g_columns, 0.0)
         else:
+            z = logits_of(x, rate, pairs, rows, cols, n, m, FULL)
             y = 0.0
             if HAS_POSITIVES:
                 y = tl.where(positives_of(pairs, rows, cols, n), 1.0, 0.0)
-            dz = (tl.exp2(z - of_rows) - y) * g_rows
+            dz = (tl.exp2(z - m_r - log_r) - y) * g_rows
             if COLUMN_LSE is not None:
-                dz += (tl.exp2(z - of_columns) - y) * g_columns
+                dz += (tl.exp2(z - m_c - log_c) - y) * g_columns
         if D_SCALE is not None:
-            if FULL:
+            if FULL & ONE_EXPONENTIAL:
                 total += dz * x
             else:
-                total += dz * tl.where(dz == 0, 0.0, x)  # the padding of x can be NaN
+                total += dz * tl.where(dz == 0, 0.0, x)  # x can be NaN if the pair is left out
         at = rows.to(tl.int64) * stride_x + cols
         if FULL:
             tl.store(X + at, dz.to(X.dtype.element_ty))
@@ -131,8 +137,8 @@ def _contrastive_bwd_kernel(
 def contrastive_gradient(
     x: Tensor,  # (n, m), with padded rows
     block: Block,
-    rows: Tensor,  # (n,), the normalisers of the rows
-    columns: Tensor | None,  # (m,), the normalisers of the columns
+    rows: Tensor,  # (n, 2), the normalisers of the rows
+    columns: Tensor | None,  # (m, 2), the normalisers of the columns
     row_upstream: Tensor | None = None,  # (n,), or None for ones
     column_upstream: Tensor | None = None,  # (m,), or None for ones
     d_scale: bool = False,

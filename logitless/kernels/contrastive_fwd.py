@@ -16,6 +16,7 @@ the range of `_in_range`, the program computes its strip again, with the max of 
 
 import functools
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,6 +25,7 @@ from ..eager.contrastive import Block
 from . import config
 from .contrastive_tile import (
     Pairs,
+    exponentials,
     load_similarities,
     logits_of,
     numbers_of,
@@ -82,7 +84,7 @@ def _contrastive_fwd_kernel(
             offs_n = start + in_tile
             rows = offs_n[:, :, None]
             x = load_similarities(X, stride_x, rows, cols, n, FULL)
-            e = tl.exp2(logits_of(x, rate, pairs, rows, cols, n, m, FULL) - ref)
+            e = exponentials(x, rate, ref, rows, cols, n, m, FULL)
             if ROWS is not None:
                 s_r = tl.sum(e, 2)
                 good = good & (_in_range(s_r) | (offs_n >= n))
@@ -177,12 +179,14 @@ def contrastive_read(
 def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Returns -log p of the positives, and the normalisers that `contrastive_gradient` takes.
 
-    `picked` holds the similarities of the positives. The normalisers are logarithms of base 2. A
-    loss is never negative, even if the state of a row has another reference than the max.
+    `picked` holds the similarities of the positives. The normalisers are the numbers m and log2 s
+    of each row, as (n, 2). Their sum would be rounded, and a large m would leave few digits of s. A
+    loss is never negative, even if m is not the max of a row.
     """
     m, log_s = state[:, 0], state[:, 1].log2()
     of_positives = picked.float() * (scale * LOG2E.value)
-    return (log_s - (of_positives - m)).clamp_min(0) * LN2.value, m + log_s
+    loss = (log_s - (of_positives - m)).clamp_min(0) * LN2.value
+    return loss, torch.stack((m, log_s), 1)
 
 
 def rate_of(block: Block) -> Tensor:

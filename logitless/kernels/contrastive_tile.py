@@ -48,6 +48,15 @@ def positives_of(pairs, rows, cols, n):
 
 
 @triton.jit
+def exponentials(x, rate, ref, rows, cols, n, m, FULL: tl.constexpr):
+    """Returns 2^(z - ref) of a tile without a mask or labels, and 0 outside the similarities."""
+    e = tl.exp2(x * rate - ref)
+    if not FULL:
+        e = tl.where((rows < n) & (cols < m), e, 0.0)
+    return e
+
+
+@triton.jit
 def may_hold_positives(pairs, row, column, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
     """Returns False if a tile that begins at (row, column) surely holds no positives."""
     if pairs.POSITIVES is not None:
@@ -120,4 +129,5 @@ def one_exponential(x: Tensor, block: Block) -> bool:
     16-bit similarities. If pairs are left out, a row can have no other pair than its positive. Such
     a row must have a loss and a gradient of exactly 0, so the kernels compute two exponentials.
     """
-    return x.element_size() == 2 and block.mask is None and block.labels is None
+    several = min(x.shape) > 1
+    return x.element_size() == 2 and several and block.mask is None and block.labels is None

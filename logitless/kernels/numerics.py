@@ -112,6 +112,20 @@ def capped(x, softcap):
 
 
 @triton.jit
+def reciprocal(u):
+    """Returns 1 / u for u in [1, 2], with an error of at most one unit in the last place.
+
+    The operator / takes several instructions, which also cover other numbers.
+    """
+    if is_cuda():
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / u
+
+
+@triton.jit
 def finite(m):
     """Returns the max m of each row, or 0 where the max is ±inf.
 

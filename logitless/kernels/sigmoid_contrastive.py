@@ -24,7 +24,7 @@ from .contrastive_tile import (
     positives_of,
 )
 from .launch import REMEMBERED, Launch
-from .numerics import LOG2E
+from .numerics import LOG2E, reciprocal
 from .profiling import in_place, profiled
 
 
@@ -78,12 +78,12 @@ def _sigmoid_contrastive_kernel(
             if some:
                 t = _flipped(t, pairs, rows, cols, n)
         e = tl.exp2(tl.abs(t) * -LOG2E)
-        loss = tl.where(t > 0, t, t * 0.0) + _log1p(e)  # t · 0 keeps NaN
+        loss = tl.maximum(t, 0.0, propagate_nan=tl.PropagateNan.ALL) + _log1p(e)
         if not FULL:
             loss = tl.where(cols < m, loss, 0.0)
         tl.store(LOSSES + strip.to(tl.int64) * n + offs_n, tl.sum(loss, 1), mask=offs_n < n)
         if SUMS is not None:
-            dz = tl.where(t > 0, 1.0, e) / (1.0 + e)
+            dz = tl.where(t > 0, 1.0, e) * reciprocal(1.0 + e)
             if HAS_POSITIVES:
                 if some:
                     dz = _flipped(dz, pairs, rows, cols, n)

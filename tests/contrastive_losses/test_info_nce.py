@@ -91,6 +91,51 @@ def test_normalisers_far_apart(scale, device):
         assert_right("contrastive", a, b, scale=torch.tensor(scale, device=device))
 
 
+@pytest.mark.parametrize(("near", "scale"), [(0.3, 100.0), (0.01, 700.0)])
+@pytest.mark.usefixtures("impl")
+def test_large_logits_with_small_differences(near, scale, device):
+    """A normaliser that is rounded to one fp32 number would lose the digits of the differences."""
+    a, b = (1 + near * t for t in embeddings(N, N, torch.float32, device))
+    assert_right("contrastive", a, b, scale=torch.tensor(scale, device=device), reduction="sum")
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.usefixtures("impl")
+def test_equal_pairs(scale, device):
+    """If all pairs are equal, all gradients cancel."""
+    a = torch.full((10, 4), 0.5, device=device)
+    found = gradients(
+        ll.contrastive, a, a, torch.ones((), device=device), scale=scale, symmetric=False
+    )
+    assert found[1].abs().max() <= 1e-6 * scale
+
+
+@pytest.mark.parametrize("shape", [(6, 1), (1, 1)])
+@pytest.mark.usefixtures("impl")
+def test_one_column(shape, device):
+    """A row whose only pair is its positive has a loss and a gradient of exactly 0."""
+    a, b = embeddings(*shape, torch.bfloat16, device)
+    found = gradients(
+        ll.contrastive, a, b, torch.ones((), device=device), scale=7.3, symmetric=False,
+        positives=torch.zeros(shape[0], dtype=torch.int64, device=device), reduction="none",
+    )  # fmt: skip
+    assert not any(t.any() for t in found)
+
+
+@pytest.mark.parametrize("n", [16, 37])
+@pytest.mark.usefixtures("impl", "small_tiles")
+def test_a_left_out_column_does_not_reach_the_gradient_of_scale(n, device):
+    a, b = embeddings(n, n + 16, torch.float32, device)
+    b[-1] = torch.inf
+    mask = torch.zeros(n, n + 16, dtype=torch.bool, device=device)
+    mask[:, -1] = True
+    *_, d_scale = gradients(
+        ll.contrastive, a, b, torch.ones((), device=device), ("scale",), symmetric=False,
+        scale=torch.tensor(2.0, device=device), mask=mask,
+    )  # fmt: skip
+    assert d_scale.isfinite()
+
+
 @pytest.mark.parametrize("name", ["a", "b"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.usefixtures("impl", "small_tiles")

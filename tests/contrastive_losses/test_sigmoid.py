@@ -111,3 +111,11 @@ def test_backward_twice(reduction, device):
     for x, y in zip(first, second, strict=True):
         assert torch.equal(x, y)
         assert x.any()
+
+
+def test_a_logit_of_minus_infinity_has_no_loss(impl, device):
+    a = torch.tensor([[200.0, 0.0], [0.0, 1.0]], dtype=torch.float16, device=device)
+    b = torch.tensor([[1.0, 0.0], [-400.0, 1.0]], dtype=torch.float16, device=device)
+    loss = ll.sigmoid_contrastive(a, b, reduction="none")
+    assert loss.isfinite().all()
+    assert loss[0] == 0
