@@ -20,6 +20,7 @@ from torch import Tensor
 from ..contract import NO_ID, Reading
 from . import invariant as invariance
 from . import option_checks, target_checks, tensor_checks
+from .environment import CHECK, variables
 from .source import ranks_of_call
 
 F = TypeVar("F", bound=Callable)
@@ -149,7 +150,7 @@ def reading_of(logits, temperature: float | Tensor, softcap: float | None, **fie
 
 def thorough() -> bool:
     """Whether slow checks are enabled by LOGITLESS_CHECK=1."""
-    return os.environ.get("LOGITLESS_CHECK", "0") not in ("", "0")
+    return CHECK in variables and os.environ["LOGITLESS_CHECK"] not in ("", "0")
 
 
 def reads_values(ids: Tensor) -> bool:
@@ -158,7 +159,7 @@ def reads_values(ids: Tensor) -> bool:
     Values on a CPU are always checked. Values on a GPU are checked only with LOGITLESS_CHECK=1,
     because the check makes the host wait.
     """
-    return ids.device.type == "cpu" or (thorough() and ids.device.type != "meta")
+    return ids.is_cpu or (thorough() and not ids.is_meta)  # ids.device.type is slower
 
 
 def check_values(loss) -> None:

@@ -70,11 +70,9 @@ class RowLoss:
     # property.
     names: ClassVar[Any] = ("target", "ids")
     row_inputs = ()  # tensors with one or k numbers per row; they can require grad
-
-    @property
-    def teachers(self) -> tuple:
-        """The dense teachers of the loss. Each teacher is a Tensor or a ScaledHead."""
-        return ()
+    # The dense teachers of the loss. Each teacher is a Tensor or a ScaledHead. In a subclass,
+    # `teachers` can be a property.
+    teachers: ClassVar[Any] = ()
 
     # --- methods that a subclass implements
 
