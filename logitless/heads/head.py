@@ -240,7 +240,8 @@ class Head:
         if self.logits_dtype not in (None, hidden.dtype) or hidden.dtype == torch.float16:
             return False
         rows, size = hidden.shape[:-1].numel() if width else 0, hidden.element_size()
-        if not choose_cut.is_small(rows, vocab, width, size, self.workspace, hidden.device.type):
+        device = "cpu" if hidden.is_cpu else "cuda"  # all other devices have the limits of a GPU
+        if not choose_cut.is_small(rows, vocab, width, size, self.workspace, device):
             return False
         freed = not self.weight.untyped_storage().nbytes()
         return not freed and all(map(is_dense, loss.teachers))

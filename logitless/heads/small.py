@@ -40,7 +40,7 @@ def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor
     if forward_ad._current_level >= 0:
         refuse_tangents(*inputs)
     rows = loss.row_inputs if row_weight is None else (*loss.row_inputs, row_weight)
-    by_row = reduction == "none" or needs_grad(*rows)
+    by_row = reduction == "none" or (rows != () and needs_grad(*rows))
     if not (torch.is_grad_enabled() and (by_row or needs_grad(*inputs))):
         with torch.no_grad():
             x = padded_logits(*inputs, None, hidden.dtype)
