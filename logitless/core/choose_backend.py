@@ -16,6 +16,7 @@ from .. import eager
 from . import tensor_checks
 from .backend import Backend
 from .capture import Capture, Captured
+from .environment import IMPL, variables
 from .invariant import aligned, is_invariant
 
 CHOICES = ("triton", "eager")
@@ -54,7 +55,7 @@ def on_gpu(x: Tensor) -> bool:
 
 def backend_of(x: Tensor) -> Backend:
     """Returns the backend for this tensor, which is the module `kernels` or `eager`."""
-    name = _chosen or os.environ.get("LOGITLESS_IMPL")
+    name = _chosen or (IMPL in variables and os.environ["LOGITLESS_IMPL"])
     if not name:
         return _kernels() if on_gpu(x) and x.dtype != torch.float64 else eager
     if name == "eager":

@@ -70,11 +70,9 @@ class RowLoss:
     # property.
     names: ClassVar[Any] = ("target", "ids")
     row_inputs = ()  # tensors with one or k numbers per row; they can require grad
-
-    @property
-    def teachers(self) -> tuple:
-        """The dense teachers of the loss. Each teacher is a Tensor or a ScaledHead."""
-        return ()
+    # The dense teachers of the loss. Each teacher is a Tensor or a ScaledHead. In a subclass,
+    # `teachers` can be a property.
+    teachers: ClassVar[Any] = ()
 
     # --- methods that a subclass implements
 
@@ -209,12 +207,11 @@ class RowLoss:
         With recompute=True, the result includes the tensors that only forward reads, because
         backward then calls forward again.
         """
-        r = self.reading
-        bare = r._replace(label=None, ids=None, class_weight=None, row_temperature=None)
-        loss = self.replace(reading=bare)
+        vocab, label, ids, class_weight, row_temperature, *options = self.reading
+        loss = self.replace(reading=Reading(vocab, None, None, None, None, *options))
         if self.row_inputs:
             loss = loss.replace(row_inputs=(None,) * len(self.row_inputs))
-        return (r.label, r.ids, r.class_weight, r.row_temperature, *self.row_inputs), loss
+        return (label, ids, class_weight, row_temperature, *self.row_inputs), loss
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> "RowLoss":
         """Returns the loss with the tensors that `flatten` returned. Other tensors stay None."""

@@ -32,27 +32,20 @@ F = TypeVar("F", bound=Callable)
 class Logits:
     """Base class of the public classes that represent logits (..., V)."""
 
+    shape: torch.Size
+    """The shape (..., V) of the logits."""
+    dtype: torch.dtype
+    """The dtype of the logits."""
+    device: torch.device
+    """The device on which the logits are computed."""
+    requires_grad: bool
+    """Whether a loss over these logits has a gradient."""
     _source: Any  # the Source that evaluates losses over these logits
 
-    @property
-    def shape(self) -> torch.Size:
-        """The shape (..., V) of the logits."""
-        return self._source.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the logits."""
-        return self._source.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which the logits are computed."""
-        return self._source.device
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether a loss over these logits has a gradient."""
-        return self._source.requires_grad
+    def __init__(self, source: "Source"):
+        # Every loss reads these attributes several times. A property would be slower.
+        self._source, self.shape, self.dtype = source, source.shape, source.dtype
+        self.device, self.requires_grad = source.device, source.requires_grad
 
     def dim(self) -> int:
         """The number of dimensions of the logits."""
@@ -128,6 +121,14 @@ def is_dtensor(t: Any) -> bool:
     return t.__class__ is not Tensor and hasattr(t, "placements")
 
 
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether one of the tensors requires a gradient. any() with a generator would be slower."""
+    for t in tensors:  # noqa: SIM110
+        if t is not None and t.requires_grad:
+            return True
+    return False
+
+
 def without_wrapper(logits: Any) -> Any:
     """Returns the Source of a LinearLogits or VocabShard. Other logits are returned unchanged."""
     return logits._source if isinstance(logits, Logits) else logits
@@ -152,7 +153,8 @@ def source_of(logits: Any) -> "Source | None":
     """Returns the Source that evaluates a loss over these logits, or None for a plain tensor."""
     if logits.__class__ is Tensor:
         return None
-    logits = without_wrapper(logits)
+    if isinstance(logits, Logits):
+        logits = logits._source
     if isinstance(logits, Source) and not logits.spread:
         return logits
     for convert in _CONVERTERS:

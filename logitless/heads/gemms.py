@@ -161,7 +161,7 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
     fewer than UNIT rows or columns.
     """
     pack, (m, k), n = 16 // a.element_size(), a.shape, b.shape[1]
-    if not (reads_vectors(a) and (m % pack or k % pack or n % pack)):
+    if not ((m % pack or k % pack or n % pack) and reads_vectors(a)):
         return plain_gemm(a, b, out, add)
     if out is None:
         out = torch.empty((m, n), device=a.device, dtype=a.dtype)
@@ -226,16 +226,18 @@ def padded_logits(
     low_rank: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the logits (n, V) of hidden (n, D), without a gradient.
+    """Returns the logits (..., V) of hidden (..., D), without a gradient.
 
     On a GPU, every row of logits starts on a 16-byte boundary, so that `gemm` is fast for any V.
     """
     pack, (vocab, width) = 16 // dtype.itemsize, weight.shape
-    aligned = not (reads_vectors(hidden) and (vocab % pack or width % pack))
+    h = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
+    aligned = not ((vocab % pack or width % pack) and reads_vectors(hidden))
     if (aligned and low_rank is None) or is_dtensor(weight):
-        return dense_logits(hidden, weight, bias, None, dtype)
-    out = padded_memory(len(hidden), len(weight), hidden, dtype)
-    return product(hidden, weight, bias, low_rank, out)
+        x = dense_logits(h, weight, bias, None, dtype)
+    else:
+        x = product(h, weight, bias, low_rank, padded_memory(len(h), vocab, h, dtype))
+    return x if h is hidden else x.view(*hidden.shape[:-1], vocab)
 
 
 def dense_logits(

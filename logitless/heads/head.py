@@ -237,13 +237,14 @@ class Head:
         if type(self.weight) not in PLAIN and is_quantized(self.weight):
             return False
         hidden, (vocab, width) = self.hidden, self.weight.shape
-        if hidden.dtype != self.dtype or hidden.dtype == torch.float16:
+        if self.logits_dtype not in (None, hidden.dtype) or hidden.dtype == torch.float16:
             return False
         rows, size = hidden.shape[:-1].numel() if width else 0, hidden.element_size()
-        if not choose_cut.is_small(rows, vocab, width, size, self.workspace, hidden.device.type):
+        device = "cpu" if hidden.is_cpu else "cuda"  # all other devices have the limits of a GPU
+        if not choose_cut.is_small(rows, vocab, width, size, self.workspace, device):
             return False
-        freed = not self.weight.untyped_storage().size()
-        return not freed and all(is_dense(t) for t in loss.teachers)
+        freed = not self.weight.untyped_storage().nbytes()
+        return not freed and all(map(is_dense, loss.teachers))
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
         """A bool mask (N,), which is False for ignored rows. The GEMMs leave out ignored rows.

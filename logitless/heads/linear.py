@@ -24,7 +24,7 @@ from ..core import call, tensor_checks
 from ..core.capture import Capture, Captured
 from ..core.invariant import is_invariant, uncompiled
 from ..core.loss import RowLoss
-from ..core.source import Source, is_dtensor
+from ..core.source import Source, is_dtensor, needs_grad
 from . import checks as rules
 from .gemms import autocasts, cast_by_autocast, side_by_side
 from .head import Head, Rows, ScaledHead
@@ -75,10 +75,13 @@ class HeadLogits(Source):
     """The logits of a head whose tensors and options are already checked."""
 
     def __init__(self, head: Head):
-        self.head = head
-        self.shape, self.dtype, self.device = head.shape, head.dtype, head.hidden.device
-        self.requires_grad = any(t is not None and t.requires_grad for t in head.inputs)
-        self.hidden, self.spread = head.hidden, is_dtensor(head.weight)
+        # Every call constructs a HeadLogits. Reading fields of the head takes less time than
+        # calling its properties.
+        hidden, weight = head.hidden, head.weight
+        self.head, self.hidden, self.spread = head, hidden, is_dtensor(weight)
+        self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
+        self.dtype, self.device = head.logits_dtype or hidden.dtype, hidden.device
+        self.requires_grad = needs_grad(hidden, head.own_hidden, weight, head.bias, head.low_rank)
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         """Returns the weighted and reduced loss, computed from one chunk of logits at a time."""
@@ -133,7 +136,8 @@ class HeadColumns(Source):
 
 def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     """Returns the weighted and reduced loss over a head."""
-    if torch.compiler.is_compiling():
+    transformed = call.under_transform()
+    if transformed and torch.compiler.is_compiling():
         if loss.reading.invariant:
             return uncompiled(evaluate_head)(head, loss, reduction, row_weight)
         teachers = (t.head for t in loss.teachers if isinstance(t, ScaledHead))
@@ -144,10 +148,10 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
         # quantised weight cannot be an argument of our operators, because its class intercepts
         # every operator.
         return torch.compiler.disable(evaluate_head)(head, loss, reduction, row_weight)  # pyright: ignore
-    if call.in_func():
+    if transformed and call.in_func():
         tensor_checks.no_head_in_func()
     small = head.is_small(loss)
-    if small and call.under_transform():  # fake tensors have no values to check
+    if small and transformed:  # fake tensors have no values to check
         return evaluate_traced(head, loss, reduction, row_weight)
     call.check_values(loss)
     if small:

@@ -25,28 +25,30 @@ from ..core.autograd import Node, refuse_second, refuse_tangents
 from ..core.choose_backend import backend_of
 from ..core.evaluate import GradientInBackward
 from ..core.loss import RowLoss
-from .gemms import UNCHANGED, gemm, padded_logits, padded_memory, without_autocast
+from ..core.source import needs_grad
+from .gemms import UNCHANGED, autocasts, gemm, padded_logits, padded_memory, without_autocast
 from .gradient_sums import HeadGradients
 from .head import Head
 
 
 def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     """Returns the weighted and reduced loss over a small head."""
-    inputs = (head.hidden, head.weight, head.bias)
+    hidden, *_ = inputs = (head.hidden, head.weight, head.bias)
+    if autocasts(hidden.device):
+        with without_autocast(hidden.device):
+            return evaluate_small(head, loss, reduction, row_weight)
     if forward_ad._current_level >= 0:
         refuse_tangents(*inputs)
     rows = loss.row_inputs if row_weight is None else (*loss.row_inputs, row_weight)
-    by_row = reduction == "none" or any(t.requires_grad for t in rows)
-    needs = by_row or any(t is not None and t.requires_grad for t in inputs)
-    with without_autocast(head.hidden.device):
-        if not (needs and torch.is_grad_enabled()):
-            with torch.no_grad():
-                x = _logits(*inputs)
-            return evaluate.evaluate_on(head.backend(), x, loss, reduction, row_weight)
-        if not by_row:
-            return _small_total(*inputs, row_weight, loss, reduction)
-        outputs = _small_rows(*inputs, loss, *loss.row_inputs)
-        return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
+    by_row = reduction == "none" or (rows != () and needs_grad(*rows))
+    if not (torch.is_grad_enabled() and (by_row or needs_grad(*inputs))):
+        with torch.no_grad():
+            x = padded_logits(*inputs, None, hidden.dtype)
+        return evaluate.evaluate_on(head.backend(), x, loss, reduction, row_weight)
+    if not by_row:
+        return _small_total(*inputs, row_weight, loss, reduction)
+    outputs = _small_rows(*inputs, loss, *loss.row_inputs)
+    return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
 
 
 def evaluate_traced(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
@@ -74,18 +76,17 @@ class SmallTotal(Node):
     @staticmethod
     def backward(ctx, upstream, *_):
         Node.refuse_vmap((upstream,))
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                gradients = SmallTotal.backward(ctx, upstream)
+            return refuse_second(gradients, (*ctx.saved_tensors, upstream))
         gradients, ctx.gradients = ctx.gradients, None  # autograd owns the gradients afterwards
-        differentiable = torch.is_grad_enabled()
-        with torch.no_grad() if differentiable else UNCHANGED:
-            if gradients is None:
-                hidden, weight, bias, row_weight, *tensors = ctx.saved_tensors
-                with without_autocast(hidden.device):
-                    loss = ctx.loss.rebuild(tensors)
-                    _, gradients = _total(ctx, hidden, weight, bias, row_weight, loss)
-            gradients.scale_(ctx.backend, upstream)
-        if differentiable:
-            inputs = (*ctx.saved_tensors, upstream)
-            gradients = gradients.through(lambda g: refuse_second(g, inputs))
+        if gradients is None:
+            hidden, weight, bias, row_weight, *tensors = ctx.saved_tensors
+            with without_autocast(hidden.device):
+                loss = ctx.loss.rebuild(tensors)
+                _, gradients = _total(ctx, hidden, weight, bias, row_weight, loss)
+        gradients.scale_(ctx.backend, upstream)
         return gradients.hidden, gradients.weight, gradients.bias, None, None, None
 
 
@@ -94,7 +95,7 @@ class SmallRows(Node):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, loss, *row_inputs):
-        x = _logits(hidden, weight, bias)
+        x = padded_logits(hidden, weight, bias, None, hidden.dtype)
         outputs = GradientInBackward.forward(ctx, x, backend_of(hidden), loss, None, None)
         # `counted` is computed in forward, because Python is slower in the thread of backward.
         counted = _counted(ctx, hidden, loss)
@@ -129,21 +130,14 @@ def _total(
     loss: RowLoss,
 ) -> tuple[tuple[Tensor, ...], HeadGradients]:  # fmt: skip
     """Returns (value, *extras), and the gradients for an upstream gradient of 1."""
-    x = _logits(hidden, weight, bias)
+    x = padded_logits(hidden, weight, bias, None, hidden.dtype)
     outputs, dz = evaluate.total_and_gradient(ctx.backend, x, loss, row_weight, ctx.reduction, x)
     counted = _counted(ctx, hidden, loss)
     return outputs, HeadGradients(*_gradients(ctx, hidden, counted, weight, bias, dz))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns the logits of shape (..., V). Gradients must be disabled."""
-    h = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
-    x = padded_logits(h, weight, bias, None, h.dtype)
-    return x if h is hidden else x.view(*hidden.shape[:-1], len(weight))
-
-
 def _memory_like(x: Tensor) -> Tensor:
-    """Allocates memory of shape (N, V) for the gradient of logits from `_logits`."""
+    """Allocates memory of shape (N, V) for the gradient of logits from `padded_logits`."""
     return padded_memory(x.shape[:-1].numel(), x.shape[-1], x, x.dtype)
 
 

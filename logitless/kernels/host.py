@@ -307,14 +307,15 @@ def one_pass(
     )  # fmt: skip
     if plan is None:
         return None
-    nll = torch.empty(plan.shape, device=x.device, dtype=torch.float32)
+    label = label.contiguous()
+    nll = torch.empty_like(label, dtype=torch.float32)  # torch.empty takes twice as long
     if plan.launch is None:  # no rows
         return nll
     exchange = None
     if plan.exchange is not None:
         exchange = torch.zeros(plan.exchange, device=x.device, dtype=torch.int64)
     plan.launch(
-        x, label.contiguous(), coefficients.rows, factor.contiguous() if factor_per_row else factor,
+        x, label, coefficients.rows, factor.contiguous() if factor_per_row else factor,
         None if over_logits else into, nll, exchange,
         *(() if temperature is None else (temperature.contiguous(),)),
     )  # fmt: skip

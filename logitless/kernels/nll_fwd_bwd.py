@@ -149,7 +149,6 @@ def _nll_fwd_bwd_kernel(
 
 
 class _Plan(NamedTuple):
-    shape: tuple[int, ...]  # shape of -log p
     exchange: tuple[int, int] | None  # shape of EXCHANGE, if several programs share a row
     launch: Launch | None  # None if there are no rows
 
@@ -167,7 +166,7 @@ def nll_fwd_bwd_plan(
     if rows is None or (mean and not 0 < rows.count <= MAX_COUNTED):
         return None
     if rows.count == 0 or rows.vocab == 0:
-        return _Plan(tuple(shape[:-1]), None, None)
+        return _Plan(None, None)
     cut = config.nll_fwd_bwd(rows.vocab, itemsize, place is not None and softcap is not None)
     splits = config.ceil_div(rows.vocab, cut.span)
     if not program_exchange.may_wait(splits, device):
@@ -186,4 +185,4 @@ def nll_fwd_bwd_plan(
             int(factor_per_row), mean, cut.span, cut.block_v, 32 if splits <= 32 else MAX_PROGRAMS,
         ),
     )  # fmt: skip
-    return _Plan(tuple(shape[:-1]), None if splits == 1 else (rows.count, splits), launch)
+    return _Plan(None if splits == 1 else (rows.count, splits), launch)

@@ -138,7 +138,7 @@ class LinearLogits(AsTensor, Logits):
             hidden, weight, bias, low_rank=low_rank, workspace=workspace, logits_dtype=logits_dtype,
             accumulate=accumulate, main_grad=main_grad, drop_ignored=drop_ignored,
         )  # fmt: skip
-        self._source = HeadLogits(self.head)
+        super().__init__(HeadLogits(self.head))
 
     @property
     def hidden(self) -> Tensor:

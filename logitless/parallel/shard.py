@@ -120,7 +120,7 @@ class VocabShard(Logits):
         vocab: int | None = None,
         sequence_parallel: bool = False,
     ):
-        self._source = Shard.of(source, group, start, vocab, sequence_parallel)
+        super().__init__(Shard.of(source, group, start, vocab, sequence_parallel))
 
     @property
     def start(self) -> int:

@@ -98,6 +98,8 @@ class TestCheck:
     class Elsewhere(torch.Tensor):
         """A CPU tensor that says it is on a GPU."""
 
+        is_cpu = False
+
         @property
         def device(self):
             return torch.device("cuda")

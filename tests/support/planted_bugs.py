@@ -243,7 +243,7 @@ BUGS = (
     Bug("a padded width is not split", "heads", "logitless/heads/gemms.py",
         "t.stride(dim) == 1 and", "t.stride(dim) == 0 and", (PRODUCTS,)),
     Bug("a head beside a head is small", "heads", "logitless/heads/head.py",
-        "return not freed and all(is_dense(t) for t in loss.teachers)", "return not freed",
+        "return not freed and all(map(is_dense, loss.teachers))", "return not freed",
         (SMALL,)),
     Bug("the gradient has no room", "heads", "logitless/heads/choose_cut.py",
         "limit = min(limit, workspace // 4)", "limit = min(limit, workspace)", (SMALL,)),
