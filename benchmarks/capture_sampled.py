@@ -25,6 +25,7 @@ import logitless as ll
 from logitless.cli import machine
 from logitless.cli.clocks import device_time, wall_times
 from logitless.cli.report import table
+from logitless.core.capture import uniforms_of
 
 AIM = 3.0  # times one reading of the logits
 POWER = 1.5  # p of the id of rank r is proportional to r^-POWER
@@ -49,9 +50,9 @@ def check(x: Tensor, n: int) -> float:
     seed = torch.Generator(x.device).manual_seed(1)
     found = ll.capture_sampled(few, n, generator=seed)
     seed.manual_seed(1)
-    numbers = torch.rand((len(few), n), generator=seed, device=x.device, dtype=torch.float64)
+    numbers = uniforms_of(few, n, seed)
     ends = torch.softmax(few.double(), -1).cumsum(-1)
-    want = torch.searchsorted(ends, numbers.sort(-1).values, right=True)
+    want = torch.searchsorted(ends, numbers, right=True)
     counts = torch.zeros(ends.shape, device=x.device).scatter_add_(
         1, want, torch.ones_like(want).float()
     )

@@ -6,7 +6,14 @@ up `CHECK` and `IMPL` in `variables`, and reads os.environ only for a variable t
 """
 
 import os
+from typing import Any
 
-variables: dict = os.environ._data  # pyright: ignore[reportAttributeAccessIssue]
-CHECK = os.environ.encodekey("LOGITLESS_CHECK")
-IMPL = os.environ.encodekey("LOGITLESS_IMPL")
+variables: Any = getattr(os.environ, "_data", os.environ)
+
+
+def _key(name: str) -> Any:
+    return name if variables is os.environ else os.environ.encodekey(name)
+
+
+CHECK = _key("LOGITLESS_CHECK")
+IMPL = _key("LOGITLESS_IMPL")

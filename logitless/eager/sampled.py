@@ -2,7 +2,7 @@
 
 Each draw inverts the cumulative distribution of the row. The mass of an id is the integer
 round(2^40 · e^((y - max y) · proposal / temperature)), where y are the logits after the softcap.
-Let S be the sum of a row's masses, and let u be a random number in [0, 1). The target of the draw
+Let S be the sum of a row's masses, and let u be a random number in [0, 1]. The target of the draw
 is the integer floor(u · S). The drawn id is the smallest id for which the sum of all masses up to
 this id is above the target.
 
@@ -49,19 +49,20 @@ class Parts(NamedTuple):
     `ends(x, top, how)` returns cumulative sums of masses as int64 (N, B), for B blocks of columns.
     The function also returns `top`. If the argument `top` is None, `ends` computes the max itself.
     `columns(x, top, how, ends, targets)` returns the columns of the draws, and y - top at these
-    columns, both of the shape (N, n) of the targets. Targets must be in [0, S).
+    columns, both of the shape (N, n) of the targets. Targets must be in [0, S). If the proposal is
+    1, y - top is not needed, and None is returned instead.
     `distinct` is the function `distinct`, or computes the same results.
     """
 
     top: Callable[..., Tensor]
     ends: Callable[..., tuple[Tensor, Tensor]]
-    columns: Callable[..., tuple[Tensor, Tensor]]
+    columns: Callable[..., tuple[Tensor, Tensor | None]]
     distinct: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def sampled(
     x: Tensor,  # (..., V)
-    uniforms: Tensor,  # (N, n), fp64 in [0, 1), in ascending order
+    uniforms: Tensor,  # (N, n), fp64 in [0, 1], in ascending order
     how: Sampling,
     join: Callable[[Tensor], Tensor] | None = None,
     start: int = 0,
@@ -103,14 +104,15 @@ def draw(
     targets = (uniforms * total).long().minimum(total - 1)
     if before is not None:
         targets -= before
-    at, relative = torch.zeros_like(targets), torch.zeros_like(uniforms)
+    at = torch.zeros_like(targets)
+    relative = None if how.proposal == 1 else torch.zeros_like(uniforms)
     if not empty:
         inside = targets.minimum(here - 1).clamp_min_(0)
         at, relative = parts.columns(x, top, how, ends, inside)
     if join is not None:
         mine = (targets >= 0) & (targets < here)
         at = join(torch.where(mine, at + start, 0)).sum(0)  # each draw is a column of one rank
-        if how.proposal != 1:
+        if relative is not None:
             relative = join(torch.where(mine, relative.double(), 0.0)).sum(0)
     found = parts.distinct(at, relative, top, how)
     return tuple(t.view(*x.shape[:-1], n) for t in found)  # pyright: ignore[reportReturnType]
@@ -118,7 +120,7 @@ def draw(
 
 def distinct(
     ids: Tensor,  # (N, n), in ascending order
-    relative: Tensor,  # (N, n), y - top of each id; used only if the proposal is not 1
+    relative: Tensor | None,  # (N, n), y - top of each id; None if the proposal is 1
     top: Tensor,  # (N,), the max of y of each row
     how: Sampling,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,7 +135,7 @@ def distinct(
     slot = first.cumsum(1) - 1
     counts = torch.zeros_like(ids).scatter_add_(1, slot, torch.ones_like(ids))
     ids = torch.zeros_like(ids).scatter_(1, slot, ids)
-    if how.proposal == 1:
+    if relative is None:
         logprobs = logprobs_of_counts(counts, ids.shape[1])
     else:
         z = torch.zeros_like(counts, dtype=torch.float64).scatter_(1, slot, relative.double())
@@ -169,14 +171,16 @@ def _ends(x: Tensor, top: Tensor | None, how: Sampling) -> tuple[Tensor, Tensor]
 
 def _columns(
     x: Tensor, top: Tensor, how: Sampling, ends: Tensor, targets: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     at = torch.empty_like(targets)
-    relative = torch.empty(targets.shape, device=x.device, dtype=torch.float64)
+    relative = None
+    if how.proposal != 1:
+        relative = torch.empty(targets.shape, device=x.device, dtype=torch.float64)
     for rows, below, masses in _masses(x, top, how):
         found = torch.searchsorted(masses.cumsum(1), targets[rows], right=True)
-        # If all masses of a row are 0, as in a row of NaN, the search returns V.
-        at[rows] = found = found.clamp_max(x.shape[-1] - 1)
-        relative[rows] = below.gather(1, found)
+        at[rows] = found = found.clamp_max(x.shape[-1] - 1)  # the masses of a bad row can be 0
+        if relative is not None:
+            relative[rows] = below.gather(1, found)
     return at, relative
 
 

@@ -34,9 +34,9 @@ from .stats_split_fwd import partial
 from .topk_stream import read_block
 
 SPAN = 512  # columns per sum
-RESIDENT = 32  # number of programs that a multiprocessor runs at once
-CACHED = 5  # spans per program, if the L1 cache holds the spans of RESIDENT programs
-DRAWS = 8  # draws per program
+SPANS = 4  # spans per block; a program reads one block at a time
+RESIDENT = 16  # number of programs that a multiprocessor runs at once
+DRAWS = 4  # draws per program
 
 
 @triton.jit
@@ -48,8 +48,7 @@ def _mass(y, top, rate):
     less time than a conversion. `low` can be negative, so 1.5 · 2^23 is added instead of 2^23. If y
     or `top` is NaN, the result is 2^40, so that sums stay in range.
     """
-    below = y - top
-    x = tl.where(below < 0, tl.exp2(below * (rate * LOG2E)), 1.0) * 1048576.0
+    x = tl.exp2(tl.minimum(y - top, 0.0) * (rate * LOG2E)) * 1048576.0
     up = x + 8388608.0
     rest = (x - (up - 8388608.0)) * 1048576.0 + 12582912.0
     high = up.to(tl.int32, bitcast=True) - 0x4B000000
@@ -58,11 +57,11 @@ def _mass(y, top, rate):
 
 
 @triton.jit
-def _max_of(Xrow, first, last, early, V, softcap, SPAN: tl.constexpr):
-    """Returns the max of y over the spans [first, last), or NaN if one of these logits is NaN."""
-    acc = tl.full((SPAN,), -INF, tl.float32)
-    for span in range(first, last):
-        _, y = read_block(Xrow, span * SPAN - early, V, softcap, SPAN)
+def _max_of(Xrow, first, last, early, V, softcap, BLOCK_V: tl.constexpr):
+    """Returns the max of y over the blocks [first, last), or NaN if one of these logits is NaN."""
+    acc = tl.full((BLOCK_V,), -INF, tl.float32)
+    for block in range(first, last):
+        _, y = read_block(Xrow, block * BLOCK_V - early, V, softcap, BLOCK_V)
         acc = tl.maximum(acc, y, propagate_nan=tl.PropagateNan.ALL)
     nan = tl.max((acc != acc).to(tl.int32), axis=0) != 0
     return tl.where(nan, float("nan"), tl.max(tl.where(acc != acc, -INF, acc), axis=0))
@@ -79,18 +78,20 @@ def _sample_sums_kernel(
     EXCHANGE,  # (N, splits), initially 0, or None
     rows_t, stride_xb, stride_xt, lead, V, spans, per_program, splits,  # sizes
     rate, softcap,  # options
-    PACK: tl.constexpr, ALIGNED: tl.constexpr, SPAN: tl.constexpr, BLOCK_P: tl.constexpr,
+    PACK: tl.constexpr, ALIGNED: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes `per_program` sums of one row. A row has `splits` programs."""
+    """Each program reads `per_program` blocks of one row. A row has `splits` programs."""
+    BLOCK_V: tl.constexpr = SPANS * SPAN
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
     early = 0  # the number of columns by which the first span begins before the row
     if not ALIGNED:
         early = ((lead + offset) % PACK).to(tl.int32)
     first = split * per_program
-    last = tl.minimum(first + per_program, spans)
+    last = tl.minimum(first + per_program, tl.cdiv(spans, SPANS))
     if EXCHANGE is not None:
-        own = _max_of(X + offset, first, last, early, V, softcap, SPAN)
+        own = _max_of(X + offset, first, last, early, V, softcap, BLOCK_V)
         at = EXCHANGE + row.to(tl.int64) * splits
         publish(at + split, tl.where(own != own, -INF, own), tl.where(own != own, own, 1.0))
         top, s = collect(at, splits, 0.0, BLOCK_P)
@@ -99,11 +100,14 @@ def _sample_sums_kernel(
             tl.store(TOP + row, top)
     else:
         top = tl.load(TOP + row)
-    for span in range(first, last):
-        _, y = read_block(X + offset, span * SPAN - early, V, softcap, SPAN)
+    for block in range(first, last):
+        _, y = read_block(X + offset, block * BLOCK_V - early, V, softcap, BLOCK_V)
         high, low = _mass(y, top, rate)
-        mass = tl.sum(high, axis=0).to(tl.int64) * 1048576 + tl.sum(low, axis=0)
-        tl.store(SUMS + row.to(tl.int64) * spans + span, mass)
+        high = tl.sum(tl.reshape(high, (SPANS, SPAN)), axis=1)
+        low = tl.sum(tl.reshape(low, (SPANS, SPAN)), axis=1)
+        span = block * SPANS + tl.arange(0, SPANS)
+        mass = high.to(tl.int64) * 1048576 + low
+        tl.store(SUMS + row.to(tl.int64) * spans + span, mass, mask=span < spans)
 
 
 @triton.jit(
@@ -112,7 +116,7 @@ def _sample_sums_kernel(
 )
 def _sample_columns_kernel(
     X, TOP, ENDS, SPANS, TARGETS,  # inputs
-    COLUMNS, RELATIVE,  # outputs
+    COLUMNS, RELATIVE,  # outputs; RELATIVE can be None
     rows_t, stride_xb, stride_xt, lead, V, spans, n,  # sizes
     rate, softcap,  # options
     PACK: tl.constexpr, ALIGNED: tl.constexpr, SPAN: tl.constexpr, DRAWS: tl.constexpr,
@@ -136,10 +140,10 @@ def _sample_columns_kernel(
         high, low = _mass(y, top, rate)
         mass = high.to(tl.int64) * 1048576 + low
         passed = tl.sum((tl.cumsum(mass, axis=0) <= rest).to(tl.int32), axis=0)
-        # The minimum is needed only for rows with NaN or +inf, whose sums are not masses.
-        chosen = tl.minimum(passed, tl.max(tl.where(mass > 0, offs, 0), axis=0))
-        tl.store(COLUMNS + at, tl.minimum(tl.maximum(begin + chosen, 0), V - 1).to(tl.int64))
-        tl.store(RELATIVE + at, tl.sum(tl.where(offs == chosen, y - top, 0.0), axis=0))
+        # In rows with NaN or +inf, whose sums are not masses, the column can be outside the row.
+        tl.store(COLUMNS + at, tl.minimum(tl.maximum(begin + passed, 0), V - 1).to(tl.int64))
+        if RELATIVE is not None:
+            tl.store(RELATIVE + at, tl.sum(tl.where(offs == passed, y - top, 0.0), axis=0))
 
 
 @triton.jit(**profiled("sample_counts"), do_not_specialize=["n"])
@@ -185,7 +189,7 @@ def _larger(a, b):
 
 def sampled(
     x: Tensor,  # (..., V)
-    uniforms: Tensor,  # (N, n), fp64 in [0, 1), in ascending order
+    uniforms: Tensor,  # (N, n), fp64 in [0, 1], in ascending order
     how: Sampling,
     join: Callable[[Tensor], Tensor] | None = None,
     start: int = 0,
@@ -208,14 +212,15 @@ def _ends(x: Tensor, top: Tensor | None, how: Sampling) -> tuple[Tensor, Tensor]
     flat, rows = rows_of(x)
     early = 0 if rows.aligned else rows.pack - 1
     spans = config.ceil_div(rows.vocab + early, SPAN)
-    splits = 1 if x.device.type == "cpu" else min(config.ceil_div(spans, CACHED), MAX_PROGRAMS)
+    blocks = config.ceil_div(spans, SPANS)
+    splits = 1 if x.device.type == "cpu" else min(blocks, MAX_PROGRAMS)
     exchange = None
     if top is None and may_wait(splits, x.device):
         top = torch.empty(rows.count, device=x.device, dtype=torch.float32)
         exchange = torch.zeros((rows.count, splits), device=x.device, dtype=torch.int64)
     else:
         top = _top(x, how) if top is None else top
-        splits = min(config.ceil_div(RESIDENT * config.processors(x.device), rows.count), spans)
+        splits = min(config.ceil_div(RESIDENT * config.processors(x.device), rows.count), blocks)
     sums = torch.empty((rows.count, spans), device=x.device, dtype=torch.int64)
     _sums_plan(rows, how.rate, how.softcap, spans, splits)(flat, top, sums, exchange)
     return sums.cumsum(1), top
@@ -223,21 +228,23 @@ def _ends(x: Tensor, top: Tensor | None, how: Sampling) -> tuple[Tensor, Tensor]
 
 def _columns(
     x: Tensor, top: Tensor, how: Sampling, ends: Tensor, targets: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     x, rows = rows_of(x)
     spans = torch.searchsorted(ends, targets, right=True).clamp_max_(ends.shape[1] - 1)
     at = torch.empty_like(targets)
-    relative = torch.empty(targets.shape, device=x.device, dtype=torch.float32)
+    relative = None
+    if how.proposal != 1:
+        relative = torch.empty(targets.shape, device=x.device, dtype=torch.float32)
     launch = _columns_plan(rows, how.rate, how.softcap, ends.shape[1], targets.shape[1])
     launch(x, top, ends, spans, targets, at, relative)
     return at, relative
 
 
 def _distinct(
-    drawn: Tensor, relative: Tensor, top: Tensor, how: Sampling
+    drawn: Tensor, relative: Tensor | None, top: Tensor, how: Sampling
 ) -> tuple[Tensor, Tensor, Tensor]:
     N, n = drawn.shape
-    if how.proposal != 1 or N == 0:
+    if relative is not None or N == 0:
         return distinct(drawn, relative, top, how)
     found = (
         torch.empty_like(drawn),
@@ -252,13 +259,14 @@ def _distinct(
 
 @functools.lru_cache(REMEMBERED)
 def _sums_plan(rows: Rows, rate: float, softcap: float | None, spans: int, splits: int) -> Launch:
+    blocks = config.ceil_div(spans, SPANS)
     return Launch(
         _sample_sums_kernel, (rows.count * splits,),
         (
-            *rows.strides, rows.lead, rows.vocab, spans, config.ceil_div(spans, splits), splits,
+            *rows.strides, rows.lead, rows.vocab, spans, config.ceil_div(blocks, splits), splits,
             rate, softcap,
         ),
-        num_warps=1, PACK=rows.pack, ALIGNED=rows.aligned, SPAN=SPAN,
+        num_warps=1, PACK=rows.pack, ALIGNED=rows.aligned, SPAN=SPAN, SPANS=SPANS,
         BLOCK_P=config.ceil_pow2(splits),
     )  # fmt: skip
 

@@ -70,14 +70,14 @@ def capture_sampled(
     p = 0 is never drawn. An id is also never drawn if its p^proposal is below 2^-41 times the
     largest p^proposal of the row.
 
-    `generator` must be on the device of the logits. The function draws n uniform numbers per row
-    from the generator, and each number determines one id. Equal logits and equal generators give
-    equal ids, even if the columns are sharded over ranks. The ranks of a VocabShard use the uniform
-    numbers of the first rank. Two GEMMs can round the logits differently. Then a draw can differ if
-    its uniform number is close to the boundary between two ids. The uniform numbers of a row depend
-    on the position of the row in the batch.
+    `generator` must be on the device of the logits. The function draws n sorted uniform numbers per
+    row from the generator, and each number determines one id. Equal logits and equal generators
+    give equal ids, even if the columns are sharded over ranks. The ranks of a VocabShard use the
+    uniform numbers of the first rank. Two GEMMs can round the logits differently. Then a draw can
+    differ if its uniform number is close to the boundary between two ids. The uniform numbers of a
+    row depend on the position of the row in the batch.
 
-    On a GPU, two passes over the logits find the max and the sums of each row, and a third pass
+    On a GPU, one pass over the logits computes the max and the sums of each row, and a second pass
     reads only the blocks of 512 columns that contain a draw.
 
     >>> targets = capture_sampled(teacher_logits, 50)

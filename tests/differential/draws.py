@@ -3,6 +3,7 @@
 import torch
 
 import logitless as ll
+from logitless.core.capture import uniforms_of
 from tests.support import oracle
 
 from .arguments import NO_NUMBER, POSITIVE, Argument, constant
@@ -27,8 +28,7 @@ def sampled(x, n, *, unknown, **how):
     """The results of `call`. The results of a row whose draws rounding decides are `unknown`."""
     vocab, lead = x.shape[-1], x.shape[:-1]
     x = x.detach().reshape(-1, vocab)
-    size = (len(x), n)
-    uniforms = torch.rand(size, generator=_generator(x), device=x.device, dtype=torch.float64)
+    uniforms = uniforms_of(x, n, _generator(x))
     z = oracle.z_of(x.double(), how.get("temperature", 1.0), how.get("softcap"))
     top = z.amax(-1)
     fine = top.isfinite()[:, None]

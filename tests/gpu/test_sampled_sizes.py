@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.core.capture import Sampled
+from logitless.core.capture import Sampled, uniforms_of
 from logitless.core.choose_backend import captured
 from tests.support.sizes import sized
 
@@ -12,10 +12,10 @@ from tests.support.sizes import sized
 def draws_of(x, n, **how):
     """The captured weights (rows, V), and the weights of an inversion in fp64."""
     seed = torch.Generator(x.device).manual_seed(1)
-    numbers = torch.rand((len(x), n), generator=seed, device=x.device, dtype=torch.float64)
+    numbers = uniforms_of(x, n, seed)
     found = ll.capture_sampled(x, n, generator=seed.manual_seed(1), **how)
     ends = torch.softmax(x.double(), -1).cumsum(-1)
-    drawn = torch.searchsorted(ends, numbers.sort(-1).values, right=True)
+    drawn = torch.searchsorted(ends, numbers, right=True)
     drawn = drawn.clamp_max(x.shape[1] - 1)
     want = torch.zeros_like(ends).scatter_add_(1, drawn, torch.full_like(numbers, 1 / n))
     weights = torch.where(found.mask, found.logprobs.double().exp(), 0.0)

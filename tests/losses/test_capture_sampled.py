@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.core.capture import Sampled
+from logitless.core.capture import Sampled, uniforms_of
 from logitless.core.choose_backend import captured
 from tests.support import oracle
 from tests.support.calls import normal
@@ -29,9 +29,23 @@ def draw(x, n, seed=SEED, **how):
 
 
 def uniforms(rows, n, device="cpu", seed=SEED):
-    size = (rows, n)
-    numbers = torch.rand(size, generator=generator(device, seed), device=device, dtype=torch.double)
-    return numbers.sort(-1).values
+    return uniforms_of(torch.empty(rows, 1, device=device), n, generator(device, seed))
+
+
+def test_uniform_numbers(device):
+    """The k-th of n sorted uniform numbers has the distribution Beta(k, n + 1 - k)."""
+    rows, n = 20_000, 7
+    found = uniforms(rows, n, device)
+    assert (found.diff(dim=1) >= 0).all()
+    assert (found >= 0).all()
+    assert (found <= 1).all()
+    mean = torch.arange(1, n + 1, device=device) / (n + 1)
+    variance = mean * (1 - mean) / (n + 2)
+    assert ((found.mean(0) - mean).abs() < 4 * (variance / rows).sqrt()).all()
+    torch.testing.assert_close(found.var(0), variance.double(), rtol=0.06, atol=0)
+    counts = found.flatten().mul(50).long().clamp_max(49).bincount(minlength=50).double()
+    expected = rows * n / 50
+    assert ((counts - expected) ** 2 / expected).sum() < 49 + 4 * 98**0.5
 
 
 def dense(targets, vocab):
