@@ -36,7 +36,8 @@ from .topk_stream import read_block
 SPAN = 512  # columns per sum
 SPANS = 4  # spans per block; a program reads one block at a time
 RESIDENT = 16  # number of programs that a multiprocessor runs at once
-DRAWS = 4  # draws per program
+DRAWS = 4  # draws per program of the second kernel
+WARPS = 1  # warps per program
 
 
 @triton.jit
@@ -266,7 +267,7 @@ def _sums_plan(rows: Rows, rate: float, softcap: float | None, spans: int, split
             *rows.strides, rows.lead, rows.vocab, spans, config.ceil_div(blocks, splits), splits,
             rate, softcap,
         ),
-        num_warps=1, PACK=rows.pack, ALIGNED=rows.aligned, SPAN=SPAN, SPANS=SPANS,
+        num_warps=WARPS, PACK=rows.pack, ALIGNED=rows.aligned, SPAN=SPAN, SPANS=SPANS,
         BLOCK_P=config.ceil_pow2(splits),
     )  # fmt: skip
 
