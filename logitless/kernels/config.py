@@ -289,7 +289,7 @@ def contrastive_fwd(rows: int, columns: int, itemsize: int) -> Config:
     columns are written and merged.
     """
     cut = Config(
-        min(512 // itemsize, ceil_pow2(columns)), 4, span=1024, block_n=min(32, ceil_pow2(rows))
+        min(512 // itemsize, ceil_pow2(columns)), 2, span=1024, block_n=min(16, ceil_pow2(rows))
     )
     # About 1024 programs keep all multiprocessors busy.
     strips = ceil_div(columns, cut.block_v)
@@ -309,7 +309,7 @@ def contrastive_bwd(rows: int, columns: int, itemsize: int) -> Config:
     The normalisers of the columns stay in registers.
     """
     cut = Config(
-        min(1024 // itemsize, ceil_pow2(columns)), 8, span=64, block_n=min(8, ceil_pow2(rows))
+        min(512 // itemsize, ceil_pow2(columns)), 4, span=64, block_n=min(4, ceil_pow2(rows))
     )
     cut = overridden(cut)
     return cut._replace(span=ceil_div(cut.span, cut.block_n) * cut.block_n)
@@ -318,7 +318,7 @@ def contrastive_bwd(rows: int, columns: int, itemsize: int) -> Config:
 def sigmoid_contrastive(rows: int, columns: int, itemsize: int) -> Config:
     """Each warp reads one row of a tile with 16 bytes per thread. Row sums stay inside a warp."""
     cut = Config(
-        min(512 // itemsize, ceil_pow2(columns)), 4, span=64, block_n=min(4, ceil_pow2(rows))
+        min(512 // itemsize, ceil_pow2(columns)), 2, span=64, block_n=min(2, ceil_pow2(rows))
     )
     cut = overridden(cut)
     return cut._replace(span=ceil_div(cut.span, cut.block_n) * cut.block_n)

@@ -34,27 +34,27 @@ from .stats_split_fwd import partial
 from .topk_stream import read_block
 
 SPAN = 512  # columns per sum
-SPANS = 4  # spans per block; a program reads one block at a time
+SPANS = 2  # spans per block; a program reads one block at a time
 RESIDENT = 16  # number of programs that a multiprocessor runs at once
 DRAWS = 4  # draws per program of the second kernel
-WARPS = 1  # warps per program
+UP, REST = tl.constexpr(0x4B000000), tl.constexpr(0x4B400000)  # the bits of 2^23 and of 1.5 · 2^23
+RESTS = tl.constexpr(-(1 << 31))  # the lowest 32 bits of SPAN · REST; those of SPAN · UP are 0
 
 
 @triton.jit
-def _mass(y, top, rate):
-    """Returns (high, low), where high · 2^20 + low is round(2^40 · e^((y - top) · rate)).
+def _mass_bits(y, top, rate):
+    """Returns two integers, UP + high and REST + low.
 
-    fp32 numbers from 2^23 to 2^24 are integers. Adding 2^23 to a smaller number therefore rounds
-    the number to an integer, and the lowest bits of the sum hold this integer. This rounding takes
-    less time than a conversion. `low` can be negative, so 1.5 · 2^23 is added instead of 2^23. If y
-    or `top` is NaN, the result is 2^40, so that sums stay in range.
+    The mass is high · 2^20 + low, which is round(2^40 · e^((y - top) · rate)). fp32 numbers from
+    2^23 to 2^24 are integers. Adding 2^23 to a smaller number therefore rounds the number to an
+    integer, and the lowest bits of the sum hold this integer. This rounding takes less time than a
+    conversion. `low` can be negative, so 1.5 · 2^23 is added instead of 2^23. The results are
+    arbitrary integers if y or `top` is NaN, or if both are infinite.
     """
-    x = tl.exp2(tl.minimum(y - top, 0.0) * (rate * LOG2E)) * 1048576.0
+    x = tl.exp2((y - top) * (rate * LOG2E) + 20.0)
     up = x + 8388608.0
     rest = (x - (up - 8388608.0)) * 1048576.0 + 12582912.0
-    high = up.to(tl.int32, bitcast=True) - 0x4B000000
-    low = rest.to(tl.int32, bitcast=True) - 0x4B400000
-    return high, low
+    return up.to(tl.int32, bitcast=True), rest.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -103,9 +103,10 @@ def _sample_sums_kernel(
         top = tl.load(TOP + row)
     for block in range(first, last):
         _, y = read_block(X + offset, block * BLOCK_V - early, V, softcap, BLOCK_V)
-        high, low = _mass(y, top, rate)
-        high = tl.sum(tl.reshape(high, (SPANS, SPAN)), axis=1)
-        low = tl.sum(tl.reshape(low, (SPANS, SPAN)), axis=1)
+        up, rest = _mass_bits(y, top, rate)
+        # These sums exceed 32 bits, and keep their lowest 32 bits. The sums of high and low fit.
+        high = tl.sum(tl.reshape(up, (SPANS, SPAN)), axis=1)
+        low = tl.sum(tl.reshape(rest, (SPANS, SPAN)), axis=1) ^ RESTS
         span = block * SPANS + tl.arange(0, SPANS)
         mass = high.to(tl.int64) * 1048576 + low
         tl.store(SUMS + row.to(tl.int64) * spans + span, mass, mask=span < spans)
@@ -138,8 +139,8 @@ def _sample_columns_kernel(
         before = tl.load(ENDS + row.to(tl.int64) * spans + span - 1, mask=span > 0, other=0)
         rest = tl.load(TARGETS + at) - before
         _, y = read_block(X + offset, begin, V, softcap, SPAN)
-        high, low = _mass(y, top, rate)
-        mass = high.to(tl.int64) * 1048576 + low
+        up, low = _mass_bits(y, top, rate)
+        mass = (up - UP).to(tl.int64) * 1048576 + (low - REST)
         passed = tl.sum((tl.cumsum(mass, axis=0) <= rest).to(tl.int32), axis=0)
         # In rows with NaN or +inf, whose sums are not masses, the column can be outside the row.
         tl.store(COLUMNS + at, tl.minimum(tl.maximum(begin + passed, 0), V - 1).to(tl.int64))
@@ -267,7 +268,7 @@ def _sums_plan(rows: Rows, rate: float, softcap: float | None, spans: int, split
             *rows.strides, rows.lead, rows.vocab, spans, config.ceil_div(blocks, splits), splits,
             rate, softcap,
         ),
-        num_warps=WARPS, PACK=rows.pack, ALIGNED=rows.aligned, SPAN=SPAN, SPANS=SPANS,
+        num_warps=1, PACK=rows.pack, ALIGNED=rows.aligned, SPAN=SPAN, SPANS=SPANS,
         BLOCK_P=config.ceil_pow2(splits),
     )  # fmt: skip
 
