@@ -19,24 +19,37 @@ NEARBY = 1024  # a shard of the last NEARBY documents is not fetched again
 
 
 class Prefetch:
-    """Starts to fetch shards. `fetch` fetches a shard by its number, and `has` checks the cache."""
+    """Starts to fetch shards. `fetch` fetches a shard by its number, and `has` checks the cache.
 
-    def __init__(self, shards: int, has: Callable[[int], bool], fetch: Callable[[int], None]):
-        self.shards, self.has, self.fetch = shards, has, fetch
-        self.ahead = 2  # number of shards that are fetched before they are read
+    The cache has room for `room` shards.
+    """
+
+    def __init__(
+        self, shards: int, has: Callable[[int], bool], fetch: Callable[[int], None], room: int
+    ):
+        self.shards, self.has, self.fetch, self.room = shards, has, fetch, room
+        self.ahead = self._fitting(2)  # number of shards that are fetched before they are read
         self.order: Tensor | None = None  # shard numbers, as `without_repetitions` returns them
         self.at = -1  # position in `order`
         self.last: int | None = None  # the shard that was read last
         self._of_process = (0, set())  # a process id, and the shards that its threads are fetching
         self._change = threading.Lock()
 
-    def follow(self, order: Tensor | None, ahead: int) -> None:
-        """Fetches the first shards of an order. If `order` is None, uses the order of the store."""
+    def follow(self, order: Tensor | None, ahead: int, mixed: int = 1) -> None:
+        """Fetches the first shards of an order. If `order` is None, uses the order of the store.
+
+        The documents of `mixed` shards are read at the same time.
+        """
         self._fetching()
         with self._change:
-            self.order, self.at, self.last, self.ahead = order, -1, None, ahead
+            self.order, self.at, self.last = order, -1, None
+            self.ahead = self._fitting(ahead, mixed)
         for number in self._upcoming(-1):
             self._start(number)
+
+    def _fitting(self, ahead: int, mixed: int = 1) -> int:
+        """Returns how many shards can be fetched while `mixed` shards stay in the cache."""
+        return max(0, min(ahead, self.room - mixed))
 
     def reading(self, number: int) -> None:
         """Fetches the shards after shard `number`. The reader calls `reading` before each read."""
