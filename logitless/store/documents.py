@@ -141,7 +141,8 @@ def pad_documents(
         like = rows[0][:1]
         empty = unchecked(
             torch.zeros_like(like.ids), torch.full_like(like.logprobs, -torch.inf),
-            torch.zeros_like(like.tail), torch.zeros(like.ids.shape, dtype=torch.bool),
+            None if like.tail is None else torch.zeros_like(like.tail),
+            torch.zeros(like.ids.shape, dtype=torch.bool),
         )  # fmt: skip
         rows.append(empty)
     return {

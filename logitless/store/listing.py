@@ -113,7 +113,8 @@ def _fields(where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
 def _is_listed(item: Any, length: int, name: Any) -> bool:
     """Returns whether `item` is a list of a file name, a size and a SHA-256.
 
-    For a shard, two other sizes and another SHA-256 follow. The file name must match the pattern `name`, because the file name becomes a part of an address.
+    For a shard, two other sizes and another SHA-256 follow. The file name must match the pattern
+    `name`, because the file name becomes a part of an address.
     """
     return (
         isinstance(item, list)

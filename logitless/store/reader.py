@@ -84,11 +84,7 @@ class Store:
     @functools.cached_property
     def index(self) -> Index:
         """The index of all shards, which is built at the first lookup."""
-        index = Index(self.shards)
-        if self._files is not None:
-            # Frees the memory of `lookup`, because the index has a sorted copy.
-            self._files.__dict__.pop("lookup", None)
-        return index
+        return Index(self.shards)
 
     def prefetch(self, order: Any = None, *, ahead: int = 2, mixed: int = 1) -> None:
         """Fetches shards of a remote store in the background, before their rows are read.
@@ -114,7 +110,7 @@ class Store:
 
     @property
     def digest(self) -> str:
-        """A SHA-256 of all shards. A local store and its copy at an address have the same digest."""
+        """A SHA-256 of all shards. A local store and its copy at an address have the same."""
         return hashlib.sha256("".join(shard.digest for shard in self.shards).encode()).hexdigest()
 
     @property

@@ -26,6 +26,7 @@ class RemoteFiles:
 
     def __init__(self, remote: Remote, cache: Cache):
         self.remote, self.cache = remote, cache
+        self._lookup: dict[int, tuple[Tensor, Tensor]] = {}
         try:
             self.listing = remote.read(INDEX, Listing.of_bytes)
         except FileNotFoundError as error:
@@ -65,9 +66,18 @@ class RemoteFiles:
         except FileNotFoundError as error:
             raise checks.missing_listed(error) from error
 
-    @functools.cached_property
-    def lookup(self) -> list[tuple[Tensor, Tensor]]:
-        """The columns index.hash and index.doc of each shard."""
+    def index_of(self, number: int) -> tuple[Tensor, Tensor]:
+        """Returns the columns index.hash and index.doc of a shard.
+
+        The columns of the other shards are kept only until they are returned too, because the
+        reader's index has a sorted copy.
+        """
+        if number not in self._lookup:
+            self._lookup = dict(enumerate(self._read_lookup()))
+        return self._lookup.pop(number)
+
+    def _read_lookup(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns the columns index.hash and index.doc of each shard."""
         listed, counts = self.listing.lookup, [shard.entries for shard in self.listing.shards]
 
         def read(path: Path) -> dict[str, Tensor]:
@@ -111,7 +121,7 @@ class RemoteShard(Shard):
         return self._from_cache(lambda shard: shard.is_intact())
 
     def index(self) -> tuple[Tensor, Tensor]:
-        return self.files.lookup[self.number]
+        return self.files.index_of(self.number)
 
     def _from_cache(self, read: Callable[[Shard], Result]) -> Result:
         """Returns the result of `read` for the shard's file in the cache."""

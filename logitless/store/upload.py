@@ -116,9 +116,9 @@ class Uploads:
         found = {*self._uploaded, *self._listed()}
         for name in set().union(*(_recorded(record, self.remote.url) for record in records)):
             path = self.folder / name
-            if name not in found and path.is_file():
-                if self.remote.size(name) == path.stat().st_size:
-                    found.add(name)
+            is_new = name not in found and path.is_file()
+            if is_new and self.remote.size(name) == path.stat().st_size:
+                found.add(name)
         return found
 
     def _listed(self) -> set[str]:

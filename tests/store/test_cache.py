@@ -193,7 +193,7 @@ class TestRoom:
     def test_a_file_instead_of_a_folder(self, tmp_path):
         (tmp_path / "file").write_text("a")
         for path in (tmp_path / "file", tmp_path / "file" / "cache"):
-            with pytest.raises(NotADirectoryError, match="cache must be a folder, got '.*file"):
+            with pytest.raises(NotADirectoryError, match=r"cache must be a folder, got '.*file"):
                 Cache(path)
 
     def test_folders(self, monkeypatch, tmp_path):
@@ -211,7 +211,7 @@ class TestRoom:
 class TestFailures:
     def test_a_process_that_waited_raises_the_error_of_the_fetch(self, small, monkeypatch):
         """So N processes do not wait for a server that stalls one after the other."""
-        found, fetch, fetched = small
+        found, _, fetched = small
         tried, waiting = [], threading.Event()
 
         def fail(listed, into):
@@ -229,7 +229,7 @@ class TestFailures:
         monkeypatch.setattr(cache, "Lock", seen)
 
         def wait():
-            with pytest.raises(OSError, match="^the server stalls$") as raised:
+            with pytest.raises(OSError, match=r"^the server stalls$") as raised:
                 found.fetched(A, fail)
             errors.append(raised)
 
@@ -254,9 +254,9 @@ class TestFailures:
         with pytest.raises(OSError, match="broken"):
             found.prefetched(A, fail)
         assert not [*found.folder.glob("*.failed")]
-        with Lock(found.folder / f"{A.sha256}.lock"):  # another process fetches the file
-            with pytest.raises(ValueError, match="one writer at a time"):
-                found.prefetched(A, fail)
+        locked = pytest.raises(ValueError, match="one writer at a time")
+        with Lock(found.folder / f"{A.sha256}.lock"), locked:  # another process fetches the file
+            found.prefetched(A, fail)
 
 
 class TestLock:
