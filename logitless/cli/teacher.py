@@ -198,11 +198,13 @@ def capture(args: argparse.Namespace) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from logitless import store
-    from logitless.store import file_checks
+    from logitless.store import file_checks, upload
 
     # All arguments are checked before the model is loaded and the folder is created.
     _data.are_files(args.data)
     file_checks.folder(args.out)
+    if args.upload is not None:
+        upload.destination(args.upload)
     device, dtype = _device(args.device), _dtype(args.dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     end = tokenizer.eos_token_id if args.eos else None

@@ -54,8 +54,13 @@ class Cache:
             if path.suffix == ".part":  # the file of a process that ended while it was fetching
                 self._deleted(path)
 
-    def has(self, listed: Listed) -> bool:
-        return (self.folder / listed.sha256).exists()
+    def use(self, listed: Listed) -> bool:
+        """Returns whether the cache has a file, and sets the time of the file's last use."""
+        try:
+            os.utime(self.folder / listed.sha256)
+        except FileNotFoundError:
+            return False
+        return True
 
     @contextlib.contextmanager
     def reading(self, listed: Listed, fetch: Callable[[Listed, Any], None]) -> Iterator[Path]:
@@ -66,8 +71,7 @@ class Cache:
         path = self.folder / listed.sha256
         while True:
             with Lock(self._lock(path), wait=True, shared=True):
-                if path.exists():
-                    os.utime(path)  # the time of the last use
+                if self.use(listed):
                     yield path
                     return
             self.fetched(listed, fetch)

@@ -59,7 +59,7 @@ class Remote:
     A request over http or https fails if the server sends nothing for `timeout` seconds. `options`
     are the keyword arguments of the file system of fsspec, which can include its timeouts. For http
     and https, the only option is `headers`. If a server redirects a request to another host,
-    `headers` are not sent to this host.
+    `headers` are not sent to this host. Errors name the argument `argument`.
     """
 
     def __init__(
@@ -69,12 +69,13 @@ class Remote:
         timeout: float = 60.0,
         attempts: int = 5,
         options: Mapping[str, Any] | None = None,
+        argument: str = "path",
     ):
         checks.connection(timeout, attempts, options)
         self.is_http = re.match(r"https?://", url) is not None
         self.url = url if self.is_http else url.rstrip("/")  # the query of a URL can end with "/"
         self.timeout, self.attempts = timeout, attempts
-        self.options = dict(options or {})
+        self.options, self.argument = dict(options or {}), argument
         self.pause: Callable[[float], Any] = time.sleep
         if self.is_http:
             checks.http_options(self.options)
@@ -210,7 +211,19 @@ class Remote:
 
     @functools.cached_property
     def _system_of(self) -> Callable[[int], tuple[Any, str]]:
-        return functools.lru_cache(maxsize=1)(lambda _: _file_system(self.url, self.options))
+        return functools.lru_cache(maxsize=1)(lambda _: self._new_system())
+
+    def _new_system(self) -> tuple[Any, str]:
+        try:
+            import fsspec
+        except ModuleNotFoundError as error:
+            raise checks.missing_package(self.url, "fsspec") from error
+        try:
+            return fsspec.core.url_to_fs(self.url, **self.options)
+        except ImportError as error:
+            raise checks.missing_package(self.url, str(error)) from error
+        except ValueError as error:
+            raise checks.unknown_protocol(self.argument, self.url, error) from error
 
     def __reduce__(self):
         how = {"timeout": self.timeout, "attempts": self.attempts, "options": self.options}
@@ -258,16 +271,3 @@ def _length(response: http.client.HTTPResponse) -> int | None:
     """Returns the size in the response's header Content-Length, or None."""
     text = response.headers.get("Content-Length", "")
     return int(text) if text.isdecimal() else None
-
-
-def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    try:
-        import fsspec
-    except ModuleNotFoundError as error:
-        raise checks.missing_package(url, "fsspec") from error
-    try:
-        return fsspec.core.url_to_fs(url, **options)
-    except ImportError as error:
-        raise checks.missing_package(url, str(error)) from error
-    except ValueError as error:
-        raise checks.unknown_protocol(url, error) from error

@@ -53,10 +53,10 @@ def missing_package(url: str, missing: str) -> ModuleNotFoundError:
     )
 
 
-def unknown_protocol(url: str, error: Exception) -> ValueError:
+def unknown_protocol(argument: str, url: str, error: Exception) -> ValueError:
     return ValueError(
-        "path must be a folder, or an address of http, https or a protocol of fsspec, got"
-        f" {url!r:.200} ({str(error).rstrip('.')})."
+        f"{argument} must be an address of a protocol of fsspec, got {url!r:.200}"
+        f" ({str(error).rstrip('.')})."
     )
 
 

@@ -38,7 +38,7 @@ class RemoteFiles:
         once = functools.partial(remote.fetch, attempts=1)
         self.prefetch = Prefetch(
             len(shards),
-            lambda number: cache.has(shards[number].file),
+            lambda number: cache.use(shards[number].file),
             lambda number: cache.prefetched(shards[number].file, once),
             room=cache.limit // largest,
         )

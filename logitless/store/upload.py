@@ -27,21 +27,19 @@ from .remote import Remote, is_address
 ATTEMPTS = 8  # attempts per file; the waits between the attempts take one minute in total
 
 
+def destination(url: str, options: Mapping[str, Any] | None = None) -> Remote:
+    """Checks the address of uploads, and returns the folder at this address."""
+    checks.upload_address(url, is_address(url))
+    remote = Remote(url, attempts=ATTEMPTS, options=options, argument="upload")
+    checks.can_write(url, remote.is_http)
+    return remote
+
+
 class Uploads:
     """The uploads of one writer. `finish` waits until all shards of the writer are uploaded."""
 
-    def __init__(
-        self,
-        url: str,
-        folder: Path,
-        rank: int,
-        header: Header,
-        options: Mapping[str, Any] | None = None,
-    ):
-        checks.upload_address(url, is_address(url))
-        self.remote = Remote(url, attempts=ATTEMPTS, options=options)
-        checks.can_write(url, self.remote.is_http)
-        self.folder, self.rank, self.header = folder, rank, header
+    def __init__(self, remote: Remote, folder: Path, rank: int, header: Header):
+        self.remote, self.folder, self.rank, self.header = remote, folder, rank, header
         self.record = folder / f"{rank}.uploaded"
         self.failed: dict[Path, Exception] = {}
         self._waiting: queue.Queue[Path | None] = queue.Queue()

@@ -49,7 +49,7 @@ def read(small, listed) -> None:
 
 
 def held(found: Cache) -> set[str]:
-    return {listed.name for listed in FILES if found.has(listed)}
+    return {listed.name for listed in FILES if (found.folder / listed.sha256).exists()}
 
 
 def size(found: Cache) -> int:

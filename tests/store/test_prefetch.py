@@ -80,6 +80,23 @@ class TestOrder:
             shards.prefetch.follow(torch.arange(9), ahead=4, mixed=4)
             assert shards.only(*fetched)
 
+    def test_the_next_shards_are_marked_before_room_is_made(self):
+        """Otherwise the cache deletes a shard that was fetched and not yet read."""
+        calls, done = [], {0, 1, 2}
+
+        def use(number):
+            calls.append(("use", number))
+            return number in done
+
+        prefetch = Prefetch(9, use, lambda number: calls.append(("fetch", number)), 4)
+        prefetch.follow(torch.arange(1, 9), 3)
+        wait_for_threads()
+        calls.clear()
+        prefetch.reading(1)
+        wait_for_threads()
+        assert calls[:4] == [("use", n) for n in (1, 2, 3, 4)]
+        assert {*calls[4:]} == {("fetch", 3), ("fetch", 4)}
+
     def test_all_shards(self):
         shards = Shards(3)
         shards.prefetch.follow(None, 2)

@@ -318,7 +318,9 @@ class TestArguments:
             Store(local.path, **{name: 1})
 
     def test_an_unknown_protocol(self):
-        with pytest.raises(ValueError, match="path must be a folder, or an address of http"):
+        with pytest.raises(
+            ValueError, match="path must be an address of a protocol of fsspec, got"
+        ):
             Store("nowhere://bucket/targets")
 
     def test_a_missing_package(self, monkeypatch):

@@ -237,7 +237,12 @@ class TestRefused:
             Writer(tmp_path / "a", vocab_size=V, k=K, upload="folder")
         with pytest.raises(ValueError, match="upload must be an address that fsspec can write"):
             Writer(tmp_path / "a", vocab_size=V, k=K, upload="http://127.0.0.1/a")
-        with stores.open_writer(tmp_path / "a") as writer:  # its lock was released
+        with pytest.raises(ValueError, match="upload must be an address such as s3.*, got ''"):
+            Writer(tmp_path / "a", vocab_size=V, k=K, upload="")
+        with pytest.raises(ValueError, match="upload must be an address of a protocol of fsspec"):
+            Writer(tmp_path / "a", vocab_size=V, k=K, upload="nowhere://a/b")
+        assert not (tmp_path / "a").exists()
+        with stores.open_writer(tmp_path / "a") as writer:
             assert writer.uploads is None
 
     def test_another_store_at_the_address(self, puts, tmp_path):
