@@ -237,7 +237,7 @@ class TestRefused:
             Writer(tmp_path / "a", vocab_size=V, k=K, upload="folder")
         with pytest.raises(ValueError, match="upload must be an address that fsspec can write"):
             Writer(tmp_path / "a", vocab_size=V, k=K, upload="http://127.0.0.1/a")
-        with pytest.raises(ValueError, match="upload must be an address such as s3.*, got ''"):
+        with pytest.raises(ValueError, match=r"upload must be an address such as s3.*, got ''"):
             Writer(tmp_path / "a", vocab_size=V, k=K, upload="")
         with pytest.raises(ValueError, match="upload must be an address of a protocol of fsspec"):
             Writer(tmp_path / "a", vocab_size=V, k=K, upload="nowhere://a/b")
