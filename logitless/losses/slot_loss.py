@@ -134,9 +134,10 @@ def slot_loss(
     of p and q is 0, its logarithm is -inf. If q is 0, log q has no gradient.
 
     A row is ignored if its label is ignore_index or its entry in `mask` is False. If all ids of a
-    row are masked, its loss is 0, and its gradients are 0. `row_weight` multiplies the loss of each row. "mean" divides by
-    the number of rows that are not ignored, even with a row_weight. Over a LinearLogits, a mean or
-    sum takes three GEMMs. Ids outside [0, V) have the same effect as in `topk_distill`.
+    row are masked, its loss is 0, and its gradients are 0. `row_weight` multiplies the loss of each
+    row. "mean" divides by the number of rows that are not ignored, even with a row_weight. Over a
+    LinearLogits, a mean or sum takes three GEMMs. Ids outside [0, V) have the same effect as in
+    `topk_distill`.
 
     >>> def forward_and_reverse(slots, share):
     ...     p, q = slots.teacher.exp(), slots.student.exp()
