@@ -70,29 +70,35 @@ class Cache:
         """
         path = self.folder / listed.sha256
         while True:
+            before = self._failure(listed)
             with Lock(self._lock(path), wait=True, shared=True):
                 if self.use(listed):
                     yield path
                     return
-            self.fetched(listed, fetch)
+            self._fetched(listed, fetch, before)
 
-    def fetched(self, listed: Listed, fetch: Callable[[Listed, Any], None]) -> None:
+    def _failure(self, listed: Listed) -> str:
+        """Returns the text of SHA256.failed, or "" if no fetch of the file has failed."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder / f"{listed.sha256}.failed").read_text()
+        return ""
+
+    def _fetched(self, listed: Listed, fetch: Callable[[Listed, Any], None], before: str) -> None:
         """Fetches a file, if the cache does not have the file.
 
-        Raises the error of another process, if that process failed to fetch the file while this
-        process waited.
+        `before` is the result of `_failure` before this process began to wait. Raises the error of
+        another process, if that process failed to fetch the file since then.
         """
         path = self.folder / listed.sha256
-        failed = path.with_name(f"{path.name}.failed")
-        before = _text(failed)
         with Lock(self._lock(path), wait=True):
             if not path.exists():
-                checks.failed_meanwhile(before, _text(failed))
+                checks.failed_meanwhile(before, self._failure(listed))
                 try:
                     self._fetch(listed, fetch)
                 except (FileNotFoundError, PermissionError):
                     raise  # these errors come at once, so that no process waits in turn
                 except OSError as error:
+                    failed = path.with_name(f"{path.name}.failed")
                     _replace(failed, f"{uuid.uuid4()}\n{error}")
                     raise
 
@@ -174,13 +180,6 @@ class Cache:
         except ValueError:  # the file is locked
             return False
         return True
-
-
-def _text(path: Path) -> str:
-    """Returns the text of a file, or "" if the file does not exist."""
-    with contextlib.suppress(FileNotFoundError):
-        return path.read_text()
-    return ""
 
 
 def _replace(path: Path, text: str) -> None:

@@ -42,10 +42,14 @@ def small(tmp_path):
     return found, fetch, fetched
 
 
-def read(small, listed) -> None:
-    found, fetch, _ = small
+def use(found: Cache, listed, fetch) -> None:
     with found.reading(listed, fetch) as path:
         assert path.read_bytes() == FILES[listed]
+
+
+def read(small, listed) -> None:
+    found, fetch, _ = small
+    use(found, listed, fetch)
 
 
 def held(found: Cache) -> set[str]:
@@ -130,7 +134,7 @@ class TestRoom:
             assert size(found) == 100
             into.write(FILES[listed])
 
-        found.fetched(A, look)
+        use(found, A, look)
 
     def test_parts_of_ended_processes_are_deleted_at_the_next_start(self, small):
         """The part of a file that another process fetches now stays."""
@@ -167,7 +171,7 @@ class TestRoom:
             assert listed_files.wait(HANG)
             fetch(listed, into)
 
-        thread = threading.Thread(target=found.fetched, args=(c, slow))
+        thread = threading.Thread(target=use, args=(found, c, slow))
         real = found._files
 
         def files():
@@ -222,7 +226,7 @@ class TestFailures:
         errors, lock = [], cache.Lock
 
         def seen(path, **how):
-            if tried and path.name == f"{A.sha256}.lock" and not how.get("shared"):
+            if tried and path.name == f"{A.sha256}.lock":
                 waiting.set()
             return lock(path, **how)
 
@@ -230,7 +234,7 @@ class TestFailures:
 
         def wait():
             with pytest.raises(OSError, match=r"^the server stalls$") as raised:
-                found.fetched(A, fail)
+                use(found, A, fail)
             errors.append(raised)
 
         first, second = threading.Thread(target=wait), threading.Thread(target=wait)

@@ -346,5 +346,7 @@ class TestArguments:
         assert not any(map(is_address, ("a/b", "/a", "a:b", "c:/d", tmp_path, None)))
 
     def test_a_file_that_is_larger_than_the_cache(self, tmp_path):
-        with pytest.raises(ValueError, match="cache_bytes must be at least 11, the size"):
-            Cache(tmp_path, 10).fetched(Listed("a", 11, "0" * 64), lambda *_: None)
+        found = Cache(tmp_path, 10).reading(Listed("a", 11, "0" * 64), lambda *_: None)
+        refused = pytest.raises(ValueError, match="cache_bytes must be at least 11, the size")
+        with refused, found:
+            pass

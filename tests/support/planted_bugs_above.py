@@ -237,7 +237,7 @@ ABOVE = (
     Bug("files of others are deleted", "store", "logitless/store/cache.py",
         "if COUNTED.fullmatch(path.name)", 'if path.suffix != ".lock"', (CACHE,)),
     Bug("a server's stall is waited for in turn", "store", "logitless/store/cache.py",
-        "checks.failed_meanwhile(before, _text(failed))", "pass", (CACHE,)),
+        "checks.failed_meanwhile(before, self._failure(listed))", "pass", (CACHE,)),
     Bug("secrets go to another host", "store", "logitless/store/remote.py",
         "if new is not None and (new.type, new.host) == (req.type, req.host):",
         "if new is not None:", (REMOTE,)),
