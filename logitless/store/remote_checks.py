@@ -79,7 +79,7 @@ def own_address(url: str, name: str, same: bool) -> None:
     if not same:
         raise ValueError(
             f"upload must be an address without another store, got {url}, whose store.index lists"
-            f" {name}. The local folder does not have this file."
+            f" {name}. The local folder does not have this file, or has another file of this name."
         )
 
 

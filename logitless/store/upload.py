@@ -23,6 +23,7 @@ from .format import Header
 from .listing import INDEX, Listing, existing, listing_of
 from .lock import Lock
 from .remote import Remote, is_address
+from .shard import Shard
 
 ATTEMPTS = 8  # attempts per file; the waits between the attempts take one minute in total
 
@@ -129,7 +130,7 @@ class Uploads:
         file_checks.same_header(where, listing.header, self.header, self.folder)
         for shard in listing.shards:
             path = self.folder / shard.file.name
-            same = path.is_file() and path.stat().st_size == shard.file.bytes
+            same = path.is_file() and Shard(path, self.header).digest == shard.digest
             checks.own_address(self.remote.url, shard.file.name, same)
         return {shard.file.name for shard in listing.shards}
 

@@ -251,6 +251,12 @@ class TestRefused:
         words = rf"upload must be an address without another store, got {URL}, whose store\.index"
         with pytest.raises(ValueError, match=words):
             opened(tmp_path / "other")
+        stores.write(tmp_path / "same", [(tokens, stores.teacher(len(tokens), seed=99))
+                     for tokens, _ in documents(*LENGTHS)], shard_bytes=2000)  # fmt: skip
+        sizes = [[s.bytes for s in Store(tmp_path / name).shards] for name in ("s", "same")]
+        assert sizes[0] == sizes[1]
+        with pytest.raises(ValueError, match=words):
+            opened(tmp_path / "same")
         with pytest.raises(ValueError, match=r"store\.index must have teacher 'b' to match"):
             opened(tmp_path / "third", teacher="b")
         assert_same_store(remote(tmp_path), Store(tmp_path / "s"))
