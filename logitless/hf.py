@@ -142,6 +142,7 @@ class DistillTrainer(Trainer):
     def _opened(self, store: Store | str | os.PathLike, temperature: float) -> Store:
         """Opens the store and checks its temperature, vocabulary and tokenizer."""
         store = store if isinstance(store, Store) else Store(store)
+        training_checks.support_of_store(self.loss_options["support"], store.info.sampled)
         file_checks.same_temperature(store.path, store.info.temperature, temperature)
         file_checks.vocabulary(store.path, store.info.vocab_size, self._vocabulary())
         if hasattr(self.processing_class, "get_vocab"):

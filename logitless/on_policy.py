@@ -113,6 +113,11 @@ def checked_config(config: Any) -> Any:
             "generation_config must have max_new_tokens, the largest number of tokens of a"
             f" completion, got max_new_tokens={config.max_new_tokens}."
         )
+    if config.num_beams not in (None, 1):
+        raise ValueError(
+            "generation_config must have num_beams=1, because a beam search does not draw from the"
+            f" student's distribution, got num_beams={config.num_beams}."
+        )
     if config.stop_strings is not None:
         raise ValueError(
             "generation_config must have stop_strings=None, because only the tokens in"
@@ -151,16 +156,12 @@ def _complete(config: Any, model: Any) -> Any:
     """
     from transformers import GenerationConfig
 
-    own = getattr(model, "generation_config", None)
-    eos = config.eos_token_id if config.eos_token_id is not None else _field(own, "eos_token_id")
-    pad = config.pad_token_id if config.pad_token_id is not None else _field(own, "pad_token_id")
+    own = getattr(model, "generation_config", None) or GenerationConfig()
+    eos = own.eos_token_id if config.eos_token_id is None else config.eos_token_id
+    pad = own.pad_token_id if config.pad_token_id is None else config.pad_token_id
     if pad is None:
         pad = next(iter(_ids(eos)), 0)
     return GenerationConfig(**(config.to_dict() | {"eos_token_id": eos, "pad_token_id": pad}))
-
-
-def _field(config: Any, name: str) -> Any:
-    return getattr(config, name, None)
 
 
 def _ids(eos: Any) -> list[int]:
@@ -222,6 +223,8 @@ def _checked_columns(inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         )
     for name in COLUMNS[1:3]:
         t = inputs.get(name)
+        if t is not None and not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}.")
         if t is not None and t.shape != ids.shape:
             raise ValueError(
                 f"{name} must have the shape of input_ids, {tuple(ids.shape)},"
@@ -276,12 +279,17 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
-    """Seeds the random state, and afterwards restores the state of the model's devices."""
+    """Seeds the generators of the CPU and of the model's devices, and afterwards restores them.
+
+    `torch.manual_seed` would also seed all other devices.
+    """
     if seed is None:
         yield
         return
     devices = sorted({p.device for p in model.parameters() if p.device.type != "cpu"}, key=str)
     kind = devices[0].type if devices else "cuda"
     with torch.random.fork_rng(devices, device_type=kind):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        for device in devices:
+            getattr(torch, kind).default_generators[device.index].manual_seed(seed)
         yield

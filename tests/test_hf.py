@@ -217,6 +217,12 @@ class TestTrainer:
             trainer(tmp_path, student_model(), store=captured, temperature=2.0)
         with pytest.raises(ValueError, match="divergence must be one of"):
             trainer(tmp_path, student_model(), store=captured, divergence="kl")
+        counts = stores.write(tmp_path / "counts", [], vocab_size=V, values="counts")
+        for support in ("tail", "renorm"):
+            words = rf'support must be "truncate" or "renorm_teacher" for .* got \'{support}\''
+            with pytest.raises(ValueError, match=words):
+                trainer(tmp_path, student_model(), store=counts, support=support)
+        trainer(tmp_path, student_model(), store=counts, support="truncate")
         stores.write(tmp_path / "large", [], vocab_size=V + 1)
         with pytest.raises(
             ValueError, match=f"a vocabulary of at most the model's {V}, got {V + 1}"

@@ -29,13 +29,13 @@ from logitless.cli import require
 
 from . import teacher_data as _data
 from .progress import bar
+from .teacher_size import Pace as _Pace
 from .teacher_size import expected as _expected
 from .teacher_size import sentence as _sentence
 from .teacher_size import size
 
 STORE = "folder of a store, or an address such as s3://bucket/targets"
-K = 64  # the default of --k
-SIZES = (16, 32, 64, 128, 256)  # values of K in the table of the command `size`
+K, VALUES = 64, "u8"  # the defaults of --k and --values
 
 
 def add_parser(subparsers) -> None:
@@ -74,10 +74,10 @@ def add_parser(subparsers) -> None:
     )
     add("--temperature", type=float, default=1.0, help="temperature of the training; default: 1")
     add(
-        "--sample", type=_positive, metavar="N",
+        "--sample", type=_draws, metavar="N",
         help="store the counts of N random draws per token, instead of the K most probable tokens",
     )  # fmt: skip
-    add("--seed", type=int, default=0, help="seed of the draws of --sample; default: 0")
+    add("--seed", type=int, help="seed of the draws of --sample; default: 0")
     add("--device", help="default: a GPU if there is one")
     add("--dtype", default="auto", help="dtype of the model: auto, bfloat16, float32, ...")
 
@@ -130,8 +130,8 @@ def add_parser(subparsers) -> None:
     add = size.add_argument
     add("--tokens", type=_tokens, required=True, help="number of tokens, such as 1e9")
     add("--vocab", "--vocab-size", type=_positive, required=True, help="size of the vocabulary")
-    add("--k", type=_positive, nargs="+", default=SIZES, help="values of K; default: a table")
-    add("--sample", type=_positive, nargs="+", metavar="N", help="numbers of draws, instead of --k")
+    add("--k", type=_positive, nargs="+", help="values of K; default: a table")
+    add("--sample", type=_draws, nargs="+", metavar="N", help="numbers of draws, instead of --k")
     add("--distinct", type=float, help="distinct ids per token with --sample; default: 0.3 N")
     _add_values(size)
 
@@ -145,6 +145,12 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         rule = "must be a whole number of at least 1"
         raise argparse.ArgumentTypeError(f"{rule}, got {text!r}")
+    return int(text)
+
+
+def _draws(text: str) -> int:
+    if _positive(text) > 2**16:
+        raise argparse.ArgumentTypeError(f"must be at most {2**16}, got {text!r}")
     return int(text)
 
 
@@ -171,7 +177,6 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--k",
         type=_positive,
-        default=K,
         help=f"number of most probable tokens to keep; default: {K}",
     )
     _add_values(parser)
@@ -179,8 +184,8 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def _add_values(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--values", choices=("u8", "f16"), default="u8",
-        help="log-probabilities in 8 or 16 bits; default: u8",
+        "--values", choices=("u8", "f16"),
+        help=f"log-probabilities in 8 or 16 bits; default: {VALUES}",
     )  # fmt: skip
 
 
@@ -198,11 +203,13 @@ def capture(args: argparse.Namespace) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from logitless import store
-    from logitless.store import file_checks
+    from logitless.store import file_checks, upload
 
     # All arguments are checked before the model is loaded and the folder is created.
     _data.are_files(args.data)
     file_checks.folder(args.out)
+    if args.upload is not None:
+        upload.destination(args.upload)
     device, dtype = _device(args.device), _dtype(args.dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     end = tokenizer.eos_token_id if args.eos else None
@@ -210,7 +217,7 @@ def capture(args: argparse.Namespace) -> None:
         raise ValueError("--eos must have a tokenizer with an end-of-text token, got none.")
     config = AutoConfig.from_pretrained(args.model).get_text_config()
     expected = args.vocab_size or getattr(config, "vocab_size", None)
-    fields = {**_slots(args), "teacher": args.model}
+    fields = {**_slots(args.k, args.values, args.sample, args.seed), "teacher": args.model}
     fields |= {"temperature": args.temperature, "tokenizer": store.tokenizer_hash(tokenizer)}
     header = store.Header(expected or 2**32, **fields)
     amount = _expected(_data.lines(args.data), tokenizer, end, args.max_length, expected)
@@ -236,24 +243,31 @@ def capture(args: argparse.Namespace) -> None:
         generator = None
         if args.sample:
             # Every rank and every resumed run has its own seed, so that their draws differ.
-            seed = args.seed + 1_000_003 * writer.rank + len(writer)
+            seed = (args.seed or 0) + 1_000_003 * writer.rank + len(writer)
             generator = torch.Generator(device).manual_seed(seed)
-        added = store.capture(
-            model, batches, writer, generator=generator,
-            progress=lambda n: advance(0, tokens=n, written=writer.written),
-        )  # fmt: skip
+        pace = _Pace(header, amount, world)
+
+        def progress(tokens: int) -> None:
+            advance(0, tokens=tokens, written=writer.written)
+            pace.batch(tokens)
+
+        added = store.capture(model, batches, writer, generator=generator, progress=progress)
         text = f"{added} documents added, {len(writer) - added} were already in {args.out}"
     print(f"rank {os.environ.get('RANK', '0')}: {text}" if world > 1 else text)
 
 
-def _slots(args: argparse.Namespace) -> dict[str, Any]:
+def _slots(
+    k: int | None, values: str | None, sample: int | None = None, seed: int | None = None
+) -> dict[str, Any]:
     """The fields `k` and `values` of a store's header."""
-    if args.sample is None:
-        return {"k": args.k, "values": args.values}
-    for name, value, default in (("--k", args.k, K), ("--values", args.values, "u8")):
-        if value != default:
+    if sample is None:
+        if seed is not None:
+            raise ValueError(f"--seed must be passed together with --sample, got only {seed}.")
+        return {"k": k or K, "values": values or VALUES}
+    for name, value in (("--k", k), ("--values", values)):
+        if value is not None:
             raise ValueError(f"{name} must not be passed together with --sample, got {value}.")
-    return {"k": args.sample, "values": "counts"}
+    return {"k": sample, "values": "counts"}
 
 
 def _device(name: str | None) -> torch.device:
@@ -281,7 +295,7 @@ def import_(args: argparse.Namespace) -> None:
     from .teacher_import import add_outputs
 
     _data.are_files(args.data)
-    header = {"vocab_size": args.vocab_size, "k": args.k, "values": args.values}
+    header = {"vocab_size": args.vocab_size, **_slots(args.k, args.values)}
     header |= {"teacher": args.teacher, "tokenizer": _tokenizer_hash(args.tokenizer)}
     store.Header(**header)
     with (

@@ -3,18 +3,23 @@
 `logitless teacher size` prints the sizes for several K. `logitless teacher capture` first prints
 the expected size of its store. The number of tokens is known only after all documents are
 tokenised. So the number is estimated from SAMPLE texts, which are chosen at random from all files.
+The expected time is printed after the first batch, because the speed is not known before.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import os
 import random
+import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from . import teacher_data as _data
 from .report import bytes_text, table
 
+SIZES = (16, 32, 64, 128, 256)  # the default of --k in the command `size`
 SAMPLE = 200  # number of texts that are tokenised for the estimate
 PER_DOCUMENT = 80  # assumed bytes of the start and the index entries per document; usual: 60 to 100
 
@@ -66,15 +71,57 @@ def sentence(header: Any, of: Expected, out: object) -> str:
         from logitless.store.format import DISTINCT
 
         text += f", if {header.k} draws have {DISTINCT * header.k:.0f} distinct ids"
-    return text
+    return f"{text}; the expected time is printed after the first batch"
+
+
+class Pace:
+    """Prints the speed and the expected time of a capture, once, after its first batch."""
+
+    def __init__(self, header: Any, of: Expected, world: int):
+        self.header, self.of, self.world = header, of, world
+        self.begin: float | None = time.perf_counter()
+
+    def batch(self, tokens: int) -> None:
+        """Called after each batch, with the number of its tokens."""
+        if self.begin is None or not tokens:
+            return
+        seconds, self.begin = time.perf_counter() - self.begin, None
+        if os.environ.get("RANK", "0") == "0":
+            speed = self.world * tokens / max(seconds, 1e-9)
+            print(self.sentence(speed), flush=True)
+
+    def sentence(self, speed: float) -> str:
+        """Returns the line for a speed in tokens per second of all ranks together."""
+        written = bytes_text(speed * self.header.token_bytes())
+        time = datetime.timedelta(seconds=round(self.of.tokens / speed))
+        return (
+            f"first batch: {speed:,.0f} tokens/s, {written}/s; at this speed, all documents take"
+            f" {time} (h:min:s)"
+        )
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, value in (("--k", args.k), ("--values", args.values)):
+        if args.sample and value is not None:
+            raise ValueError(f"{name} must not be passed together with --sample, got {value}.")
+    if args.distinct is not None and not args.sample:
+        raise ValueError(
+            f"--distinct must be passed together with --sample, got only {args.distinct:g}."
+        )
+    if args.distinct is not None and not 1 <= args.distinct <= min(args.sample):
+        raise ValueError(
+            f"--distinct must lie in [1, {min(args.sample)}], because {min(args.sample)} draws have"
+            f" at most {min(args.sample)} distinct ids, got {args.distinct:g}."
+        )
 
 
 def size(args: argparse.Namespace) -> None:
     from logitless.store import Header
 
-    values = "counts" if args.sample else args.values
+    _check(args)
+    values = "counts" if args.sample else args.values or "u8"
     rows = []
-    for k in args.sample or args.k:
+    for k in args.sample or args.k or SIZES:
         header = Header(args.vocab, k, values)
         per_token = header.token_bytes(args.distinct)
         rows.append({

@@ -176,8 +176,10 @@ def tvd(
     the gradient is 0 if student and teacher are equal. The options are the same as in `kl_div`. As
     the temperature T grows, the gradient shrinks only as 1/T, so t_squared=True is rarely useful.
 
-    Speculative sampling accepts a token of the draft model with the probability 1 - TVD. So
-    `-torch.log(1 - ll.tvd(draft, target, reduction="none"))` is -log(acceptance rate) per row.
+    Speculative sampling accepts a token of the draft model with the probability 1 - TVD. With
+    d = ll.tvd(draft, target, reduction="none"), `-torch.log1p(-d.clamp(max=1 - 1e-6))` is
+    -log(acceptance rate) per row. In rows whose distance is rounded to 1, the rate would be 0, and
+    without the clamp the loss would be infinite and its gradient NaN.
 
     >>> tvd(torch.zeros(1, 4), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]))
     tensor(0.5000)

@@ -67,6 +67,7 @@ def row_loss(
     ...     return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     >>> loss = row_loss(grpo, logits, tokens, rows=(old_logprobs, advantages))
     """
+    check_formula(formula)
     call.check_once(checks.statistics, logits, ids, temperature, softcap, ignore_index, mask)
     call.check_once(checks.row_loss, logits, row_weight, reduction, *rows)
     if rank is not False:
@@ -128,7 +129,7 @@ class Formula(RowLoss):
         ignored = self.reading.ignored_rows()
         ignored = None if ignored is None else ignored.reshape(-1)
         flat = {name: flat_rows(t, lead) for name, t in statistics.items()}
-        inputs = [_constant_where(ignored, flat_rows(t, lead)) for t in row_inputs]
+        inputs = [constant_where(ignored, flat_rows(t, lead)) for t in row_inputs]
         value, *more = self.call(flat, inputs)
         if not call.under_transform() and call.thorough() and rows_in(lead) > 1:
             _check_row_by_row(self.call, flat, inputs)
@@ -187,11 +188,17 @@ class Formula(RowLoss):
         )
 
 
-def _constant_where(ignored: Tensor | None, t: Tensor) -> Tensor:
+def check_formula(formula: Any) -> None:
+    if not callable(formula):
+        raise TypeError(f"formula must be a function, got {type(formula).__name__}.")
+
+
+def constant_where(ignored: Tensor | None, t: Tensor) -> Tensor:
     """Detaches the ignored rows of t, because their gradient could be 0 · inf = NaN."""
     if ignored is None or not t.requires_grad:
         return t
-    return torch.where(ignored if t.dim() == 1 else ignored.unsqueeze(-1), t.detach(), t)
+    ignored = ignored if t.dim() == ignored.dim() else ignored.unsqueeze(-1)
+    return torch.where(ignored, t.detach(), t)
 
 
 def _times_rows(d: Tensor, scale: Tensor, ignored: Tensor | None) -> Tensor:

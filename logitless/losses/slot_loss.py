@@ -21,7 +21,7 @@ from ..core.evaluate import evaluate
 from ..eager.slot_divergence import rest
 from ..targets.sparse import SparseTargets
 from . import checks
-from .row_loss import Formula
+from .row_loss import Formula, check_formula, constant_where
 
 Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
 
@@ -73,8 +73,10 @@ class SlotFormula(Formula):
         return [f"slots.{name} (pass tail=True to slot_loss)" for name in names]
 
     def apply(self, statistics, row_inputs, lead, dtype):
+        empty = ~row_inputs[0].any(-1)
+        row_inputs = [constant_where(empty, t) for t in row_inputs]
         value, *more = super().apply(statistics, row_inputs, lead, dtype)
-        return torch.where(row_inputs[0].any(-1), value, 0.0), *more
+        return torch.where(empty, 0.0, value), *more
 
 
 def _compared(student: Tensor, teacher: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,10 +133,11 @@ def slot_loss(
     are both 0, in a slot or in the tails, log q and log p are this finite number too. If only one
     of p and q is 0, its logarithm is -inf. If q is 0, log q has no gradient.
 
-    A row is ignored if its label is ignore_index or its entry in `mask` is False. The loss of a row
-    whose ids are all masked is 0. `row_weight` multiplies the loss of each row. "mean" divides by
-    the number of rows that are not ignored, even with a row_weight. Over a LinearLogits, a mean or
-    sum takes three GEMMs. Ids outside [0, V) have the same effect as in `topk_distill`.
+    A row is ignored if its label is ignore_index or its entry in `mask` is False. If all ids of a
+    row are masked, its loss is 0, and its gradients are 0. `row_weight` multiplies the loss of each
+    row. "mean" divides by the number of rows that are not ignored, even with a row_weight. Over a
+    LinearLogits, a mean or sum takes three GEMMs. Ids outside [0, V) have the same effect as in
+    `topk_distill`.
 
     >>> def forward_and_reverse(slots, share):
     ...     p, q = slots.teacher.exp(), slots.student.exp()
@@ -142,6 +145,7 @@ def slot_loss(
     ...     return (weight * (slots.teacher - slots.student)).sum(-1)
     >>> loss = slot_loss(forward_and_reverse, logits, targets, rows=(share,))
     """
+    check_formula(formula)
     if not isinstance(targets, SparseTargets):
         rules.is_targets(targets, SparseTargets)
     call.check_once(

@@ -3,20 +3,25 @@
     SHA256         a fetched file, named after its SHA-256
     SHA256.part    a file that is being fetched; the file has its full size from the beginning
     SHA256.lock    locked while the file is fetched or deleted; locked as shared while it is read
-    cache.lock     locked while a process deletes files to make room for another file
+    SHA256.failed  the error of the last fetch that failed
+    cache.lock     locked while a process makes room for another file, or renames a fetched file
 
 A file is fetched under the name SHA256.part and then renamed, so that a reader never sees a part of
-a file. Only one process fetches a file, and the other processes wait for this process. If there is
-no room for a file, the least recently used files are deleted, except files that are being read or
-fetched. If all files are being read or fetched, the process waits until one file is free. This wait
-ends, because a process holds the shared lock only during a read. The system releases the locks of a
-killed process. Files named SHA256.lock are never deleted, because another process could be waiting
-for the lock of the deleted file.
+a file. Only one process fetches a file, and the other processes wait for this process. If its fetch
+fails, the waiting processes raise its error, because otherwise each of them would wait for the
+server in turn. If there is no room for a file, the least recently used files are deleted, except
+files that are being read or fetched. If all files are being read or fetched, the process waits
+until one file is free. This wait ends, because a process holds the shared lock only during a read.
+The system releases the locks of a killed process. Files named SHA256.lock are never deleted,
+because another process could be waiting for the lock of the deleted file. Files with other names do
+not belong to the cache. These files are neither counted nor deleted.
 """
 
 import contextlib
 import os
+import re
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +32,7 @@ from .remote import Listed
 
 LIMIT = 1 << 36  # bytes, 64 GiB
 POLL = 0.02  # seconds between two attempts to make room
+COUNTED = re.compile(r"[0-9a-f]{64}(\.part)?")  # names of the files that the limit applies to
 
 
 def default_folder() -> Path:
@@ -43,10 +49,18 @@ class Cache:
         self.folder = Path(folder) if folder is not None else default_folder()
         self.limit = LIMIT if limit is None else limit
         checks.cache_bytes(self.limit)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        checks.cache_folder(self.folder)
+        for path in self._files():
+            if path.suffix == ".part":  # the file of a process that ended while it was fetching
+                self._deleted(path)
 
-    def has(self, listed: Listed) -> bool:
-        return (self.folder / listed.sha256).exists()
+    def use(self, listed: Listed) -> bool:
+        """Returns whether the cache has a file, and sets the time of the file's last use."""
+        try:
+            os.utime(self.folder / listed.sha256)
+        except FileNotFoundError:
+            return False
+        return True
 
     @contextlib.contextmanager
     def reading(self, listed: Listed, fetch: Callable[[Listed, Any], None]) -> Iterator[Path]:
@@ -56,31 +70,48 @@ class Cache:
         """
         path = self.folder / listed.sha256
         while True:
+            before = self._failure(listed)
             with Lock(self._lock(path), wait=True, shared=True):
-                if path.exists():
-                    os.utime(path)  # the time of the last use
+                if self.use(listed):
                     yield path
                     return
-            self.fetched(listed, fetch)
+            self._fetched(listed, fetch, before)
 
-    def fetched(self, listed: Listed, fetch: Callable[[Listed, Any], None]) -> None:
-        """Fetches a file, if the cache does not have the file."""
+    def _failure(self, listed: Listed) -> str:
+        """Returns the text of SHA256.failed, or "" if no fetch of the file has failed."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder / f"{listed.sha256}.failed").read_text()
+        return ""
+
+    def _fetched(self, listed: Listed, fetch: Callable[[Listed, Any], None], before: str) -> None:
+        """Fetches a file, if the cache does not have the file.
+
+        `before` is the result of `_failure` before this process began to wait. Raises the error of
+        another process, if that process failed to fetch the file since then.
+        """
         path = self.folder / listed.sha256
-        if path.exists():
-            return
         with Lock(self._lock(path), wait=True):
-            if path.exists():
-                return
-            part = path.with_name(f"{path.name}.part")
-            self._reserve(part, listed.bytes)
-            try:
-                with open(part, "r+b") as file:
-                    fetch(listed, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(part, path)
-            finally:
-                part.unlink(missing_ok=True)
+            if not path.exists():
+                checks.failed_meanwhile(before, self._failure(listed))
+                try:
+                    self._fetch(listed, fetch)
+                except (FileNotFoundError, PermissionError):
+                    raise  # these errors come at once, so that no process waits in turn
+                except OSError as error:
+                    failed = path.with_name(f"{path.name}.failed")
+                    _replace(failed, f"{uuid.uuid4()}\n{error}")
+                    raise
+
+    def prefetched(self, listed: Listed, fetch: Callable[[Listed, Any], None]) -> None:
+        """Fetches a file in the background, if the cache does not have the file.
+
+        Raises a ValueError if another process is reading or fetching the file. An error of `fetch`
+        is raised only here, and not in processes that wait for the file.
+        """
+        path = self.folder / listed.sha256
+        with Lock(self._lock(path)):
+            if not path.exists():
+                self._fetch(listed, fetch)
 
     def discard(self, listed: Listed) -> None:
         """Deletes a file after all processes have finished reading it."""
@@ -89,7 +120,26 @@ class Cache:
             path.unlink(missing_ok=True)
 
     def _lock(self, path: Path) -> Path:
+        """Returns the path of a file's lock. Creates the folder, if somebody has deleted it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         return path.with_name(f"{path.name.removesuffix('.part')}.lock")
+
+    def _fetch(self, listed: Listed, fetch: Callable[[Listed, Any], None]) -> None:
+        """Fetches a file whose lock is held."""
+        path = self.folder / listed.sha256
+        part = path.with_name(f"{path.name}.part")
+        self._reserve(part, listed.bytes)
+        try:
+            with open(part, "r+b") as file:
+                fetch(listed, file)
+                file.flush()
+                os.fsync(file.fileno())
+            # Without the lock, `_has_room` of another process could list `part` before it is
+            # renamed, and then delete nothing.
+            with Lock(self.folder / "cache.lock", wait=True):
+                os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
 
     def _reserve(self, part: Path, size: int) -> None:
         """Deletes other files until there is room, and creates the file `part` of `size` bytes."""
@@ -106,16 +156,34 @@ class Cache:
     def _has_room(self, size: int) -> bool:
         """Deletes files if needed, and returns whether `size` more bytes fit below the limit."""
         files = []
-        for path in self.folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # renamed or deleted by another process
-                if path.suffix != ".lock":
-                    files.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+        for path in self._files():
+            with contextlib.suppress(FileNotFoundError):  # deleted by another process
+                status = path.stat()
+                files.append((status.st_mtime_ns, status.st_size, path))
         room = self.limit - sum(of_file for _, of_file, _ in files)
         for _, of_file, path in sorted(files):
             if room >= size:
                 break
-            with contextlib.suppress(ValueError):  # another process reads or fetches the file now
-                with Lock(self._lock(path)):
-                    path.unlink(missing_ok=True)
+            if self._deleted(path):
                 room += of_file
         return room >= size
+
+    def _files(self) -> list[Path]:
+        """Returns the files that the limit applies to."""
+        return [path for path in self.folder.iterdir() if COUNTED.fullmatch(path.name)]
+
+    def _deleted(self, path: Path) -> bool:
+        """Deletes a file, unless a process reads or fetches the file. Returns whether it did."""
+        try:
+            with Lock(self._lock(path)):
+                path.unlink(missing_ok=True)
+        except ValueError:  # the file is locked
+            return False
+        return True
+
+
+def _replace(path: Path, text: str) -> None:
+    """Replaces the text of a file. Other processes read either the old text or the new text."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)

@@ -174,9 +174,10 @@ def document_number(i: Any, n: int) -> int:
     return i % n
 
 
-def order(numbers: Any, documents: int, ahead: Any) -> Tensor | None:
+def order(numbers: Any, documents: int, ahead: Any, mixed: Any) -> Tensor | None:
     """Returns `numbers` as an int64 tensor on the CPU, or None if `numbers` is None."""
     whole("ahead", ahead, 1, 1000)
+    whole("mixed", mixed, 1, 10**6)
     if numbers is None:
         return None
     numbers = numbers if isinstance(numbers, Tensor) else torch.tensor([*numbers], device="cpu")

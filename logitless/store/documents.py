@@ -5,7 +5,7 @@ torchdata's StatefulDataLoader saves and restores the state of `Documents`.
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,13 @@ from ..targets.sparse import SparseTargets, unchecked
 from . import checks
 from .device import on_cpu
 from .reader import Store
+
+
+class Place(NamedTuple):
+    """A place in an epoch. `position` is the number of documents that this worker has read."""
+
+    epoch: int
+    position: int
 
 
 class Documents(IterableDataset):
@@ -29,8 +36,9 @@ class Documents(IterableDataset):
     epoch. The defaults of `rank` and `world` are the variables RANK and WORLD_SIZE that torchrun
     sets. The workers of a DataLoader divide the share of their rank.
 
-    `state_dict` returns the position in the epoch, and `load_state_dict` continues at this
-    position. A resumed run must have the same store, seed, ranks and number of workers.
+    `state_dict` returns the position in the epoch, and the first iteration after `load_state_dict`
+    reads the rest of this epoch, which is empty at the end of an epoch. A resumed run must have the
+    same store, seed, ranks and number of workers.
 
     >>> loader = StatefulDataLoader(Documents(store, seed=0), 8, collate_fn=pad_documents)
     """
@@ -49,38 +57,52 @@ class Documents(IterableDataset):
         checks.documents(seed, mixed, rank, world)
         self.store, self.seed, self.mixed = store, seed, mixed
         self.rank, self.world = rank, world
-        self.epoch = self.position = 0  # position: number of documents that this worker has read
-        self._begin = 0  # position at which the next iteration begins
+        # The epoch of the next iteration. Its memory is shared, because `set_epoch` must have an
+        # effect in workers that were started before.
+        self._next_epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()
+        self._place = Place(0, 0)
+        self._resumed: Place | None = None  # where the next iteration begins, after a resumption
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._next_epoch.share_memory_()
+
+    @property
+    def epoch(self) -> int:
+        return self._place.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, on which the order depends. A new epoch starts at its first document."""
         checks.whole("epoch", epoch, 0, 2**31)
+        self._next_epoch.fill_(epoch)
         if epoch != self.epoch:
-            self.epoch, self.position, self._begin = epoch, 0, 0
+            self._place, self._resumed = Place(epoch, 0), None
 
     def __iter__(self) -> Iterator[tuple[Tensor, SparseTargets]]:
-        begin, self._begin = self._begin, 0
-        self.position = begin
-        return self._items(begin)
+        self._place = self._resumed or Place(int(self._next_epoch), 0)
+        self._resumed = None
+        return self._items(self._place)
 
-    def _items(self, begin: int) -> Iterator[tuple[Tensor, SparseTargets]]:
-        order = self.order()
+    def _items(self, place: Place) -> Iterator[tuple[Tensor, SparseTargets]]:
+        order = self.order(place.epoch)
         share, shares = self._share()
-        order = order[share::shares][begin:]
-        if len(order):
-            self.store.prefetch(order, ahead=2 if self.seed is None else max(2, self.mixed))
-        for position, number in enumerate(order.tolist(), begin + 1):
+        order = order[share::shares][place.position :]
+        if len(order) and self.seed is None:
+            self.store.prefetch(order)
+        elif len(order):
+            self.store.prefetch(order, ahead=max(2, self.mixed), mixed=self.mixed)
+        for position, number in enumerate(order.tolist(), place.position + 1):
             item = self.store[number]
-            self.position = position
+            self._place = Place(place.epoch, position)
             yield item
 
     @on_cpu
-    def order(self) -> Tensor:
-        """Returns the numbers of the documents of all ranks, in the order of this epoch."""
+    def order(self, epoch: int) -> Tensor:
+        """Returns the numbers of the documents of all ranks, in the order of an epoch."""
         firsts = self.store.firsts
         order = torch.arange(len(self.store))
         if self.seed is not None:
-            random = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+            random = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
             shards = torch.randperm(len(firsts) - 1, generator=random).tolist()
             groups = [order[:0]]
             for at in range(0, len(shards), self.mixed):
@@ -102,18 +124,20 @@ class Documents(IterableDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the epoch, and the arguments on which the order depends."""
-        return {"epoch": self.epoch, "position": self.position, **self._fixed()}
+        return {**self._place._asdict(), **self._fixed()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues after the last document that was read before `state_dict` was called."""
+        """Continues after the last document that was read before `state_dict` was called.
+
+        Only the next iteration continues. Later iterations are whole epochs, as `set_epoch` chose.
+        """
         checks.state_of_documents(state, self._fixed())
-        self.epoch = state["epoch"]
-        self.position = self._begin = state["position"]
+        self._place = self._resumed = Place(state["epoch"], state["position"])
 
     def _fixed(self) -> dict[str, Any]:
         share, shares = self._share()
         return {
-            "documents": len(self.store), "tokens": self.store.tokens, "seed": self.seed,
+            "documents": len(self.store), "store": self.store.digest, "seed": self.seed,
             "mixed": self.mixed, "share": share, "shares": shares,
         }  # fmt: skip
 
@@ -141,7 +165,8 @@ def pad_documents(
         like = rows[0][:1]
         empty = unchecked(
             torch.zeros_like(like.ids), torch.full_like(like.logprobs, -torch.inf),
-            torch.zeros_like(like.tail), torch.zeros(like.ids.shape, dtype=torch.bool),
+            None if like.tail is None else torch.zeros_like(like.tail),
+            torch.zeros(like.ids.shape, dtype=torch.bool),
         )  # fmt: skip
         rows.append(empty)
     return {

@@ -70,6 +70,11 @@ def is_store(path: Any) -> None:
         refuse(path, "be a folder with a store.json", "none")
 
 
+def same_store(path: Any, same: bool) -> None:
+    if not same:
+        refuse(path, "have the shards of the pickled Store", "other shards. Open the store again")
+
+
 def shard_format(path: Any, metadata: dict, form: str, versions: tuple[str, ...]) -> str:
     """Returns the version of a shard's format. Raises if the format or version is unknown."""
     stored = metadata.get("format"), metadata.get("version")

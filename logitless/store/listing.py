@@ -5,8 +5,8 @@ a second file, store-HASH.lookup, which is fetched at the first lookup. Both are
 store.index has these tensors:
 
     files    U8   JSON with the store's header, and with the name, the size and the SHA-256 of each
-                  shard and of the lookup file; each shard also has its number of documents and its
-                  number of index entries
+                  shard and of the lookup file; each shard also has its number of documents, its
+                  number of index entries, and the SHA-256 of its columns (store/shard.py)
     starts   I64  the column `starts` of each shard, one shard after the other   (store/format.py)
 
 The metadata of store.index holds a SHA-256 of both tensors. The lookup file has the tensors
@@ -18,6 +18,7 @@ replace the file that an older store.index lists.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from .shard import Shard, digest_of
 
 INDEX, FORMAT, VERSION = "store.index", "logitless.index", "1"
 PIECE = 1 << 22  # number of bytes that are hashed at once
+SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class ListedShard(NamedTuple):
@@ -46,6 +48,7 @@ class ListedShard(NamedTuple):
     file: Listed
     documents: int
     entries: int  # number of index entries
+    digest: str  # the SHA-256 in the shard's metadata
     starts: Tensor
 
 
@@ -66,11 +69,12 @@ class Listing:
         fields = _fields(where, tensors)
         header = Header.from_json(where, json.dumps(fields["header"]))
         shards, first = [], 0
-        for name, size, digest, documents, entries in fields["shards"]:
+        for name, size, sha256, documents, entries, digest in fields["shards"]:
             starts = tensors["starts"][first : first + documents + 1]
             checks.index_content(where, len(starts) == documents + 1 > 1)
             file_checks.shard_starts(f"{where} for {name}", starts, int(starts[-1]))
-            shards.append(ListedShard(Listed(name, size, digest), documents, entries, starts))
+            file = Listed(name, size, sha256)
+            shards.append(ListedShard(file, documents, entries, digest, starts))
             first += documents + 1
         checks.index_content(where, first == len(tensors["starts"]))
         return Listing(header, shards, Listed(*fields["lookup"]))
@@ -79,7 +83,7 @@ class Listing:
         """Writes store.index to a folder."""
         fields = {
             "header": asdict(self.header),
-            "shards": [[*s.file, s.documents, s.entries] for s in self.shards],
+            "shards": [[*s.file, *s[1:4]] for s in self.shards],
             "lookup": list(self.lookup),
         }
         text = bytearray(json.dumps(fields).encode())
@@ -102,23 +106,23 @@ def _fields(where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     checks.index_content(where, right)
     lookup, shards = fields["lookup"], fields["shards"]
     checks.index_content(where, _is_listed(lookup, 3, LOOKUP) and isinstance(shards, list))
-    checks.index_content(where, all(_is_listed(shard, 5, SHARD) for shard in shards))
+    checks.index_content(where, all(_is_listed(shard, 6, SHARD) for shard in shards))
     return fields
 
 
 def _is_listed(item: Any, length: int, name: Any) -> bool:
-    """Returns whether `item` is a list of a file name, a size, a SHA-256 and then other sizes.
+    """Returns whether `item` is a list of a file name, a size and a SHA-256.
 
-    The file name must match the pattern `name`, because the file name becomes a part of an address.
+    For a shard, two other sizes and another SHA-256 follow. The file name must match the pattern
+    `name`, because the file name becomes a part of an address.
     """
     return (
         isinstance(item, list)
         and len(item) == length
-        and all(isinstance(text, str) for text in (item[0], item[2]))
+        and all(isinstance(text, str) for text in (item[0], item[2], *item[5:]))
         and name.fullmatch(item[0]) is not None
-        and len(item[2]) == 64
-        and all(c in "0123456789abcdef" for c in item[2])
-        and all(type(n) is int and 0 <= n < 2**63 for n in (item[1], *item[3:]))
+        and all(SHA256.fullmatch(text) for text in (item[2], *item[5:]))
+        and all(type(n) is int and 0 <= n < 2**63 for n in (item[1], *item[3:5]))
     )
 
 
@@ -126,9 +130,8 @@ def _is_listed(item: Any, length: int, name: Any) -> bool:
 def write_index(path: str | os.PathLike) -> int:
     """Writes the files store.index and store-HASH.lookup of a store in a local folder.
 
-    Returns the number of documents. A remote store needs both files. Shards that the existing
-    store.index does not list are read and compared with their SHA-256. Call `write_index` again
-    after documents are added to the store.
+    Returns the number of documents. A remote store needs both files. All shards are read and
+    compared with their SHA-256. Call `write_index` again after documents are added to the store.
     """
     checks.local_store(path)
     folder = Path(path)
@@ -138,23 +141,24 @@ def write_index(path: str | os.PathLike) -> int:
     return sum(shard.documents for shard in listing.shards)
 
 
-def listing_of(folder: Path, header: Header, files: Iterable[Path]) -> Listing:
+def listing_of(
+    folder: Path, header: Header, files: Iterable[Path], listed: Iterable[ListedShard] = ()
+) -> Listing:
     """Lists shards, and writes store.index and the lookup file to the folder of the shards.
 
-    If the existing store.index already lists a shard, the SHA-256 of the shard is not computed
-    again, because a shard never changes.
+    The SHA-256 of each shard is computed, except for shards that `listed` has with the same size
+    and the same digest.
     """
-    known = {shard.file.name: shard for shard in _existing(folder)}
+    known = {(shard.file.name, shard.file.bytes, shard.digest): shard.file for shard in listed}
     shards, hashes, numbers = [], [torch.empty(0, dtype=torch.int64)], []
     for path in files:
         shard, size = Shard(path, header), path.stat().st_size
-        before = known.get(path.name)
-        if before is None or before.file.bytes != size:
+        file = known.get((path.name, size, shard.digest))
+        if file is None:
             file_checks.same_digest(path, shard.is_intact())
-            before = None
+            file = Listed(path.name, size, sha256_of(path))
         of_shard, documents = shard.index()
-        listed = Listed(path.name, size, sha256_of(path)) if before is None else before.file
-        shards.append(ListedShard(listed, len(shard), len(of_shard), shard.starts))
+        shards.append(ListedShard(file, len(shard), len(of_shard), shard.digest, shard.starts))
         hashes.append(of_shard)
         numbers.append(documents)
     lookup = _write_lookup(folder, torch.cat(hashes), torch.cat([*numbers, torch.empty(0).int()]))
@@ -166,7 +170,7 @@ def listing_of(folder: Path, header: Header, files: Iterable[Path]) -> Listing:
     return listing
 
 
-def _existing(folder: Path) -> Sequence[ListedShard]:
+def existing(folder: Path) -> Sequence[ListedShard]:
     """Returns the shards that the folder's store.index lists, or () if there is no valid file."""
     try:
         return Listing.of_bytes(INDEX, (folder / INDEX).read_bytes()).shards

@@ -5,7 +5,8 @@ Each row of a parquet file is one document:
     tokens     list<int>           the token ids
     ids        list<list<int>>     per token: the most probable next tokens, most probable first
     logprobs   list<list<float>>   per token: the log-probabilities of these ids
-    tail       list<float>         per token: the log of the mass outside the ids
+    tail       list<float>         per token: the log of the mass outside the ids; this column does
+                                   not exist with values="counts"
     step       list<uint8>         per token: the unit of the 8-bit codes (store/format.py); this
                                    column exists only with values="u8"
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from ..targets.safetensors import buffer
 from ..targets.sparse import SparseTargets
-from . import checks, parquet_checks
+from . import checks, file_checks, parquet_checks
 from .device import on_cpu
 from .folder import created
 from .format import Header
@@ -93,7 +94,7 @@ def from_parquet(
     opened = [(os.fspath(file), pq.ParquetFile(file)) for file in files]
     headers = [_header_of(name, file, header) for name, file in opened]
     for (name, _), other in zip(opened, headers, strict=True):
-        parquet_checks.same_header(name, other, headers[0], opened[0][0])
+        file_checks.same_header(name, other, headers[0], opened[0][0])
     fields = asdict(headers[0])
     fields.pop("alignment")
     with Writer(path, part=0, shard_bytes=shard_bytes, **fields) as writer:
@@ -109,8 +110,9 @@ def _schema(pa: Any, header: Header) -> Any:
     number = pa.int32() if header.bits < 32 else pa.int64()
     fields = [
         ("tokens", pa.list_(number)), ("ids", pa.list_(pa.list_(number))),
-        ("logprobs", pa.list_(pa.list_(pa.float32()))), ("tail", pa.list_(pa.float32())),
+        ("logprobs", pa.list_(pa.list_(pa.float32()))),
     ]  # fmt: skip
+    fields += [] if header.sampled else [("tail", pa.list_(pa.float32()))]
     fields += [("step", pa.list_(pa.uint8()))] if header.values == "u8" else []
     return pa.schema(fields, metadata={METADATA: header.to_json().encode()})
 
@@ -122,12 +124,12 @@ def _columns(
     valid = torch.ones_like(targets.ids, dtype=torch.bool) if targets.mask is None else targets.mask
     slots = torch.cat([torch.zeros(1, dtype=torch.int64), valid.sum(-1).cumsum(0)])
     ids, logprobs = (_flat(pa, t[valid]) for t in (targets.ids, targets.logprobs))
-    return [
+    columns = [
         _list(pa, starts, _flat(pa, tokens.to(header.id_dtype))),
         _list(pa, starts, _list(pa, slots, ids)),
         _list(pa, starts, _list(pa, slots, logprobs)),
-        _list(pa, starts, _flat(pa, targets.tail)),
     ]
+    return columns + ([] if targets.tail is None else [_list(pa, starts, _flat(pa, targets.tail))])
 
 
 def _flat(pa: Any, t: Tensor) -> Any:
@@ -163,7 +165,7 @@ def _header_of(name: str, file: Any, given: dict[str, Any]) -> Header:
 
 def _add(writer: Writer, name: str, table: Any, header: Header) -> int:
     """Adds the documents of a row group to a store, and returns the number of their tokens."""
-    parquet_checks.columns(name, table.column_names)
+    parquet_checks.columns(name, table.column_names, header.sampled)
     columns = {column: table[column].combine_chunks() for column in table.column_names}
     starts, tokens = _read(name, "tokens", columns, torch.int64)
     targets = _targets(name, columns, starts, header)
@@ -185,7 +187,9 @@ def _targets(name: str, columns: dict[str, Any], starts: Tensor, header: Header)
     """Returns the targets of all tokens of a row group. Slots without an id are masked."""
     of_ids, rows = _offsets(name, "ids", columns["ids"])
     of_logprobs, values = _offsets(name, "logprobs", columns["logprobs"])
-    of_tail, tail = _read(name, "tail", columns, torch.float32)
+    of_tail, tail = starts, None
+    if "tail" in columns:
+        of_tail, tail = _read(name, "tail", columns, torch.float32)
     for column, found in (("ids", of_ids), ("logprobs", of_logprobs), ("tail", of_tail)):
         parquet_checks.same_lengths(name, column, torch.equal(found, starts))
     slots, ids = _offsets(name, "ids", rows)

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from .file_checks import refuse
-from .file_checks import same_header as _same_header
 
 COLUMNS = ("tokens", "ids", "logprobs", "tail")
 
@@ -42,13 +41,10 @@ def one_header(name: str, stored: Any, given: dict) -> None:
         refuse(name, "have a header in its metadata, or be imported with vocab_size and k", "none")
 
 
-def same_header(name: str, got: Any, want: Any, of: str) -> None:
-    _same_header(name, got, want, of)
-
-
-def columns(name: str, found: list[str]) -> None:
-    if missing := [column for column in COLUMNS if column not in found]:
-        refuse(name, f"have the columns {', '.join(COLUMNS)}", f"no {missing[0]}")
+def columns(name: str, found: list[str], sampled: bool) -> None:
+    wanted = COLUMNS[:-1] if sampled else COLUMNS  # sampled targets have no tail
+    if missing := [column for column in wanted if column not in found]:
+        refuse(name, f"have the columns {', '.join(wanted)}", f"no {missing[0]}")
 
 
 def is_list(name: str, column: str, array: Any, pa: Any) -> None:

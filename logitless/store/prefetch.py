@@ -19,24 +19,37 @@ NEARBY = 1024  # a shard of the last NEARBY documents is not fetched again
 
 
 class Prefetch:
-    """Starts to fetch shards. `fetch` fetches a shard by its number, and `has` checks the cache."""
+    """Starts to fetch shards. `fetch` fetches a shard by its number.
 
-    def __init__(self, shards: int, has: Callable[[int], bool], fetch: Callable[[int], None]):
-        self.shards, self.has, self.fetch = shards, has, fetch
-        self.ahead = 2  # number of shards that are fetched before they are read
+    `use` returns whether the cache has a shard, and marks the shard as used now, so that the cache
+    does not delete the shard to make room for the next shard. The cache has room for `room` shards.
+    """
+
+    def __init__(
+        self, shards: int, use: Callable[[int], bool], fetch: Callable[[int], None], room: int
+    ):
+        self.shards, self.use, self.fetch, self.room = shards, use, fetch, room
+        self.ahead = self._fitting(2)  # number of shards that are fetched before they are read
         self.order: Tensor | None = None  # shard numbers, as `without_repetitions` returns them
         self.at = -1  # position in `order`
         self.last: int | None = None  # the shard that was read last
         self._of_process = (0, set())  # a process id, and the shards that its threads are fetching
         self._change = threading.Lock()
 
-    def follow(self, order: Tensor | None, ahead: int) -> None:
-        """Fetches the first shards of an order. If `order` is None, uses the order of the store."""
+    def follow(self, order: Tensor | None, ahead: int, mixed: int = 1) -> None:
+        """Fetches the first shards of an order. If `order` is None, uses the order of the store.
+
+        The documents of `mixed` shards are read at the same time.
+        """
         self._fetching()
         with self._change:
-            self.order, self.at, self.last, self.ahead = order, -1, None, ahead
-        for number in self._upcoming(-1):
-            self._start(number)
+            self.order, self.at, self.last = order, -1, None
+            self.ahead = self._fitting(ahead, mixed)
+        self._start(self._upcoming(-1))
+
+    def _fitting(self, ahead: int, mixed: int = 1) -> int:
+        """Returns how many shards can be fetched while `mixed` shards stay in the cache."""
+        return max(0, min(ahead, self.room - mixed))
 
     def reading(self, number: int) -> None:
         """Fetches the shards after shard `number`. The reader calls `reading` before each read."""
@@ -53,8 +66,8 @@ class Prefetch:
                 self.at += 1 + following.index(number)
             elif not in_order:
                 return
-        for upcoming in self._upcoming(number):
-            self._start(upcoming)
+        self.use(number)
+        self._start(self._upcoming(number))
 
     def _upcoming(self, number: int) -> list[int]:
         """Returns the next `ahead` distinct shards after shard `number`."""
@@ -63,15 +76,15 @@ class Prefetch:
         following = self.order[self.at + 1 : self.at + 1 + SCANNED].tolist()
         return [n for n in dict.fromkeys(following) if n != number][: self.ahead]
 
-    def _start(self, number: int) -> None:
+    def _start(self, numbers: list[int]) -> None:
+        """Starts a thread for each shard that is neither in the cache nor being fetched."""
         fetching = self._fetching()
         with self._change:
-            if number in fetching or self.has(number):
-                return
-            fetching.add(number)
-        name = f"logitless prefetch {number}"
-        work = (self.fetch, number, fetching)
-        threading.Thread(target=_fetch, args=work, name=name, daemon=True).start()
+            missing = [n for n in numbers if n not in fetching and not self.use(n)]
+            fetching.update(missing)
+        for number in missing:
+            name, work = f"logitless prefetch {number}", (self.fetch, number, fetching)
+            threading.Thread(target=_fetch, args=work, name=name, daemon=True).start()
 
     def _fetching(self) -> set[int]:
         """Returns the shards that threads of this process are fetching.

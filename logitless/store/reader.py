@@ -7,6 +7,7 @@ store.
 
 import bisect
 import functools
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -83,31 +84,34 @@ class Store:
     @functools.cached_property
     def index(self) -> Index:
         """The index of all shards, which is built at the first lookup."""
-        index = Index(self.shards)
-        if self._files is not None:
-            # Frees the memory of `lookup`, because the index has a sorted copy.
-            self._files.__dict__.pop("lookup", None)
-        return index
+        return Index(self.shards)
 
-    def prefetch(self, order: Any = None, *, ahead: int = 2) -> None:
+    def prefetch(self, order: Any = None, *, ahead: int = 2, mixed: int = 1) -> None:
         """Fetches shards of a remote store in the background, before their rows are read.
 
         `order` lists the numbers of the documents in the order in which you will read them. Without
         `order`, `prefetch` expects that you read the documents from the first to the last. While
-        you read a shard, the next `ahead` shards are fetched. For a local store, `prefetch` only
-        checks its arguments. If you read the shards in ascending order, the next 2 shards are
-        fetched even without a call of `prefetch`.
+        you read a shard, the next `ahead` shards are fetched. If the order mixes the documents of
+        several shards, `mixed` is the number of these shards. Fewer than `ahead` shards are
+        fetched, if otherwise the `mixed` shards that are being read would not stay in the cache.
+        For a local store, `prefetch` only checks its arguments. If you read the shards in ascending
+        order, the next 2 shards are fetched even without a call of `prefetch`.
         """
-        order = checks.order(order, len(self), ahead)
+        order = checks.order(order, len(self), ahead, mixed)
         if self._files is not None:
             if order is not None:
                 firsts = torch.tensor(self._first[1:])
                 order = without_repetitions(torch.bucketize(order, firsts, right=True))
-            self._files.prefetch.follow(order, ahead)
+            self._files.prefetch.follow(order, ahead, mixed)
 
     def __len__(self) -> int:
         """The number of documents."""
         return self._first[-1]
+
+    @property
+    def digest(self) -> str:
+        """A SHA-256 of all shards. A local store and its copy at an address have the same."""
+        return hashlib.sha256("".join(shard.digest for shard in self.shards).encode()).hexdigest()
 
     @property
     def firsts(self) -> list[int]:
@@ -317,13 +321,23 @@ class Store:
         return pieces
 
     def __reduce__(self):
-        """Pickles only the arguments, so that each DataLoader worker opens the files itself."""
-        return functools.partial(Store, **self._arguments), (self.path,)
+        """Pickles only the arguments, so that each DataLoader worker opens the files itself.
+
+        The digest is pickled too, because documents have other numbers if the store has changed.
+        """
+        return _reopened, (self.path, self._arguments, self.digest)
 
     def __repr__(self) -> str:
         return (
             f"Store({str(self.path)!r}, {len(self)} documents, {self.tokens} tokens, {self.info})"
         )
+
+
+def _reopened(path: str | Path, arguments: dict[str, Any], digest: str) -> Store:
+    """Opens a store that was pickled."""
+    store = Store(path, **arguments)
+    file_checks.same_store(path, store.digest == digest)
+    return store
 
 
 def _remote_files(

@@ -58,7 +58,8 @@ class Remote:
 
     A request over http or https fails if the server sends nothing for `timeout` seconds. `options`
     are the keyword arguments of the file system of fsspec, which can include its timeouts. For http
-    and https, the only option is `headers`.
+    and https, the only option is `headers`. If a server redirects a request to another host,
+    `headers` are not sent to this host. Errors name the argument `argument`.
     """
 
     def __init__(
@@ -68,12 +69,14 @@ class Remote:
         timeout: float = 60.0,
         attempts: int = 5,
         options: Mapping[str, Any] | None = None,
+        argument: str = "path",
     ):
-        checks.connection(timeout, attempts)
-        self.url, self.timeout, self.attempts = url.rstrip("/"), timeout, attempts
-        self.options = dict(options or {})
-        self.pause: Callable[[float], Any] = time.sleep
+        checks.connection(timeout, attempts, options)
         self.is_http = re.match(r"https?://", url) is not None
+        self.url = url if self.is_http else url.rstrip("/")  # the query of a URL can end with "/"
+        self.timeout, self.attempts = timeout, attempts
+        self.options, self.argument = dict(options or {}), argument
+        self.pause: Callable[[float], Any] = time.sleep
         if self.is_http:
             checks.http_options(self.options)
         else:
@@ -101,8 +104,11 @@ class Remote:
 
         return self._repeated(name, attempt)
 
-    def fetch(self, listed: Listed, into: Any) -> None:
-        """Writes a listed file into an open local file, and checks the file's size and SHA-256."""
+    def fetch(self, listed: Listed, into: Any, attempts: int | None = None) -> None:
+        """Writes a listed file into an open local file, and checks the file's size and SHA-256.
+
+        `attempts` replaces the number of attempts of the constructor.
+        """
         where = self.address(listed.name)
 
         def attempt() -> None:
@@ -117,7 +123,7 @@ class Remote:
                     _locally(into.write, piece)
             checks.listed_file(where, done, digest.hexdigest(), listed)
 
-        self._repeated(listed.name, attempt)
+        self._repeated(listed.name, attempt, attempts=attempts)
 
     def write(self, path: Path, name: str) -> None:
         """Uploads a local file, and checks the size of the uploaded file."""
@@ -134,29 +140,38 @@ class Remote:
 
         self._repeated(name, attempt, "written")
 
-    def remove(self, name: str) -> None:
-        """Removes a file, if it exists."""
+    def size(self, name: str) -> int | None:
+        """Returns the size of a file in bytes, or None if the file does not exist."""
 
-        def attempt() -> None:
+        def attempt() -> int | None:
             system, folder = self._system
-            if system.exists(f"{folder}/{name}"):
-                system.rm_file(f"{folder}/{name}")
+            system.invalidate_cache(folder)
+            path = f"{folder}/{name}"
+            return system.info(path)["size"] if system.exists(path) else None
 
-        self._repeated(name, attempt, "removed")
+        return self._repeated(name, attempt)
 
-    def _repeated(self, name: str, attempt: Callable[[], Result], done: str = "read") -> Result:
+    def _repeated(
+        self,
+        name: str,
+        attempt: Callable[[], Result],
+        done: str = "read",
+        attempts: int | None = None,
+    ) -> Result:
         """Returns the result of `attempt`, and repeats an attempt that fails.
 
         Raises at once if another attempt would fail too, for example if the file does not exist.
         """
-        wait, last = FIRST_WAIT, None
-        for number in range(self.attempts):
+        wait, last, attempts = FIRST_WAIT, None, attempts or self.attempts
+        for number in range(attempts):
             if number:
                 self.pause(wait)
                 wait = min(2 * wait, LONGEST_WAIT)
             try:
                 return attempt()
-            except (FileNotFoundError, PermissionError, ImportError):
+            except FileNotFoundError as error:
+                raise checks.missing(self.address(name)) from error
+            except (PermissionError, ImportError):
                 raise
             except _LocalError as error:
                 raise error.error from None
@@ -167,22 +182,24 @@ class Remote:
                 last = error
             except Exception as error:  # file systems of fsspec raise errors of many packages
                 last = error
-        raise checks.failed(self.address(name), done, self.attempts, last) from last
+        raise checks.failed(self.address(name), done, attempts, last) from last
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[tuple[Readable, int | None]]:
         """Opens a file, and yields the open file and its size, or None if the size is unknown."""
         if self.is_http:
-            request = urllib.request.Request(self.address(name), headers=self._headers())
-            with urllib.request.urlopen(request, timeout=self.timeout) as file:
+            with _opener().open(self._request(name), timeout=self.timeout) as file:
                 yield file, _length(file)
         else:
             system, folder = self._system
             with system.open(f"{folder}/{name}", "rb", cache_type="none") as file:
                 yield file, None
 
-    def _headers(self) -> dict[str, str]:
-        return {"User-Agent": "logitless", **self.options.get("headers", {})}
+    def _request(self, name: str) -> urllib.request.Request:
+        request = urllib.request.Request(self.address(name), headers={"User-Agent": "logitless"})
+        for header, value in self.options.get("headers", {}).items():
+            request.add_unredirected_header(header, value)
+        return request
 
     @property
     def _system(self) -> tuple[Any, str]:
@@ -194,11 +211,38 @@ class Remote:
 
     @functools.cached_property
     def _system_of(self) -> Callable[[int], tuple[Any, str]]:
-        return functools.lru_cache(maxsize=1)(lambda _: _file_system(self.url, self.options))
+        return functools.lru_cache(maxsize=1)(lambda _: self._new_system())
+
+    def _new_system(self) -> tuple[Any, str]:
+        try:
+            import fsspec
+        except ModuleNotFoundError as error:
+            raise checks.missing_package(self.url, "fsspec") from error
+        try:
+            return fsspec.core.url_to_fs(self.url, **self.options)
+        except ImportError as error:
+            raise checks.missing_package(self.url, str(error)) from error
+        except ValueError as error:
+            raise checks.unknown_protocol(self.argument, self.url, error) from error
 
     def __reduce__(self):
         how = {"timeout": self.timeout, "attempts": self.attempts, "options": self.options}
         return functools.partial(Remote, **how), (self.url,)
+
+
+class _SameHost(urllib.request.HTTPRedirectHandler):
+    """Sends the headers of `Remote` again after a redirection, if the host is the same."""
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        new = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if new is not None and (new.type, new.host) == (req.type, req.host):
+            new.unredirected_hdrs.update(req.unredirected_hdrs)
+        return new
+
+
+@functools.lru_cache(maxsize=1)
+def _opener() -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(_SameHost)
 
 
 class _LocalError(Exception):
@@ -227,16 +271,3 @@ def _length(response: http.client.HTTPResponse) -> int | None:
     """Returns the size in the response's header Content-Length, or None."""
     text = response.headers.get("Content-Length", "")
     return int(text) if text.isdecimal() else None
-
-
-def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    try:
-        import fsspec
-    except ModuleNotFoundError as error:
-        raise checks.missing_package(url, "fsspec") from error
-    try:
-        return fsspec.core.url_to_fs(url, **options)
-    except ImportError as error:
-        raise checks.missing_package(url, str(error)) from error
-    except ValueError as error:
-        raise checks.unknown_protocol(url, error) from error

@@ -4,17 +4,21 @@ The errors have the form `<address or argument> must <rule>, got <value>.`
 """
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from .checks import whole
 from .file_checks import refuse
 
 
-def connection(timeout: Any, attempts: Any) -> None:
+def connection(timeout: Any, attempts: Any, options: Any) -> None:
     whole("attempts", attempts, 1, 1000)
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if not number or not 0 < timeout < float("inf"):
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}.")
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"storage_options must map names to values, got {options!r:.80}.")
 
 
 def http_options(options: Any) -> None:
@@ -49,10 +53,10 @@ def missing_package(url: str, missing: str) -> ModuleNotFoundError:
     )
 
 
-def unknown_protocol(url: str, error: Exception) -> ValueError:
+def unknown_protocol(argument: str, url: str, error: Exception) -> ValueError:
     return ValueError(
-        "path must be a folder, or an address of http, https or a protocol of fsspec, got"
-        f" {url!r:.200} ({str(error).rstrip('.')})."
+        f"{argument} must be an address of a protocol of fsspec, got {url!r:.200}"
+        f" ({str(error).rstrip('.')})."
     )
 
 
@@ -75,16 +79,28 @@ def own_address(url: str, name: str, same: bool) -> None:
     if not same:
         raise ValueError(
             f"upload must be an address without another store, got {url}, whose store.index lists"
-            f" {name}. The local folder does not have this file."
+            f" {name}. The local folder does not have this file, or has another file of this name."
         )
 
 
 def refused(where: str, error: Any) -> NoReturn:
     """Raises the error for an HTTP status after which another attempt would fail too."""
     if error.code in (404, 410):
-        raise FileNotFoundError(f"{where} must exist, got HTTP status {error.code}.")
+        raise missing(where, f"HTTP status {error.code}")
     kind = PermissionError if error.code in (401, 403) else OSError
     raise kind(f"{where} must be readable, got HTTP status {error.code} ({error.reason}).")
+
+
+def missing(where: str, got: str = "no file") -> FileNotFoundError:
+    return FileNotFoundError(f"{where} must exist, got {got}.")
+
+
+def missing_listed(error: FileNotFoundError) -> FileNotFoundError:
+    """Returns the error for a missing file of an open store."""
+    return FileNotFoundError(
+        f"{error} store.index listed this file when the store was opened. If the store has changed"
+        " since it was opened, open it again."
+    )
 
 
 def failed(where: str, done: str, attempts: int, error: Any) -> OSError:
@@ -128,6 +144,20 @@ def cache_bytes(limit: Any, largest: int = 1) -> None:
             f"cache_bytes must be at least {largest}, the size of the store's largest file,"
             f" got {limit}."
         )
+
+
+def cache_folder(folder: Path) -> None:
+    """Creates the folder of a cache."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise NotADirectoryError(f"cache must be a folder, got {str(folder)!r}.") from None
+
+
+def failed_meanwhile(before: str, after: str) -> None:
+    """Raises the error of another process, if the text of SHA256.failed has changed."""
+    if after != before:
+        raise OSError(after.partition("\n")[2])
 
 
 def index_format(where: str, metadata: dict, form: str, version: str) -> None:

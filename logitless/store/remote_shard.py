@@ -1,8 +1,10 @@
 """The shards of a remote store. A shard is fetched into the cache when its rows are read."""
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from . import remote_checks as checks
 from .cache import Cache
 from .listing import INDEX, Listing
 from .prefetch import Prefetch
-from .remote import Remote
+from .remote import Listed, Remote
 from .rows import Pieces
 from .shard import Shard, Span
 
@@ -24,28 +26,66 @@ class RemoteFiles:
 
     def __init__(self, remote: Remote, cache: Cache):
         self.remote, self.cache = remote, cache
+        self._lookup: dict[int, tuple[Tensor, Tensor]] = {}
         try:
             self.listing = remote.read(INDEX, Listing.of_bytes)
         except FileNotFoundError as error:
             raise checks.has_index(remote.url) from error
-        largest = [shard.file.bytes for shard in self.listing.shards]
-        checks.cache_bytes(cache.limit, max([*largest, self.listing.lookup.bytes]))
         shards = self.listing.shards
+        largest = max((shard.file.bytes for shard in shards), default=1)
+        checks.cache_bytes(cache.limit, max(largest, self.listing.lookup.bytes))
+        # If the only attempt of a prefetch fails, the reader makes all of its attempts.
+        once = functools.partial(remote.fetch, attempts=1)
         self.prefetch = Prefetch(
             len(shards),
-            lambda number: cache.has(shards[number].file),
-            lambda number: cache.fetched(shards[number].file, remote.fetch),
+            lambda number: cache.use(shards[number].file),
+            lambda number: cache.prefetched(shards[number].file, once),
+            room=cache.limit // largest,
         )
 
     def shards(self) -> list["RemoteShard"]:
         return [RemoteShard(self, number) for number in range(len(self.listing.shards))]
 
-    @functools.cached_property
-    def lookup(self) -> list[tuple[Tensor, Tensor]]:
-        """The columns index.hash and index.doc of each shard."""
+    def from_cache(self, listed: Listed, read: Callable[[Path], Result]) -> Result:
+        """Returns read(path) for a file in the cache.
+
+        If `read` raises a ValueError, because the file's bytes have changed in the cache, the file
+        is fetched once more.
+        """
+        try:
+            with self.cache.reading(listed, self._fetch) as path:
+                return read(path)
+        except ValueError:
+            self.cache.discard(listed)
+        with self.cache.reading(listed, self._fetch) as path:
+            return read(path)
+
+    def _fetch(self, listed: Listed, into: Any) -> None:
+        try:
+            self.remote.fetch(listed, into)
+        except FileNotFoundError as error:
+            raise checks.missing_listed(error) from error
+
+    def index_of(self, number: int) -> tuple[Tensor, Tensor]:
+        """Returns the columns index.hash and index.doc of a shard.
+
+        The columns of the other shards are kept only until they are returned too, because the
+        reader's index has a sorted copy.
+        """
+        if number not in self._lookup:
+            self._lookup = dict(enumerate(self._read_lookup()))
+        return self._lookup.pop(number)
+
+    def _read_lookup(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns the columns index.hash and index.doc of each shard."""
         listed, counts = self.listing.lookup, [shard.entries for shard in self.listing.shards]
-        with self.cache.reading(listed, self.remote.fetch) as path:
-            tensors = safetensors.read(path, safetensors.read_header(path))
+
+        def read(path: Path) -> dict[str, Tensor]:
+            data = path.read_bytes()
+            checks.listed_file(str(path), len(data), hashlib.sha256(data).hexdigest(), listed)
+            return safetensors.from_bytes(str(path), data)[1]
+
+        tensors = self.from_cache(listed, read)
         hashes, numbers = tensors["index.hash"], tensors["index.doc"]
         where = self.remote.address(listed.name)
         checks.index_content(where, len(hashes) == len(numbers) == sum(counts))
@@ -59,6 +99,7 @@ class RemoteShard(Shard):
         self.files, self.number = files, number
         listed = files.listing.shards[number]
         self.listed, self.header = listed.file, files.listing.header
+        self.digest = listed.digest
         self.path = files.remote.address(self.listed.name)
         self._set_starts(listed.starts)
         self._of_cache: Shard | None = None
@@ -80,29 +121,22 @@ class RemoteShard(Shard):
         return self._from_cache(lambda shard: shard.is_intact())
 
     def index(self) -> tuple[Tensor, Tensor]:
-        return self.files.lookup[self.number]
+        return self.files.index_of(self.number)
 
     def _from_cache(self, read: Callable[[Shard], Result]) -> Result:
-        """Returns the result of `read` for the shard's file in the cache.
-
-        If a check of the file fails, because its bytes have changed in the cache, the file is
-        fetched once more.
-        """
+        """Returns the result of `read` for the shard's file in the cache."""
         self.files.prefetch.reading(self.number)
-        try:
-            return self._read(read)
-        except ValueError:
-            self._of_cache = None
-            self.files.cache.discard(self.listed)
-            return self._read(read)
 
-    def _read(self, read: Callable[[Shard], Result]) -> Result:
-        with self.files.cache.reading(self.listed, self.files.remote.fetch) as path:
-            shard = self._of_cache
+        def read_file(path: Path) -> Result:
+            shard, self._of_cache = self._of_cache, None  # None stays if a check of the file fails
             if shard is None:
-                shard = self._of_cache = Shard(path, self.header)
+                shard = Shard(path, self.header)
                 checks.same_starts(path, torch.equal(shard.starts, self.starts))
             try:
-                return read(shard)
+                found = read(shard)
             finally:
                 shard.blocks.close()
+            self._of_cache = shard
+            return found
+
+        return self.files.from_cache(self.listed, read_file)

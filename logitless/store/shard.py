@@ -125,7 +125,8 @@ class Shard:
                     # At the end of a column, zeros pad the integers to a multiple of eight.
                     parts.append(bytes(missing))
             data = parts[0] if len(parts) == 1 else bytearray().join(parts)
-            columns[width] = tensor_of(data, -1, dtype or torch.uint8, ())
+            kind = dtype or torch.uint8
+            columns[width] = tensor_of(data, len(data) // kind.itemsize, kind, ())
         places = accumulate(counts[:-1], initial=0)
         first = [at + begin % 8 for at, (begin, _) in zip(places, spans, strict=True)]
         integers = torch.empty(sum(counts), dtype=torch.int64)

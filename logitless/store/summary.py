@@ -3,6 +3,7 @@
 `logitless teacher info` prints and plots these statistics (cli/teacher_info.py).
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from ..targets.sparse import SparseTargets, unchecked
 from .reader import Store
+from .remote import is_address
 from .rows import decoded
 
 SAMPLE = 200_000  # number of tokens to read, from documents spread over the store
+FETCHED = 4  # number of shards of a remote store to read, if these shards have enough tokens
 
 
 @dataclass
@@ -33,12 +36,19 @@ class Summary:
 
 
 def _sample(store: Store, most: int) -> Iterator[tuple[Tensor, Tensor, SparseTargets]]:
-    """Yields groups of documents from all shards.
+    """Yields groups of documents from all shards, or from a few shards of a remote store.
 
     For each group, yields the tokens of its documents, the end of each document, and the targets.
     """
-    every, skipped = max(1, store.tokens // most), 0
-    for shard in store.shards:
+    shards = store.shards
+    if is_address(store.path) and shards:
+        needed = math.ceil(len(shards) * most / store.tokens)
+        count = min(len(shards), max(FETCHED, needed))
+        chosen = [n * len(shards) // count for n in range(count)]
+        store.prefetch([store.firsts[n] for n in chosen])  # no other shard is fetched
+        shards = [shards[n] for n in chosen]
+    every, skipped = max(1, sum(int(shard.starts[-1]) for shard in shards) // most), 0
+    for shard in shards:
         numbers = range(skipped, len(shard), every)
         skipped = (skipped - len(shard)) % every
         spans = [(a, min(b, a + most)) for a, b in map(shard.span, numbers)]

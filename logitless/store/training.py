@@ -49,7 +49,8 @@ def distill_loss(
     are not ignored. With num_items, the loss is the sum over the tokens that are not ignored,
     divided by num_items. With parts=True, the cross-entropy `ce` and the divergence `kd` are
     returned too, for logging. To compute `ce` and `kd`, the logits are read a second time. Other
-    options are passed to `topk_distill`. The options `divergence` and `support` must be passed.
+    options are passed to `topk_distill`. The options `divergence` and `support` must be passed. For
+    sampled targets, `support` must be "truncate" or "renorm_teacher".
 
     >>> targets = store.targets_for(input_ids)
     >>> options = {"divergence": "forward_kl", "support": "tail"}

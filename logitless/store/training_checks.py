@@ -108,6 +108,15 @@ def live_teacher(store: Any, support: Any, on_policy: Any, generation_config: An
         )
 
 
+def support_of_store(support: Any, sampled: bool) -> None:
+    """Refuses supports that compare sampled targets with a part of the student's distribution."""
+    if sampled and support in ("tail", "renorm"):
+        raise ValueError(
+            'support must be "truncate" or "renorm_teacher" for a store with values="counts",'
+            f" because sampled targets have no tail, got {support!r}."
+        )
+
+
 def whole_vocabulary(student: int | None, teacher: int | None) -> None:
     """Checks that the teacher has a logit for each token of the student."""
     if student is not None and teacher is not None and teacher < student:

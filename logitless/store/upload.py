@@ -1,9 +1,10 @@
 """Uploads the finished shards of a writer in a background thread.
 
 The file RANK.uploaded has one line per uploaded shard. If a writer was killed, the next writer
-reads this file, and uploads only the other shards. After its last shard, a writer uploads
-store.index, which lists the uploaded shards of all ranks that share the folder. So every shard that
-store.index lists was uploaded before.
+reads this file, and uploads only the other shards. A line counts only if the shard is still at the
+address. After its last shard, a writer uploads store.index, which lists the uploaded shards of all
+ranks that share the folder. So every shard that store.index lists was uploaded before. The lookup
+files of older indices stay at the address, because open readers can still need them.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +20,34 @@ from . import file_checks
 from . import remote_checks as checks
 from .folder import SHARD, shard_files
 from .format import Header
-from .listing import INDEX, Listing, listing_of
+from .listing import INDEX, Listing, existing, listing_of
 from .lock import Lock
 from .remote import Remote, is_address
+from .shard import Shard
 
 ATTEMPTS = 8  # attempts per file; the waits between the attempts take one minute in total
+
+
+def destination(url: str, options: Mapping[str, Any] | None = None) -> Remote:
+    """Checks the address of uploads, and returns the folder at this address."""
+    checks.upload_address(url, is_address(url))
+    remote = Remote(url, attempts=ATTEMPTS, options=options, argument="upload")
+    checks.can_write(url, remote.is_http)
+    return remote
 
 
 class Uploads:
     """The uploads of one writer. `finish` waits until all shards of the writer are uploaded."""
 
-    def __init__(
-        self,
-        url: str,
-        folder: Path,
-        rank: int,
-        header: Header,
-        options: Mapping[str, Any] | None = None,
-    ):
-        checks.upload_address(url, is_address(url))
-        self.remote = Remote(url, attempts=ATTEMPTS, options=options)
-        checks.can_write(url, self.remote.is_http)
-        self.folder, self.rank, self.header = folder, rank, header
+    def __init__(self, remote: Remote, folder: Path, rank: int, header: Header):
+        self.remote, self.folder, self.rank, self.header = remote, folder, rank, header
         self.record = folder / f"{rank}.uploaded"
         self.failed: dict[Path, Exception] = {}
         self._waiting: queue.Queue[Path | None] = queue.Queue()
         self._stopping = threading.Event()
         self.remote.pause = self._pause
-        self._check_address()
-        done = _recorded(self.record, self.remote.url)
+        self._uploaded: set[str] = set()  # names of the shards that this object has uploaded
+        done = self._at_address([self.record])
         for path in shard_files(folder):
             if path.name.partition("-")[0] == str(rank) and path.name not in done:
                 self._waiting.put(path)
@@ -92,36 +92,47 @@ class Uploads:
                 file.write(f"\n{line}\n")
                 file.flush()
                 os.fsync(file.fileno())
+            self._uploaded.add(path.name)
             self.failed.pop(path, None)
         except Exception as error:  # `finish` raises an error that contains this error
             self.failed[path] = error
 
     def _upload_index(self) -> None:
         with Lock(self.folder / "store.lock", wait=True):
-            self._check_address()
-            before = {path.name for path in self.folder.glob("store-*.lookup")}
-            done = set()
-            for record in self.folder.glob("*.uploaded"):
-                done |= _recorded(record, self.remote.url)
+            done = self._at_address(self.folder.glob("*.uploaded"))
             files = [path for path in shard_files(self.folder) if path.name in done]
-            lookup = listing_of(self.folder, self.header, files).lookup.name
-            for name in (lookup, "store.json", INDEX):
+            listing = listing_of(self.folder, self.header, files, existing(self.folder))
+            for name in (listing.lookup.name, "store.json", INDEX):
                 self.remote.write(self.folder / name, name)
-            for name in before - {lookup}:
-                self.remote.remove(name)
 
-    def _check_address(self) -> None:
-        """Raises if the address has another store, because the upload would replace its files."""
+    def _at_address(self, records: Iterable[Path]) -> set[str]:
+        """Returns the names of recorded shards that are at the address.
+
+        A shard is at the address if the address's store.index lists the shard, or if the file at
+        the address has the size of the local file. Raises if the address has another store, because
+        the upload would replace its files.
+        """
+        found = {*self._uploaded, *self._listed()}
+        for name in set().union(*(_recorded(record, self.remote.url) for record in records)):
+            path = self.folder / name
+            is_new = name not in found and path.is_file()
+            if is_new and self.remote.size(name) == path.stat().st_size:
+                found.add(name)
+        return found
+
+    def _listed(self) -> set[str]:
+        """Returns the names of the shards in the address's store.index."""
         try:
             listing = self.remote.read(INDEX, Listing.of_bytes)
         except FileNotFoundError:
-            return
+            return set()
         where = self.remote.address(INDEX)
         file_checks.same_header(where, listing.header, self.header, self.folder)
         for shard in listing.shards:
             path = self.folder / shard.file.name
-            same = path.is_file() and path.stat().st_size == shard.file.bytes
+            same = path.is_file() and Shard(path, self.header).digest == shard.digest
             checks.own_address(self.remote.url, shard.file.name, same)
+        return {shard.file.name for shard in listing.shards}
 
     def _pause(self, seconds: float) -> None:
         if self._stopping.wait(seconds):

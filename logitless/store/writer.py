@@ -28,7 +28,7 @@ from .lock import Lock
 from .lookup import Index
 from .rows import Table, encoded
 from .shard import Shard, shards_of, write_shard
-from .upload import Uploads
+from .upload import Uploads, destination
 
 # While a shard is written, the index entries and hashes of each document take this many bytes of
 # memory. These bytes count towards `shard_bytes`, so that writing a shard of very short documents
@@ -88,6 +88,7 @@ class Writer:
         rank = int(os.environ.get("RANK", "0")) if part is None else part
         checks.rank(rank)
         checks.shard_bytes(shard_bytes)
+        remote = None if upload is None else destination(upload, storage_options)
         self.path, self.rank, self.shard_bytes = Path(path), rank, shard_bytes
         self.closed, self.written = True, 0.0  # bytes of the rows that this writer added
         created(self.path)
@@ -98,9 +99,7 @@ class Writer:
         self.lock = Lock(self.path / f"{self.rank}.lock")
         try:
             self._resume()
-            self.uploads = (
-                Uploads(upload, self.path, self.rank, header, storage_options) if upload else None
-            )
+            self.uploads = remote and Uploads(remote, self.path, self.rank, header)
         except BaseException:
             self.lock.release()
             raise

@@ -263,8 +263,21 @@ def test_size(tmp_path, capsys):
         store = stores.write(path, documents(9000, k=k), k=k, values=values)
         (shard,) = path.glob("*.safetensors")
         assert shard.stat().st_size / 9000 == pytest.approx(store.info.token_bytes(), rel=0.02)
+    for more, message in (
+        (["--distinct", "-3"], "--distinct must lie in [1, 50], because 50 draws have at most 50"),
+        (["--distinct", "51"], "--distinct must lie in [1, 50], because 50 draws have at most 50"),
+        (["--k", "64"], "--k must not be passed together with --sample, got [64]"),
+        (["--values", "u8"], "--values must not be passed together with --sample, got u8"),
+    ):
+        assert cli.main([*of_sample, *more]) == 1
+        assert message in capsys.readouterr().err
+    assert cli.main([*of_sample[:6], "--distinct", "3"]) == 1
+    assert "--distinct must be passed together with --sample, got only 3" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["teacher", "size", "--tokens", "many", "--vocab", "5"])
+    with pytest.raises(SystemExit):
+        cli.main([*of_sample[:6], "--sample", "70000"])
+    assert "--sample: must be at most 65536, got '70000'" in capsys.readouterr().err
     assert cli.main(["teacher", "size", "--tokens", "5", "--vocab", "5", "--k", "9"]) == 1
     assert "k must lie in [1, 5], got 9" in capsys.readouterr().err
 

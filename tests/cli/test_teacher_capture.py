@@ -10,6 +10,7 @@ pytest.importorskip("transformers", reason="needs transformers: requirements/tes
 
 import logitless as ll
 from logitless import cli
+from logitless.cli.teacher_size import Expected, Pace
 from logitless.store import Store
 from tests.support import stores
 from tests.support.tiny_models import V, build
@@ -78,9 +79,14 @@ def test_bad_documents_are_refused_before_the_model_is_loaded(line, message, tmp
         (["--temperature", "0"], "temperature must"),
         (["--k", "1000000"], "k must lie in"),
         (["--eos"], "--eos must have a tokenizer with an end-of-text token, got none"),
+        (["--upload", "folder"], "upload must be an address such as s3://bucket/targets, got 'fol"),
+        (["--upload", ""], "upload must be an address such as s3://bucket/targets, got ''"),
+        (["--upload", "http://a/b"], "upload must be an address that fsspec can write, such as s3"),
         (["--sample", "9", "--k", "8"], "--k must not be passed together with --sample, got 8"),
         (["--sample", "9", "--values", "f16"], "--values must not be passed together with"),
-        (["--sample", "1000000"], "k must lie in"),
+        (["--sample", "9", "--k", "64"], "--k must not be passed together with --sample, got 64"),
+        (["--sample", "9", "--values", "u8"], "--values must not be passed together with"),
+        (["--seed", "1"], "--seed must be passed together with --sample, got only 1"),
     ],
 )  # fmt: skip
 def test_bad_options_are_refused_before_the_model_is_loaded(option, message, tmp_path, capsys):
@@ -164,6 +170,13 @@ def test_capture_of_samples(tmp_path, capsys):
     assert cli.main(["teacher", "verify", str(tmp_path / "s")]) == 0
 
 
+def test_the_expected_time():
+    pace = Pace(ll.store.Header(1000, 8), Expected(10, 7.2e6), world=1)
+    got = pace.sentence(1000.0)
+    assert got.startswith("first batch: 1,000 tokens/s, ")
+    assert got.endswith(" kB/s; at this speed, all documents take 2:00:00 (h:min:s)")
+
+
 def test_the_size_is_printed_before_and_the_speed_while_it_runs(tmp_path, capsys):
     saved(tmp_path / "model")
     random = torch.Generator().manual_seed(5)
@@ -187,4 +200,7 @@ def test_the_size_is_printed_before_and_the_speed_while_it_runs(tmp_path, capsys
     assert tokens == pytest.approx(store.tokens, rel=0.02)
     actual = sum(shard.path.stat().st_size for shard in store.shards)
     assert size == pytest.approx(actual, rel=0.15)  # the index of short documents varies
+    assert line.endswith("; the expected time is printed after the first batch")
+    words = r"first batch: [0-9,]+ tokens/s, .*/s; at this speed, all documents take \d+:\d\d:\d\d "
+    assert len(re.findall(words, printed.out)) == 1
     assert re.search(r"tokens/s, [0-9.,]+ [kM]?B/s|tokens/s, [0-9.,]+ bytes/s", printed.err)

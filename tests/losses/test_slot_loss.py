@@ -236,6 +236,29 @@ def test_no_rows(impl, device):
         assert d.shape == x.shape
 
 
+def test_a_row_without_slots_has_no_gradient(impl, device):
+    """Also if the formula divides by the number of slots, which is 0."""
+    x, targets = make(torch.float32, device)
+    mask = torch.ones(ROWS, K, dtype=torch.bool, device=device)
+    mask[1] = False
+    targets = ll.SparseTargets(targets.ids, targets.logprobs, targets.tail, mask)
+
+    def formula(slots, share, several):
+        off = ((slots.teacher - slots.student) ** 2 * slots.mask).sum(-1) / slots.mask.sum(-1)
+        return (share + several.sum(-1)) * off
+
+    for lead in ((ROWS,), (2, ROWS // 2)):
+        z = x.view(*lead, V).clone().requires_grad_()
+        rows = [torch.rand(*lead, *k, device=device, requires_grad=True) for k in ((), (3,))]
+        losses = ll.slot_loss(formula, z, targets.reshape(*lead), rows=rows, reduction="none")
+        grads = torch.autograd.grad(losses.sum(), (z, *rows))
+        assert losses.flatten()[1] == 0
+        for d in grads:
+            assert d.isfinite().all()
+            assert not d.flatten(0, len(lead) - 1)[1].any()
+            assert d.flatten(0, len(lead) - 1)[0].all()
+
+
 def test_more_dimensions(impl, device):
     x, targets = make(torch.float32, device)
     weight = torch.arange(4.0, device=device)
@@ -279,6 +302,8 @@ def test_wrong_arguments_are_refused(device):
     def formula(slots, *rows):
         return slots.student.sum(-1)
 
+    with refuses(TypeError, "formula must be a function, got NoneType."):
+        ll.slot_loss(None, x, targets)
     with refuses(TypeError, "targets must be SparseTargets, got Tensor."):
         ll.slot_loss(formula, x, targets.ids)
     with refuses(

@@ -25,13 +25,18 @@ def relative(got, want) -> float:
     return float((got.double() - want).abs().max() / want.abs().max())
 
 
+def minus_log_rate(draft, target):
+    """The formula of the documentation."""
+    assert "-torch.log1p(-d.clamp(max=1 - 1e-6))" in ll.tvd.__doc__
+    d = ll.tvd(draft, target, reduction="none")
+    return -torch.log1p(-d.clamp(max=1 - 1e-6))
+
+
 def test_the_acceptance_rate_of_speculative_sampling(impl, device):
     """The rate is Σ min(p, q). The gradient of -log(rate) is right, too."""
     draft, target = make(TVD, device=device)
     upstream = torch.randn(ROWS, device=device)
-    got = value_and_grad(
-        lambda x: -torch.log(1 - ll.tvd(x, target, reduction="none")), draft, upstream
-    )
+    got = value_and_grad(lambda x: minus_log_rate(x, target), draft, upstream)
     p = target.double().softmax(-1)
     want = value_and_grad(
         lambda x: -torch.minimum(x.softmax(-1), p).sum(-1).log(), draft.double(), upstream.double()
@@ -63,7 +68,7 @@ def test_the_gradient_sums_to_zero(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("small_blocks")
 def test_disjoint_rows_are_exactly_one_apart(dtype, device):
-    """A sum above 1 would make -log(1 - tvd) NaN."""
+    """A sum above 1 would make -log(1 - tvd) NaN, and a sum of 1 infinite."""
     x, t = make(TVD, rows=(16,), dtype=dtype, device=device)
     some = torch.arange(V, device=device) % 2 == 0
     x[:, some], t[:, ~some] = -INF, -INF
@@ -73,6 +78,11 @@ def test_disjoint_rows_are_exactly_one_apart(dtype, device):
     assert (value <= 1).all()
     assert (value > 1 - 1e-6).all()
     assert (-torch.log(1 - value) > 10).all()
+    value, of_rate = value_and_grad(
+        lambda x: minus_log_rate(x, t), x, torch.ones(16, device=device)
+    )
+    assert value.isfinite().all()
+    assert not of_rate.any()
     # Moving mass between classes that the teacher does not have changes nothing.
     assert torch.equal(grad, torch.zeros_like(grad))
 

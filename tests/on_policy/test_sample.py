@@ -93,6 +93,7 @@ class TestSample:
         assert (share > 0).sum() > 40
 
     def test_seeds_and_modes(self):
+        ll.report()  # forgets the lazy logits that other tests materialised
         model = ll.fuse(student_model()).train()
         model.model.layers[0].eval()
         modes = [m.training for m in model.modules()]
@@ -115,6 +116,13 @@ class TestSample:
         assert not any(inside)
         assert not ll.report()
 
+    def test_a_seed_changes_no_other_device(self, monkeypatch):
+        """torch.manual_seed would seed all GPUs, of which only those of the model are restored."""
+        model, seeded = student_model(), []
+        monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+        ll.hf.sample(model, collate(data(2)), generation_config=CONFIG, seed=1)
+        assert seeded == []
+
     @pytest.mark.parametrize(
         ("change", "error", "words"),
         [
@@ -124,6 +132,8 @@ class TestSample:
             ({"input_ids": torch.ones(4, dtype=torch.int64)}, ValueError, r"shape \(B, T\)"),
             ({"labels": torch.ones(4, 8, dtype=torch.int64)}, ValueError,
              r"labels must be -100 for the tokens of the prompt .* got no prompt in row 0"),
+            ({"labels": [1, 2]}, TypeError, r"labels must be a Tensor, got list"),
+            ({"attention_mask": 1}, TypeError, r"attention_mask must be a Tensor, got int"),
             ({"labels": torch.ones(4, 7)}, ValueError, r"labels must have the shape of input_ids"),
             ({"attention_mask": torch.ones(4, 1, 8, 8)}, ValueError, "attention_mask must have"),
             ({"pixel_values": torch.ones(4)}, ValueError, "must have only the columns .* pixel_v"),
@@ -148,6 +158,9 @@ class TestSample:
             ll.hf.sample(model, batch, generation_config=GenerationConfig(do_sample=True))
         with pytest.raises(TypeError, match="must be a GenerationConfig, got dict"):
             ll.hf.sample(model, batch, generation_config={"do_sample": True})
+        config = GenerationConfig(do_sample=True, max_new_tokens=3, num_beams=2)
+        with pytest.raises(ValueError, match=r"must have num_beams=1, .* got num_beams=2"):
+            ll.hf.sample(model, batch, generation_config=config)
         config = GenerationConfig(do_sample=True, max_new_tokens=3, stop_strings=["a"])
         with pytest.raises(ValueError, match=r"stop_strings=None, .* got stop_strings=\['a'\]"):
             ll.hf.sample(model, batch, generation_config=config)

@@ -1,8 +1,11 @@
 """The cache: its limit, which files it deletes, and several processes that share it."""
 
+import contextlib
 import hashlib
 import os
+import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,18 +42,22 @@ def small(tmp_path):
     return found, fetch, fetched
 
 
-def read(small, listed) -> None:
-    found, fetch, _ = small
+def use(found: Cache, listed, fetch) -> None:
     with found.reading(listed, fetch) as path:
         assert path.read_bytes() == FILES[listed]
 
 
+def read(small, listed) -> None:
+    found, fetch, _ = small
+    use(found, listed, fetch)
+
+
 def held(found: Cache) -> set[str]:
-    return {listed.name for listed in FILES if found.has(listed)}
+    return {listed.name for listed in FILES if (found.folder / listed.sha256).exists()}
 
 
 def size(found: Cache) -> int:
-    return sum(p.stat().st_size for p in found.folder.iterdir() if p.suffix != ".lock")
+    return sum(p.stat().st_size for p in found.folder.iterdir() if p.suffix in ("", ".part"))
 
 
 class TestRoom:
@@ -127,7 +134,71 @@ class TestRoom:
             assert size(found) == 100
             into.write(FILES[listed])
 
-        found.fetched(A, look)
+        use(found, A, look)
+
+    def test_parts_of_ended_processes_are_deleted_at_the_next_start(self, small):
+        """The part of a file that another process fetches now stays."""
+        found, _, _ = small
+        for listed in (A, B):
+            (found.folder / f"{listed.sha256}.part").write_bytes(bytes(100))
+        with Lock(found.folder / f"{B.sha256}.lock"):
+            assert size(Cache(found.folder, 300)) == 100
+        assert (found.folder / f"{B.sha256}.part").exists()
+
+    def test_files_of_others(self, small):
+        """The cache neither counts nor deletes files that the cache has not written."""
+        found, _, _ = small
+        (found.folder / "folder").mkdir()
+        others = [found.folder / name for name in ("thesis.txt", "a" * 63, f"{'A' * 64}")]
+        for path in others:
+            path.write_bytes(bytes(500))
+            os.utime(path, (0, 0))
+        for listed in FILES:
+            read(small, listed)
+        assert all(path.exists() for path in others)
+        assert len(held(found)) == 3
+
+    def test_a_file_that_is_renamed_while_another_process_makes_room(self, small, monkeypatch):
+        """The limit holds, although a fetch ends after its .part file was listed."""
+        found, fetch, _ = small
+        a, b, c, d, *_ = FILES
+        for listed in (a, b):
+            read(small, listed)
+        listed_files, written = threading.Event(), threading.Event()
+
+        def slow(listed, into):
+            written.set()
+            assert listed_files.wait(HANG)
+            fetch(listed, into)
+
+        thread = threading.Thread(target=use, args=(found, c, slow))
+        real = found._files
+
+        def files():
+            paths = real()
+            listed_files.set()
+            thread.join(0.2)  # without the lock, the file is renamed here
+            return sorted(paths, key=lambda path: path.suffix)
+
+        thread.start()
+        assert written.wait(HANG)
+        os.utime(found.folder / f"{c.sha256}.part", (0, 0))  # the first file to be deleted
+        monkeypatch.setattr(found, "_files", files)
+        with found.reading(d, fetch):
+            thread.join(HANG)
+            assert size(found) <= 300
+
+    def test_a_deleted_folder(self, small):
+        read(small, A)
+        shutil.rmtree(small[0].folder)
+        read(small, A)
+        assert small[2] == ["a", "a"]
+
+    def test_a_file_instead_of_a_folder(self, tmp_path):
+        (tmp_path / "file").write_text("a")
+        for path in (tmp_path / "file", tmp_path / "file" / "cache"):
+            with pytest.raises(NotADirectoryError, match=r"cache must be a folder, got '.*file"):
+                Cache(path)
 
     def test_folders(self, monkeypatch, tmp_path):
         monkeypatch.setenv("LOGITLESS_CACHE", str(tmp_path / "chosen"))
@@ -141,6 +212,57 @@ class TestRoom:
         assert default_folder() == tmp_path / ".cache/logitless"
 
 
+class TestFailures:
+    def test_a_process_that_waited_raises_the_error_of_the_fetch(self, small, monkeypatch):
+        """So N processes do not wait for a server that stalls one after the other."""
+        found, _, fetched = small
+        tried, waiting = [], threading.Event()
+
+        def fail(listed, into):
+            tried.append(listed.name)
+            waiting.wait(HANG)
+            raise OSError("the server stalls")
+
+        errors, lock = [], cache.Lock
+
+        def seen(path, **how):
+            if tried and path.name == f"{A.sha256}.lock":
+                waiting.set()
+            return lock(path, **how)
+
+        monkeypatch.setattr(cache, "Lock", seen)
+
+        def wait():
+            with pytest.raises(OSError, match=r"^the server stalls$") as raised:
+                use(found, A, fail)
+            errors.append(raised)
+
+        first, second = threading.Thread(target=wait), threading.Thread(target=wait)
+        first.start()
+        while not tried:
+            first.join(0.001)
+        second.start()
+        first.join(HANG)
+        second.join(HANG)
+        assert len(errors) == 2
+        assert tried == ["a"]
+        read(small, A)  # a process that did not wait fetches the file itself
+        assert fetched == ["a"]
+
+    def test_a_prefetch_fails_alone(self, small):
+        found, _, _ = small
+
+        def fail(listed, into):
+            raise OSError("broken")
+
+        with pytest.raises(OSError, match="broken"):
+            found.prefetched(A, fail)
+        assert not [*found.folder.glob("*.failed")]
+        locked = pytest.raises(ValueError, match="one writer at a time")
+        with Lock(found.folder / f"{A.sha256}.lock"), locked:  # another process fetches the file
+            found.prefetched(A, fail)
+
+
 class TestLock:
     def test_shared(self, tmp_path):
         path = tmp_path / "a.lock"
@@ -152,6 +274,15 @@ class TestLock:
         Lock(path).release()
 
 
+def _size(folder: str) -> int:
+    """The size of all files. The other process can delete files between listing and reading."""
+    total = 0
+    for path in Path(folder).iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size if path.suffix in ("", ".part") else 0
+    return total
+
+
 def _epoch(rank: int, url: str, folder: str, limit: int) -> list[float]:
     """Reads all documents several times, each process in another order."""
     store = Store(url, cache=folder, cache_bytes=limit)
@@ -161,8 +292,8 @@ def _epoch(rank: int, url: str, folder: str, limit: int) -> list[float]:
         for i in order:
             _, targets = store[i]
             sums[i] = targets.logprobs.double().sum() + targets.ids.double().sum()
-            total = [p.stat().st_size for p in Cache(folder).folder.glob("?" * 64)]
-            assert sum(total) <= limit
+            with Lock(Cache(folder).folder / "cache.lock", wait=True):
+                assert _size(folder) <= limit
     return sums.tolist()
 
 

@@ -79,6 +79,29 @@ def test_the_same_targets_come_back(vocab, n, tmp_path):
     assert store.verify()
 
 
+def test_rows_without_slots(tmp_path):
+    """Also where no row of a range, or of a document, has slots."""
+    (tokens, targets), (others, _) = documents(20, 5)
+    targets.mask[:4] = False
+    targets.ids[:4], targets.logprobs[:4] = 0, -torch.inf
+    empty = targets[:4][torch.tensor([0, 1, 2, 3, 0])]
+    store = write(tmp_path / "s", [(tokens, targets), (others, empty)])
+    assert_same(store[0][1], targets)
+    assert_same(store[0, :4][1], targets[:4])
+    assert_same(store[1][1], empty)
+    assert_same(store.targets_for(tokens[None, :4]).reshape(-1), targets[:4])
+
+
+def test_a_padded_batch(tmp_path):
+    found = documents(5, 9)
+    batch = ll.store.pad_documents([write(tmp_path / "s", found)[i] for i in (0, 1)])
+    for row, (tokens, targets) in enumerate(found):
+        n = len(tokens)
+        assert torch.equal(batch["input_ids"][row, :n], tokens)
+        assert_same(batch["targets"][row, :n], targets)
+        assert not batch["targets"].mask[row, n:].any()
+
+
 def test_what_capture_sampled_returns(tmp_path, impl):
     """Both implementations; fp32 weights with the bits of the store, and int64 ids."""
     logits = torch.randn(70 if impl == "eager" else 9, 300) * 3

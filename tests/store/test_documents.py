@@ -1,6 +1,7 @@
 """Epochs over a store: every document once, and an epoch that was interrupted goes on."""
 
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ class TestOrder:
         assert numbers(Documents(local, seed=4, mixed=2)) != first
 
     def test_mixed_shards_stay_together(self, local):
-        order, firsts = Documents(local, seed=1, mixed=2).order(), torch.tensor(local.firsts)
+        order, firsts = Documents(local, seed=1, mixed=2).order(0), torch.tensor(local.firsts)
         shards = torch.bucketize(order, firsts[1:], right=True).tolist()
         sizes = firsts.diff().tolist()
         while shards:
@@ -72,6 +73,18 @@ class TestOrder:
     def test_workers(self, local):
         found = DataLoader(Documents(local, seed=0), batch_size=None, num_workers=2)
         assert sorted(numbers(found)) == sorted(LENGTHS)
+
+    @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+    @pytest.mark.parametrize("copied", [lambda x: x, lambda x: pickle.loads(pickle.dumps(x))])
+    def test_epochs_of_persistent_workers(self, copied, local):
+        """set_epoch has an effect in workers that were started before."""
+        data, alone = copied(Documents(local, seed=0)), Documents(local, seed=0)
+        how = {"num_workers": 1, "persistent_workers": True}
+        loader = DataLoader(data, batch_size=None, **how)
+        for epoch in (0, 1, 5):
+            data.set_epoch(epoch)
+            alone.set_epoch(epoch)
+            assert numbers(loader) == numbers(alone)
 
     def test_an_order_that_is_followed(self):
         mixed = torch.tensor([3, 1, 3, 1, 1, 3, 0, 2, 0, 2])
@@ -99,6 +112,7 @@ class TestResume:
         assert len(rest) == len(whole) - read
         for got, want in zip(rest, whole[read:], strict=True):
             assert_equal(got, want)
+        again.set_epoch(2)
         assert numbers(again) == [len(tokens) for tokens, _ in whole]  # the next iteration is whole
 
     def test_another_epoch_begins_at_its_beginning(self, local):
@@ -122,6 +136,14 @@ class TestResume:
         ):
             with pytest.raises(ValueError, match=words):
                 data.load_state_dict(state)
+        lengths = [*LENGTHS]
+        lengths[-2:] = lengths[:-3:-1]  # the same number of documents and tokens
+        swapped = stores.write(tmp_path / "swapped", documents(*lengths), shard_bytes=1000)
+        assert (len(swapped), swapped.tokens) == (len(local), local.tokens)
+        with pytest.raises(
+            ValueError, match=r"saved with store '\w{64}' to resume here, got '\w{64}"
+        ):
+            Documents(swapped, seed=1).load_state_dict(state)
         with pytest.raises(ValueError, match="state must have the names documents, epoch"):
             Documents(local, seed=1).load_state_dict({})
         with pytest.raises(ValueError, match=r"state\['position'\] must lie in \[0, 11\], got 12"):
@@ -153,6 +175,29 @@ class TestResume:
         for got, want in zip(rest, whole[3:], strict=True):
             assert torch.equal(got["input_ids"], want["input_ids"])
             assert torch.equal(got["targets"].logprobs, want["targets"].logprobs)
+
+    @pytest.mark.filterwarnings("ignore:.*set_vital.* is deprecated:UserWarning")
+    @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_a_stateful_data_loader_at_the_end_of_an_epoch(self, workers, local):
+        """After a resumption, the next epoch is whole, and set_epoch chooses its order."""
+        torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+        def loader(data):
+            how = {"num_workers": workers, "collate_fn": numbers}
+            return torchdata.StatefulDataLoader(data, batch_size=2, **how)
+
+        data = Documents(local, seed=9)
+        begun = loader(data)
+        assert len([*begun]) > 0
+        state = begun.state_dict()
+        data.set_epoch(1)
+        want = [*begun]
+        resumed = Documents(local, seed=9)
+        again = loader(resumed)
+        again.load_state_dict(state)
+        resumed.set_epoch(1)
+        assert [*again] == want
 
     def test_a_remote_store(self, local, tmp_path):
         """An epoch that goes on reads the same targets, with a cache that was lost."""

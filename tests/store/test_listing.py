@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from logitless.store import Store, write_index
-from logitless.store.listing import INDEX, Listing, sha256_of
-from logitless.store.shard import digest_of
+from logitless.store.listing import INDEX, Listing, existing, listing_of, sha256_of
+from logitless.store.rows import encoded
+from logitless.store.shard import digest_of, write_shard
 from logitless.targets import safetensors
 from tests.support import stores
 from tests.support.stores import LENGTHS, documents
@@ -16,6 +17,16 @@ from tests.support.stores import LENGTHS, documents
 @pytest.fixture
 def local(tmp_path):
     return stores.write(tmp_path / "store", documents(*LENGTHS), shard_bytes=2000)
+
+
+def rewrite(path, seed: int) -> None:
+    """Writes a shard with the same tokens, the same size and other targets."""
+    store, size = Store(path.parent), path.stat().st_size
+    shard = next(shard for shard in store.shards if shard.path == path)
+    tokens, n = shard.tokens(0, int(shard.starts[-1])), int(shard.starts[-1])
+    rows = encoded(stores.teacher(n, seed=seed), store.info)
+    write_shard(path, store.info, tokens, shard.starts, rows)
+    assert path.stat().st_size == size
 
 
 def listing(path):
@@ -32,6 +43,7 @@ class TestListing:
             assert file == (shard.path.name, shard.bytes, sha256_of(shard.path))
             assert torch.equal(listed.starts, shard.starts)
             assert listed.entries == len(shard.index()[0])
+            assert listed.digest == shard.digest
         lookup = local.path / found.lookup.name
         assert found.lookup[1:] == (lookup.stat().st_size, sha256_of(lookup))
 
@@ -48,19 +60,32 @@ class TestListing:
         assert after.lookup.name != before.lookup.name
 
     def test_known_shards_are_not_hashed_again(self, local, monkeypatch):
+        """A shard is known if its size and the digest in its metadata are those of the index."""
         write_index(local.path)
-        stores.write(local.path, documents(*LENGTHS, 7))
-        hashed = []
+        changed = local.shards[1].path
+        rewrite(changed, seed=99)
+        found, hashed = stores.write(local.path, documents(*LENGTHS, 7)), []
 
         def count(path):
             hashed.append(path.name)
             return sha256_of(path)
 
         monkeypatch.setattr("logitless.store.listing.sha256_of", count)
+        files = [shard.path for shard in found.shards]
+        after = listing_of(local.path, found.info, files, existing(local.path))
+        new = [changed.name, files[-1].name]
+        assert [name for name in hashed if name.endswith(".safetensors")] == new
+        assert [shard.file.sha256 for shard in after.shards] == [*map(sha256_of, files)]
+
+    def test_write_index_reads_all_shards(self, local):
+        """A shard that the existing index lists can have changed since then."""
         write_index(local.path)
-        assert [name for name in hashed if name.endswith(".safetensors")] == [
-            Store(local.path).shards[-1].path.name
-        ]
+        path = local.shards[1].path
+        data = bytearray(path.read_bytes())
+        data[-300] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=rf"{path.name} must have the bytes it was written"):
+            write_index(local.path)
 
     def test_a_damaged_shard_is_not_listed(self, local):
         path = local.shards[1].path
@@ -96,6 +121,7 @@ FORGED = {
     "a path": (lambda f: f["shards"][0].__setitem__(0, "../0-000000.safetensors"), CONTENT),
     "an absolute path": (lambda f: f["lookup"].__setitem__(0, "/etc/passwd"), CONTENT),
     "a path as SHA-256": (lambda f: f["shards"][0].__setitem__(2, "../" + "a" * 61), CONTENT),
+    "a digest": (lambda f: f["shards"][0].__setitem__(5, "a"), CONTENT),
     "a negative size": (lambda f: f["shards"][0].__setitem__(1, -1), CONTENT),
     "a size that is no number": (lambda f: f["shards"][0].__setitem__(1, "1"), CONTENT),
     "more documents": (lambda f: f["shards"][-1].__setitem__(3, 9), CONTENT),

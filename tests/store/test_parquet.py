@@ -63,6 +63,29 @@ class TestRoundTrip:
             assert masks[0] is None or torch.equal(*masks)
         assert again.verify().problems == local.verify().problems
 
+    def test_sampled_targets(self, pq, tmp_path):
+        """The counts are the same, and there is no column `tail`."""
+        found = []
+        for seed, n in enumerate((100, 1, 37)):
+            random = torch.Generator().manual_seed(seed)
+            logits = 3 * torch.randn(n, V, generator=random)
+            logits[n // 2] = -torch.inf  # a row without slots
+            targets = ll.capture_sampled(logits, 20, generator=random)
+            found.append((torch.randint(V, (n,), generator=random), targets))
+        local = stores.write(tmp_path / "s", found, k=20, values="counts", shard_bytes=2000)
+        assert to_parquet(local, tmp_path / "p") == len(found)
+        files = sorted((tmp_path / "p").iterdir())
+        assert pq.read_schema(files[0]).names == ["tokens", "ids", "logprobs"]
+        assert from_parquet(files, tmp_path / "t") == len(found)
+        again = Store(tmp_path / "t")
+        assert again.info == local.info
+        for i, (tokens, _) in enumerate(found):
+            assert torch.equal(again[i][0], tokens)
+            for name in ("ids", "logprobs", "mask"):
+                got, want = (getattr(store[i][1], name) for store in (again, local))
+                assert torch.equal(got, want)
+            assert again[i][1].tail is None
+
     def test_many_rows_at_k_64(self, tmp_path):
         """Many rows show a code that is rounded to a neighbour."""
         for values in ("u8", "f16"):
@@ -149,7 +172,7 @@ def test_arguments(tmp_path):
     with pytest.raises(ValueError, match="must have no parquet files before the export, got part"):
         to_parquet(local, tmp_path / "p")
     files = sorted((tmp_path / "p").iterdir())
-    with pytest.raises(ValueError, match="because it has a header, got k, vocab_size"):
+    with pytest.raises(ValueError, match="because the file contains a header, got k, vocab_size"):
         from_parquet(files, tmp_path / "t", vocab_size=V, k=K)
     other = stores.write(tmp_path / "o", documents(3), teacher="other")
     to_parquet(other, tmp_path / "q")

@@ -22,10 +22,10 @@ def wait_for_threads() -> None:
 class Shards:
     """Shards of which tests can see which threads have begun to fetch them."""
 
-    def __init__(self, n: int):
+    def __init__(self, n: int, room: int = 100):
         self.begun: list[int] = []
         self.done: set[int] = set()
-        self.prefetch = Prefetch(n, self.done.__contains__, self.fetch)
+        self.prefetch = Prefetch(n, self.done.__contains__, self.fetch, room)
 
     def fetch(self, number: int) -> None:
         self.begun.append(number)
@@ -69,6 +69,34 @@ class TestOrder:
         shards.prefetch.reading(3)
         assert shards.only(5, 0, 3, 1)
 
+    def test_only_shards_that_fit(self):
+        """Shards that are being read stay in the cache."""
+        for room, fetched in ((1, ()), (2, (1,)), (3, (1, 2)), (4, (1, 2))):
+            shards = Shards(6, room)
+            shards.prefetch.reading(0)
+            assert shards.only(*fetched)
+        for room, fetched in ((1, ()), (4, ()), (6, (0, 1)), (8, (0, 1, 2, 3)), (99, (0, 1, 2, 3))):
+            shards = Shards(9, room)
+            shards.prefetch.follow(torch.arange(9), ahead=4, mixed=4)
+            assert shards.only(*fetched)
+
+    def test_the_next_shards_are_marked_before_room_is_made(self):
+        """Otherwise the cache deletes a shard that was fetched and not yet read."""
+        calls, done = [], {0, 1, 2}
+
+        def use(number):
+            calls.append(("use", number))
+            return number in done
+
+        prefetch = Prefetch(9, use, lambda number: calls.append(("fetch", number)), 4)
+        prefetch.follow(torch.arange(1, 9), 3)
+        wait_for_threads()
+        calls.clear()
+        prefetch.reading(1)
+        wait_for_threads()
+        assert calls[:4] == [("use", n) for n in (1, 2, 3, 4)]
+        assert {*calls[4:]} == {("fetch", 3), ("fetch", 4)}
+
     def test_all_shards(self):
         shards = Shards(3)
         shards.prefetch.follow(None, 2)
@@ -78,7 +106,7 @@ class TestOrder:
         def fail(number):
             raise OSError("broken")
 
-        prefetch = Prefetch(3, lambda number: False, fail)
+        prefetch = Prefetch(3, lambda number: False, fail, 100)
         prefetch.reading(0)
         wait_for_threads()
         assert prefetch._fetching() == set()

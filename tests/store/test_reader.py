@@ -40,6 +40,16 @@ def test_a_packed_batch(packed, rows, known):
     assert torch.equal(got.logprobs.view(-1, 64), want.logprobs)
 
 
+def test_empty_ranges(tmp_path):
+    """Every eighth token begins at a byte of its own, where an empty range has no bytes."""
+    store = stores.write(tmp_path / "s", stores.documents(30, 20))
+    for number, n in enumerate((30, 20)):
+        for at in range(n + 1):
+            tokens, targets = store[number, at:at]
+            assert tokens.shape == (0,)
+            assert targets.ids.shape == (0, stores.K)
+
+
 def test_opening_a_hundred_million_tokens_reads_where_documents_begin(tmp_path):
     """Their files are holes except for the starts of documents, and no index is made."""
     header = Header(151_936, 64)

@@ -5,6 +5,7 @@ import errno
 import pickle
 import re
 import sys
+import threading
 
 import pytest
 
@@ -12,6 +13,7 @@ from logitless.store import Store, merge, write_index
 from logitless.store.cache import Cache
 from logitless.store.remote import Listed, Remote, is_address
 from tests.support import stores
+from tests.support.patience import HANG
 from tests.support.servers import FAULTS, TIMEOUT, served, served_store
 from tests.support.stores import LENGTHS, assert_equal, assert_same_store, documents
 
@@ -103,6 +105,34 @@ class TestSame:
         assert_same_store(remote, local)
         assert {*server.headers} == {"Bearer abc"}
 
+    def test_a_query_that_ends_with_a_slash(self):
+        remote = Remote("https://a/b/?key=c/d/")
+        assert remote.address("f") == "https://a/b/f?key=c/d/"
+        assert Remote("https://a/b/").address("f") == "https://a/b/f"
+
+    def test_headers_after_a_redirection(self, server, local, tmp_path):
+        """Another host does not receive the headers, which can contain a secret."""
+        how = {"storage_options": {"headers": {"Authorization": "Bearer abc"}}}
+        with served(local.path) as other:
+            server.redirect = other.url
+            assert_same_store(Store(server.url, cache=tmp_path / "a", **how), local)
+            assert {*server.headers} == {"Bearer abc"}
+            assert {*other.headers} == {None}
+        server.redirect = server.url.replace("/store", "/moved/store")
+        server.headers.clear()
+        assert_same_store(Store(server.url, cache=tmp_path / "b", **how), local)
+        assert {*server.headers} == {"Bearer abc"}
+
+    def test_pickled_before_the_store_changed(self, opened, local):
+        """Documents of the changed store have other numbers."""
+        before = pickle.dumps(opened()), pickle.dumps(local)
+        stores.write(local.path, documents(*LENGTHS, 7))
+        write_index(local.path)
+        for data in before:
+            with pytest.raises(ValueError, match=r"must have the shards of the pickled Store, got"):
+                pickle.loads(data)
+        assert opened().digest == Store(local.path).digest != local.digest
+
 
 class TestFaults:
     @pytest.mark.parametrize("fault", [f for f in FAULTS if f != "refuse"])
@@ -151,6 +181,44 @@ class TestFaults:
         (local.path / SHARD).unlink()
         with pytest.raises(FileNotFoundError, match=f"{SHARD} must exist, got HTTP status 404"):
             opened()[1]
+
+    def test_a_lookup_file_that_was_removed(self, server, opened, local):
+        remote = opened()
+        next(local.path.glob("*.lookup")).unlink()
+        words = r"\.lookup must exist, got HTTP status 404\. store\.index listed this file when"
+        with pytest.raises(FileNotFoundError, match=rf"{words}.* open it again\.$"):
+            remote.find(local[0][0])
+
+    def test_a_missing_file_of_a_file_system(self, local, tmp_path):
+        pytest.importorskip("fsspec")
+        write_index(local.path)
+        remote = Store(local.path.as_uri(), cache=tmp_path / "cache")
+        (local.path / SHARD).unlink()
+        with pytest.raises(FileNotFoundError, match=rf"file://.*{SHARD} must exist, got no file"):
+            remote[1]
+
+    def test_a_lookup_file_that_was_changed_in_the_cache(self, opened, local, tmp_path, server):
+        """Any changed byte is found, and the file is fetched again."""
+        remote = opened()
+        remote.find(local[0][0])
+        listed = remote._files.listing.lookup
+        path = tmp_path / "cache" / listed.sha256
+        data, count = path.read_bytes(), 1
+        for place in (0, 10, len(data) // 2, len(data) - 1):
+            path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+            assert_same_store(opened(), local)
+            count += 1
+            assert server.requests[listed.name] == count
+        path.write_bytes(b"")
+        assert_same_store(opened(), local)
+
+    def test_a_prefetch_makes_one_attempt(self, opened, server):
+        server.always[SHARD] = "busy"
+        opened(attempts=3)[0]
+        for thread in threading.enumerate():
+            if thread.name.startswith("logitless prefetch"):
+                thread.join(HANG)
+        assert server.requests[SHARD] == 1
 
     def test_a_store_without_an_index(self, tmp_path):
         stores.write(tmp_path / "store", documents(3))
@@ -232,6 +300,7 @@ class TestArguments:
             ({"attempts": 0}, r"attempts must lie in \[1, 1000\], got 0"),
             ({"cache_bytes": 0}, r"cache_bytes must lie in \[1, 1152921504606846976\], got 0"),
             ({"cache_bytes": 10}, r"cache_bytes must be at least \d{4}, the size of the store's"),
+            ({"storage_options": ["a"]}, r"storage_options must map names to values, got \['a'\]"),
             ({"storage_options": {"key": 1}}, "must have only the name 'headers' .* got 'key'"),
             (
                 {"storage_options": {"headers": {"a": 1}}},
@@ -249,7 +318,9 @@ class TestArguments:
             Store(local.path, **{name: 1})
 
     def test_an_unknown_protocol(self):
-        with pytest.raises(ValueError, match="path must be a folder, or an address of http"):
+        with pytest.raises(
+            ValueError, match="path must be an address of a protocol of fsspec, got"
+        ):
             Store("nowhere://bucket/targets")
 
     def test_a_missing_package(self, monkeypatch):
@@ -275,5 +346,7 @@ class TestArguments:
         assert not any(map(is_address, ("a/b", "/a", "a:b", "c:/d", tmp_path, None)))
 
     def test_a_file_that_is_larger_than_the_cache(self, tmp_path):
-        with pytest.raises(ValueError, match="cache_bytes must be at least 11, the size"):
-            Cache(tmp_path, 10).fetched(Listed("a", 11, "0" * 64), lambda *_: None)
+        found = Cache(tmp_path, 10).reading(Listed("a", 11, "0" * 64), lambda *_: None)
+        refused = pytest.raises(ValueError, match="cache_bytes must be at least 11, the size")
+        with refused, found:
+            pass

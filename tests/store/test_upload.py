@@ -178,8 +178,37 @@ class TestUpload:
         assert new == ["0-000004.safetensors"]
         assert_same_store(remote(tmp_path), Store(tmp_path / "s"))
         lookups = [name for name in SYSTEM.ls("/uploads/targets", detail=False) if "lookup" in name]
-        assert len(lookups) == 1
-        assert len(old[4][0]) == LENGTHS[4]  # an open store can still be read by number
+        assert len(lookups) == 2
+        assert len(old[4][0]) == LENGTHS[4]  # a store that was opened before can still be read
+        assert old.find(documents(*LENGTHS)[0][0]) == 0
+
+    def test_an_address_that_was_emptied(self, puts, tmp_path):
+        """A record of an upload counts only if the shard is still at the address."""
+        ranks = [opened(tmp_path / "s", part=part) for part in (0, 1)]
+        for writer, found in zip(ranks, (documents(*LENGTHS), documents(5, 6)), strict=True):
+            fill(writer, found)
+            writer.close()
+        SYSTEM.rm("/uploads", recursive=True)
+        opened(tmp_path / "s").close()
+        local = Store(tmp_path / "s")
+        of_rank = {n for n, shard in enumerate(local.shards) if shard.path.name.startswith("0-")}
+        assert len(remote(tmp_path).shards) == len(of_rank)
+        assert remote(tmp_path).verify()
+        opened(tmp_path / "s", part=1).close()
+        assert_same_store(remote(tmp_path), local)
+
+    def test_shards_that_no_index_lists_are_not_uploaded_again(self, puts, tmp_path):
+        puts.fail = broken(INDEX)
+        writer = opened(tmp_path / "s")
+        fill(writer)
+        with pytest.raises(OSError, match="must be written in 8 attempts"):
+            writer.close()
+        del puts[:]
+        puts.fail = lambda name: None
+        SYSTEM.pipe("/uploads/targets/0-000001.safetensors", b"cut off")
+        opened(tmp_path / "s").close()
+        assert [name for name in puts if "safetensors" in name] == ["0-000001.safetensors"]
+        assert_same_store(remote(tmp_path), Store(tmp_path / "s"))
 
     def test_two_ranks_of_one_folder(self, puts, tmp_path):
         """The index of the first rank lists only what is uploaded."""
@@ -208,7 +237,12 @@ class TestRefused:
             Writer(tmp_path / "a", vocab_size=V, k=K, upload="folder")
         with pytest.raises(ValueError, match="upload must be an address that fsspec can write"):
             Writer(tmp_path / "a", vocab_size=V, k=K, upload="http://127.0.0.1/a")
-        with stores.open_writer(tmp_path / "a") as writer:  # its lock was released
+        with pytest.raises(ValueError, match=r"upload must be an address such as s3.*, got ''"):
+            Writer(tmp_path / "a", vocab_size=V, k=K, upload="")
+        with pytest.raises(ValueError, match="upload must be an address of a protocol of fsspec"):
+            Writer(tmp_path / "a", vocab_size=V, k=K, upload="nowhere://a/b")
+        assert not (tmp_path / "a").exists()
+        with stores.open_writer(tmp_path / "a") as writer:
             assert writer.uploads is None
 
     def test_another_store_at_the_address(self, puts, tmp_path):
@@ -217,6 +251,12 @@ class TestRefused:
         words = rf"upload must be an address without another store, got {URL}, whose store\.index"
         with pytest.raises(ValueError, match=words):
             opened(tmp_path / "other")
+        stores.write(tmp_path / "same", [(tokens, stores.teacher(len(tokens), seed=99))
+                     for tokens, _ in documents(*LENGTHS)], shard_bytes=2000)  # fmt: skip
+        sizes = [[s.bytes for s in Store(tmp_path / name).shards] for name in ("s", "same")]
+        assert sizes[0] == sizes[1]
+        with pytest.raises(ValueError, match=words):
+            opened(tmp_path / "same")
         with pytest.raises(ValueError, match=r"store\.index must have teacher 'b' to match"):
             opened(tmp_path / "third", teacher="b")
         assert_same_store(remote(tmp_path), Store(tmp_path / "s"))

@@ -26,6 +26,7 @@ class Server:
         self.always: dict[str, str] = {}  # failures of all requests, by file name
         self.ended = threading.Event()
         self.headers: list[str | None] = []  # the header Authorization of each request
+        self.redirect: str | None = None  # an address that requests are redirected to
 
         outer = self
 
@@ -42,9 +43,15 @@ class Server:
         self.url = f"http://127.0.0.1:{self.http.server_port}/store"
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        name = request.path.partition("?")[0].removeprefix("/store/")
+        name = request.path.partition("?")[0].removeprefix("/moved").removeprefix("/store/")
         self.requests[name] += 1
         self.headers.append(request.headers.get("Authorization"))
+        if self.redirect is not None and not request.path.startswith("/moved"):
+            request.send_response(302)
+            request.send_header("Location", f"{self.redirect}/{name}")
+            request.send_header("Content-Length", "0")
+            request.end_headers()
+            return
         queue = self.faults[name]
         fault = queue.pop(0) if queue else self.always.get(name)
         path = self.folder / name
