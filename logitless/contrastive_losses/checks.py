@@ -148,14 +148,20 @@ def options(reduction: Any, averaged: Any, workspace: Any) -> None:
     tensor_checks.yes_or_no("averaged", averaged)
 
 
-def values(positives: Tensor | None, b: Tensor, ignore_index: int | None) -> None:
-    """Raises if a positive is not in [0, M), where M is the number of rows of b.
+def positive_ids(
+    positives: Tensor | None, b: Tensor, ignore_index: int | None = None
+) -> Tensor | None:
+    """Returns the positives as int64. Raises if a positive is not in [0, M), where M = len(b).
 
     On a GPU, the positives are read only with LOGITLESS_CHECK=1.
     """
-    if positives is not None and call.reads_values(positives):
+    if positives is None:
+        return None
+    positives = call.as_ids(positives, ignore_index).long()
+    if call.reads_values(positives):
         counts = None if ignore_index is None else positives != ignore_index
         target_checks.in_range(positives, len(b), counts, "positives", ignore_index)
+    return positives
 
 
 def supported(name: str) -> None:

@@ -96,17 +96,22 @@ def _evaluate(
     workspace,
 ) -> Tensor:  # fmt: skip
     checks.supported("contrastive")
-    of_a, of_b = checks.split_labels(labels)
     a, b = cast_embeddings(a, b)
     ring = Ring(group)
-    ring.check(
-        checks.contrastive, a, b, scale, symmetric, positives, mask, of_a, of_b, ignore_index,
-        reduction, averaged, workspace,
-    )  # fmt: skip
-    checks.values(positives, b, ignore_index)
+    with ring.same_call(
+        "contrastive", a, b, scale, symmetric, positives, mask, labels, ignore_index, reduction,
+        averaged, workspace,
+    ):  # fmt: skip
+        of_a, of_b = checks.split_labels(labels)
+        call.check_once(
+            checks.contrastive, a, b, scale, symmetric, positives, mask, of_a, of_b, ignore_index,
+            reduction, averaged, workspace,
+        )  # fmt: skip
+        positives = checks.positive_ids(positives, b, ignore_index)
     ring.exchange_sizes(a, b)
     if mask is not None:
-        checks.pair_mask(mask, a, sum(ring.columns))
+        with ring.same_call("mask"):
+            checks.pair_mask(mask, a, sum(ring.columns))
     if not isinstance(scale, Tensor):
         scale = torch.full((), float(scale), device=a.device, dtype=PRECISION[a.dtype])
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (a, b, scale))

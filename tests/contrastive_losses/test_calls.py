@@ -117,6 +117,21 @@ def test_refusals_of_values():
         ll.sigmoid_contrastive(A, A, bias=None)
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64],
+)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_positives_of_every_integer_dtype(name, dtype):
+    """Row 156 is -100 in 8 bits, and row 200 is -56 in 8 bits."""
+    a, b = embeddings(3, 300, torch.float32)
+    more = ONE_WAY if name == "contrastive" else {}
+    few = torch.iinfo(dtype).max < 200
+    positives = torch.tensor([5, 99, 127] if few else [5, 156, 200])
+    want = FUNCTIONS[name][0](a, b, positives=positives, **more)
+    assert torch.equal(FUNCTIONS[name][0](a, b, positives=positives.to(dtype), **more), want)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_not_inside_invariant_or_func(name):
     function = FUNCTIONS[name][0]
