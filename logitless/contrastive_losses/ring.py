@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..core.call import thorough
 from ..parallel.ranks import Alone, Ranks, ranks_of
+from . import checks
 
 Visit = Callable[[int, Sequence[Tensor], Sequence[Tensor]], None]
 
@@ -33,6 +34,7 @@ class Ring:
     columns: list[int]
 
     def __init__(self, group):
+        checks.group(group)
         self.ranks: Ranks = Alone() if group is None else ranks_of(group)
         self.index, self.count = self.ranks.index, self.ranks.count
 

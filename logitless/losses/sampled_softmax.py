@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..contract import NO_ID, PRECISION
-from ..core import call, target_checks, tensor_checks
+from ..core import call, target_checks
 from ..core.autograd import Node, refuse_second
 from ..core.choose_backend import backend_of
 from ..core.evaluate import evaluate
@@ -93,7 +93,7 @@ def sampled_softmax(
         casts,
     )  # fmt: skip
     if call.in_func():
-        tensor_checks.no_head_in_func()
+        checks.no_func("sampled_softmax")
     label = call.as_ids(target, ignore_index, mask).long()
     sample = _Sample(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, label.reshape(-1),

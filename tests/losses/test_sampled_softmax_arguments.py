@@ -44,6 +44,23 @@ def test_bad_arguments(message):
         ll.sampled_softmax(**given)
 
 
+def test_not_inside_func():
+    tensors, how = case("cpu", torch.float32)
+    hidden, rest = tensors.pop("hidden"), tensors | how
+    message = r"sampled_softmax must be differentiated by torch\.autograd"
+    with pytest.raises(RuntimeError, match=message):
+        torch.func.grad(lambda h: ll.sampled_softmax(h, **rest))(hidden)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_autocast_refuses_fp64_beside_other_dtypes(name):
+    tensors, how = case("cpu", torch.float32)
+    tensors[name] = tensors[name].double()
+    message = rf"{name} must be torch\.float32 like hidden, got torch\.float64"
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=message):
+        ll.sampled_softmax(**tensors, **how)
+
+
 def test_bad_options_of_the_module():
     with pytest.raises(ValueError, match="reduction must be one of"):
         ll.nn.SampledSoftmaxLoss(reduction="avg")

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import json
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -35,7 +35,12 @@ from logitless.contract import (
 )
 from logitless.eager.sampled import Sampling
 from logitless.kernels import config, jsd_tvd_fwd, program_exchange
-from tests.support.aot_launches import launch_contrastive, launch_sums, launch_table
+from tests.support.aot_launches import (
+    launch_contrastive,
+    launch_row_gemm,
+    launch_sums,
+    launch_table,
+)
 from tests.support.cubin import resources
 
 TARGETS = {
@@ -352,21 +357,6 @@ ROW_GEMM = {
     Variant(FP32, softcap=30.0): False,
     Variant(FP16, 50257, everything=True): True,
 }
-
-
-def launch_row_gemm(dz: torch.Tensor, wide: bool) -> None:
-    """Launches the GEMMs of `ll.invariant()`: the logits, and the gradient of the hidden states.
-
-    The tile sizes are those of the GPU for which the kernels are compiled.
-    """
-    rows, vocab = dz.shape
-    h, weight = torch.zeros(rows, 512, dtype=dz.dtype), torch.zeros(vocab, 512, dtype=dz.dtype)
-    out = torch.zeros(rows, -(-vocab // 8) * 8, dtype=FP32 if wide else dz.dtype)[:, :vocab]
-    target: Any = triton.runtime.driver.active.get_current_target()
-    hopper = target.backend == "cuda" and target.arch in (90, 100)
-    with mock.patch.object(config, "memory", return_value=config.HOPPER_MEMORY if hopper else 0):
-        kernels.row_gemm(h, weight, out, weight[:, 0] if wide else None, True)
-        kernels.row_gemm(dz, weight, h)
 
 
 def profile_of(source, kernel, bound) -> dict:

@@ -1,9 +1,14 @@
-"""Launches that aot.py records: sums of a gradient, rows of a table, contrastive losses."""
+"""Launches that aot.py records: sums of a gradient, rows of a table, contrastive losses, GEMMs."""
+
+from typing import Any
+from unittest import mock
 
 import torch
+import triton
 
 from logitless import kernels
 from logitless.eager.contrastive import Block
+from logitless.kernels import config
 
 
 def launch_sums(dz: torch.Tensor) -> None:
@@ -43,3 +48,20 @@ def launch_table(dtype: torch.dtype) -> None:
     table, ids = torch.zeros(1000, 128, dtype=dtype), torch.zeros(2, 40, dtype=torch.int64)
     g = kernels.row_dots(table[:2], table, ids)
     kernels.row_dots_gradients(table[:2], table, ids, g, (True, True), False)
+
+
+def launch_row_gemm(dz: torch.Tensor, wide: bool) -> None:
+    """Launches the GEMMs of `ll.invariant()`: the logits, and the gradient of the hidden states.
+
+    The tile sizes are those of the GPU for which the kernels are compiled.
+    """
+    rows, vocab = dz.shape
+    h, weight = torch.zeros(rows, 512, dtype=dz.dtype), torch.zeros(vocab, 512, dtype=dz.dtype)
+    out = torch.zeros(rows, -(-vocab // 8) * 8, dtype=torch.float32 if wide else dz.dtype)[
+        :, :vocab
+    ]
+    target: Any = triton.runtime.driver.active.get_current_target()
+    hopper = target.backend == "cuda" and target.arch in (90, 100)
+    with mock.patch.object(config, "memory", return_value=config.HOPPER_MEMORY if hopper else 0):
+        kernels.row_gemm(h, weight, out, weight[:, 0] if wide else None, True)
+        kernels.row_gemm(dz, weight, h)
