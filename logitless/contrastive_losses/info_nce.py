@@ -78,6 +78,8 @@ def contrastive(
     the number of ranks if `averaged`, because DDP and FSDP average gradients over ranks. With
     averaged=False, the sum of the ranks' gradients is the gradient of the loss.
 
+    torch.compile breaks the graph at this function, so fullgraph=True raises an error.
+
     >>> contrastive(torch.eye(3), torch.eye(3), scale=2.0)
     tensor(0.2395)
     """

@@ -53,6 +53,8 @@ def sigmoid_contrastive(
     The other arguments have the same meaning as in `contrastive`. With `group`, the rows of b on
     all ranks form pairs with each row of a.
 
+    torch.compile breaks the graph at this function, so fullgraph=True raises an error.
+
     >>> sigmoid_contrastive(torch.eye(3), torch.eye(3), scale=10.0, bias=-5.0)
     tensor(0.0201)
     """

@@ -83,6 +83,8 @@ def sampled_softmax(
     [0, V) makes the loss of the row NaN, and a shared negative outside [0, V) makes the loss of all
     rows NaN.
 
+    torch.compile breaks the graph at this function, so fullgraph=True raises an error.
+
     >>> negatives = torch.randint(0, len(items.weight), (8192,))
     >>> loss = sampled_softmax(hidden, items.weight, target, negatives)
     """

@@ -273,10 +273,15 @@ def test_compiled(name, device):
     function, (a, b) = FUNCTIONS[name][0], embeddings(9, 9, torch.float32, device)
     linear = torch.nn.Linear(a.shape[1], a.shape[1]).to(device)
     compiled = torch.compile(lambda a, b: function(linear(a), b, scale=2.0) * 3, backend="eager")
-    compiled(a, b).backward()
+    loss = compiled(a, b)
+    loss.backward()
     got, linear.weight.grad = linear.weight.grad, None
-    (function(linear(a), b, scale=2.0) * 3).backward()
+    want = function(linear(a), b, scale=2.0) * 3
+    want.backward()
+    torch.testing.assert_close(loss, want)
     torch.testing.assert_close(got, linear.weight.grad)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(function, backend="eager", fullgraph=True)(a, b)
 
 
 def test_modules(device):

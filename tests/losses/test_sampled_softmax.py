@@ -333,7 +333,13 @@ def test_autocast(per_row, device):
 def test_compiled(per_row, device):
     tensors, how = case(device, torch.float32, per_row)
     got = torch.compile(ll.sampled_softmax, backend="eager")(**tensors, **how)
-    assert torch.equal(got, ll.sampled_softmax(**tensors, **how))
+    want, leaves = ll.sampled_softmax(**tensors, **how), list(tensors.values())
+    assert torch.equal(got, want)
+    for a, b in zip(gradients(got, leaves), gradients(want, leaves), strict=True):
+        assert torch.equal(a, b)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(ll.sampled_softmax, backend="eager", fullgraph=True)(**tensors, **how)
 
 
 @KINDS
