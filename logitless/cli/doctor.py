@@ -62,7 +62,7 @@ class Error(NamedTuple):
         return not self.size <= self.bound
 
     def worse(self, other: Error) -> Error:
-        return self if self.size / self.bound >= other.size / other.bound else other
+        return self if self.size / self.bound > other.size / other.bound else other
 
 
 class Outcome(NamedTuple):

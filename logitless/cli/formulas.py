@@ -179,7 +179,8 @@ def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[flo
 
 
 def as_tuple(out) -> tuple[Tensor, ...]:
-    return (out,) if isinstance(out, Tensor) else tuple(out)
+    """Returns the results of an op. A result that was not requested is None and is left out."""
+    return (out,) if isinstance(out, Tensor) else tuple(t for t in out if t is not None)
 
 
 def gap(z: Tensor, got: Tensor, right: Tensor, *, exact_logits: bool) -> Tensor:

@@ -19,7 +19,9 @@ import logitless as ll
 from ..heads import choose_cut
 from ..heads.choose_cut import Cut, Work
 from . import formulas
+from . import selfcheck_items as items
 from .formulas import at, wide
+from .selfcheck_items import head_of, labels_of, three_ids
 
 
 class Check(NamedTuple):
@@ -61,11 +63,6 @@ def cross_entropy(name: str, **options) -> Check:
     return Check(name, ours, naive)
 
 
-def three_ids(ids: Tensor, vocab: int) -> Tensor:
-    """Three ids per row. The first two ids of a row are equal."""
-    return torch.stack((ids, ids, (ids + 1) % vocab), -1)
-
-
 LOGP = (-1.5, -2.0, -2.5)  # a teacher's log-probabilities of three ids
 TAIL = -0.75  # the log of the teacher's mass outside the three ids
 
@@ -96,17 +93,6 @@ def naive_renorm(x, ids, _):
     logp = x.new_tensor(LOGP).log_softmax(-1)
     log_q = x.gather(-1, three_ids(ids, x.shape[1])).log_softmax(-1)
     return (logp.exp() * (logp - log_q)).sum(-1)
-
-
-def head_of(other: Tensor, classes: int = 16) -> Tensor:
-    """A weight of shape (classes, D).
-
-    Each row has one nonzero entry, 1 or -0.5, so that the logits have no rounding errors.
-    """
-    rows = torch.arange(classes, device=other.device)
-    weight = other.new_zeros((classes, other.shape[1]))
-    weight[rows, rows % other.shape[1]] = torch.where(rows % 2 == 0, 1.0, -0.5).to(other.dtype)
-    return weight
 
 
 def in_chunks(work: Work) -> Cut:
@@ -165,11 +151,6 @@ def beside_a_lazy_teacher(x, _, other):
 
 def naive_over_a_head(x, ids, other):
     return F.cross_entropy(x @ head_of(other).T, ids % 16)
-
-
-def labels_of(x: Tensor) -> Tensor:
-    """Labels of 16 rows, for the check that uses x as the weight of a head."""
-    return torch.arange(16, device=x.device) % len(x)
 
 
 def as_a_weight(x, _, other):
@@ -234,22 +215,6 @@ def with_scores(x, ids, _):
 def naive_with_scores(x, ids, _):
     scores = [t.detach() for t in formulas.score(x, ids)[:3]]
     return torch.stack((formulas.cross_entropy(x, ids), *scores), -1)
-
-
-def by_pairs(x, ids, other):
-    b, labels = head_of(other, len(x)), ids % 3
-    return ll.contrastive(x, b, labels=labels, reduction="none")
-
-
-def naive_by_pairs(x, ids, other):
-    same, one = (ids % 3)[:, None] == ids % 3, torch.eye(len(x), device=x.device)
-    z = (x @ head_of(other, len(x)).T).masked_fill(same & (one == 0), -torch.inf)
-    return (z.logsumexp(1) + z.logsumexp(0)) / 2 - z.diagonal()
-
-
-def naive_by_sigmoids(x, _, other):
-    sign = 1 - 2 * torch.eye(len(x), device=x.device, dtype=x.dtype)
-    return F.softplus(sign * (x @ head_of(other, len(x)).T - 1)).sum(1)
 
 
 CHECKS = (
@@ -318,12 +283,11 @@ CHECKS = (
         ),
     ),
     Check("linear_cross_entropy, fp32", in_fp32, naive_over_a_head),
-    Check("contrastive", by_pairs, naive_by_pairs),
-    Check(
-        "sigmoid_contrastive",
-        lambda x, _, t: ll.sigmoid_contrastive(x, head_of(t, len(x)), bias=-1.0, reduction="none"),
-        naive_by_sigmoids,
-    ),
+    Check("contrastive", items.by_pairs, items.naive_by_pairs),
+    Check("sigmoid_contrastive", items.by_sigmoids, items.naive_by_sigmoids),
+    Check("sampled_softmax", items.over_own, items.naive_over_own),
+    Check("sampled_softmax, shared", items.over_shared, items.naive_over_shared),
+    Check("sampled_softmax, table", items.of_a_table, items.naive_of_a_table),
     Check("invariant", invariantly, naive_over_a_head),
     Check("fuse", by_a_fused_model, naive_over_a_head),
     Check(
@@ -391,6 +355,12 @@ CHECKS = (
         lambda x, *_: ll.capture_topk(x, 3).logprobs,
         lambda x, *_: x.log_softmax(-1).topk(3).values,
         least=3,
+        differentiable=False,
+    ),
+    Check(
+        "capture_sampled",
+        items.outside_draws,
+        lambda x, *_: x.new_zeros((len(x), items.DRAWS)),
         differentiable=False,
     ),
 )  # fmt: skip

@@ -3,16 +3,20 @@
 Error messages have the same form as in core/tensor_checks.py.
 """
 
-import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..core import call, option_checks, target_checks, tensor_checks
 from ..core.invariant import is_invariant
 from ..core.source import is_dtensor
 from ..core.tensor_checks import _floating, _integer, _same_device, _shape
+from ..parallel.ranks import Ranks
+
+# PyTorch can be built without torch.distributed.
+_GROUPS = (Ranks, *([dist.ProcessGroup] if dist.is_available() else []))
 
 
 def contrastive(
@@ -77,16 +81,32 @@ def embeddings(a: Any, b: Any) -> None:
 
 
 def number(name: str, value: Any, a: Tensor) -> None:
-    """Checks `scale` or `bias`: a finite number, or a floating-point tensor with one number."""
+    """Checks `scale` or `bias`: a number, or a floating-point tensor with one number."""
     if isinstance(value, Tensor):
         _floating(name, value)
         if value.numel() != 1:
             raise ValueError(f"{name} must hold one number, got shape {_shape(value)}.")
         _same_device(name, value, a, "a")
         return
-    option_checks._number(name, value)
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}.")
+    option_checks.factor(name, value)
+
+
+def module_scale(scale: Any, max_scale: Any) -> None:
+    """Checks the first scale of a module, and the largest scale, which can be None."""
+    for name, value in (("scale", scale), ("max_scale", max_scale)):
+        if name == "scale" or value is not None:
+            option_checks.between(name, value, option_checks.LEAST, option_checks.MOST)
+    if max_scale is not None and scale > max_scale:
+        raise ValueError(
+            f"scale must be at most max_scale, got {scale:g} and max_scale={max_scale:g}; for a"
+            " scale without a bound, pass max_scale=None."
+        )
+
+
+def group(value: Any) -> None:
+    """Checks a process group. A DeviceMesh has a method `get_group`."""
+    if not (value is None or isinstance(value, _GROUPS) or hasattr(value, "get_group")):
+        raise TypeError(f"group must be a process group, a DeviceMesh or None, got {value!r}.")
 
 
 def positive_columns(a: Tensor, b: Tensor, positives: Any) -> None:
@@ -148,14 +168,20 @@ def options(reduction: Any, averaged: Any, workspace: Any) -> None:
     tensor_checks.yes_or_no("averaged", averaged)
 
 
-def values(positives: Tensor | None, b: Tensor, ignore_index: int | None) -> None:
-    """Raises if a positive is not in [0, M), where M is the number of rows of b.
+def positive_ids(
+    positives: Tensor | None, b: Tensor, ignore_index: int | None = None
+) -> Tensor | None:
+    """Returns the positives as int64. Raises if a positive is not in [0, M), where M = len(b).
 
     On a GPU, the positives are read only with LOGITLESS_CHECK=1.
     """
-    if positives is not None and call.reads_values(positives):
+    if positives is None:
+        return None
+    positives = call.as_ids(positives, ignore_index).long()
+    if call.reads_values(positives):
         counts = None if ignore_index is None else positives != ignore_index
         target_checks.in_range(positives, len(b), counts, "positives", ignore_index)
+    return positives
 
 
 def supported(name: str) -> None:

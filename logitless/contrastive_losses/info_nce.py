@@ -78,6 +78,8 @@ def contrastive(
     the number of ranks if `averaged`, because DDP and FSDP average gradients over ranks. With
     averaged=False, the sum of the ranks' gradients is the gradient of the loss.
 
+    torch.compile breaks the graph at this function, so fullgraph=True raises an error.
+
     >>> contrastive(torch.eye(3), torch.eye(3), scale=2.0)
     tensor(0.2395)
     """
@@ -96,17 +98,22 @@ def _evaluate(
     workspace,
 ) -> Tensor:  # fmt: skip
     checks.supported("contrastive")
-    of_a, of_b = checks.split_labels(labels)
     a, b = cast_embeddings(a, b)
     ring = Ring(group)
-    ring.check(
-        checks.contrastive, a, b, scale, symmetric, positives, mask, of_a, of_b, ignore_index,
-        reduction, averaged, workspace,
-    )  # fmt: skip
-    checks.values(positives, b, ignore_index)
+    with ring.same_call(
+        "contrastive", a, b, scale, symmetric, positives, mask, labels, ignore_index, reduction,
+        averaged, workspace,
+    ):  # fmt: skip
+        of_a, of_b = checks.split_labels(labels)
+        call.check_once(
+            checks.contrastive, a, b, scale, symmetric, positives, mask, of_a, of_b, ignore_index,
+            reduction, averaged, workspace,
+        )  # fmt: skip
+        positives = checks.positive_ids(positives, b, ignore_index)
     ring.exchange_sizes(a, b)
     if mask is not None:
-        checks.pair_mask(mask, a, sum(ring.columns))
+        with ring.same_call("mask"):
+            checks.pair_mask(mask, a, sum(ring.columns))
     if not isinstance(scale, Tensor):
         scale = torch.full((), float(scale), device=a.device, dtype=PRECISION[a.dtype])
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (a, b, scale))

@@ -7,8 +7,27 @@ from torch import Tensor, nn
 
 from ..core import option_checks, tensor_checks
 from ..core.call import named
+from . import checks
 from .info_nce import contrastive
 from .sigmoid import sigmoid_contrastive
+
+
+class _Group:
+    """Holds a process group. A copy of a module shares the group, which cannot be copied."""
+
+    def __init__(self, group):
+        self.group = group
+
+    def __deepcopy__(self, memo) -> "_Group":
+        return self
+
+    def __reduce__(self):
+        if self.group is not None:
+            raise TypeError(
+                "a contrastive loss must have group=None to be pickled, because a process group"
+                f" belongs to one process, got {type(self.group).__name__}; pickle the state_dict."
+            )
+        return _Group, (None,)
 
 
 class _ContrastiveModule(nn.Module):
@@ -20,12 +39,13 @@ class _ContrastiveModule(nn.Module):
         self, scale: float, max_scale: float | None, trainable: bool, group, options: dict
     ):
         super().__init__()
-        option_checks.between("scale", scale, option_checks.LEAST, option_checks.MOST)
-        if max_scale is not None:
-            option_checks.between("max_scale", max_scale, scale, option_checks.MOST)
+        checks.module_scale(scale, max_scale)
+        checks.group(group)
         tensor_checks.yes_or_no("trainable", trainable)
         option_checks.check(**options)
-        self.max_scale, self.trainable, self.group = max_scale, trainable, group
+        for name in ("symmetric", "averaged"):
+            tensor_checks.yes_or_no(name, options.get(name, True))
+        self.max_scale, self.trainable, self._group = max_scale, trainable, _Group(group)
         self.options = options
         self._number("log_scale", math.log(scale))
 
@@ -48,6 +68,10 @@ class _ContrastiveModule(nn.Module):
                 self.log_scale.clamp_(max=math.log(self.max_scale))
         return self.log_scale.exp()
 
+    @property
+    def group(self):
+        return self._group.group
+
     def extra_repr(self) -> str:
         about = {"max_scale": self.max_scale, "trainable": self.trainable, **self.options}
         return ", ".join(f"{name}={value}" for name, value in about.items())
@@ -59,7 +83,8 @@ class ContrastiveLoss(_ContrastiveModule):
     The scale is exp(log_scale). The scale starts at `scale`, and is at most `max_scale`. As in
     CLIP, the parameter is the logarithm, so that a step of the optimiser multiplies the scale by a
     factor. With trainable=False, the scale is constant. The module does not normalise the
-    embeddings. `group` is not stored in a state_dict. The other options are the same as in
+    embeddings. `group` is not stored in a state_dict. Copies of a module share the group, and a
+    module with a group cannot be pickled. The other options are the same as in
     `logitless.contrastive`.
 
     >>> loss = ContrastiveLoss()(images, texts)

@@ -10,14 +10,16 @@ the block. Every rank adds its own contribution. After the last step, the sums a
 that owns the block. The order of the additions is fixed.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.call import check_once, thorough
+from ..core.call import thorough
 from ..parallel.ranks import Alone, Ranks, ranks_of
+from . import checks
 
 Visit = Callable[[int, Sequence[Tensor], Sequence[Tensor]], None]
 
@@ -32,24 +34,26 @@ class Ring:
     columns: list[int]
 
     def __init__(self, group):
+        checks.group(group)
         self.ranks: Ranks = Alone() if group is None else ranks_of(group)
         self.index, self.count = self.ranks.index, self.ranks.count
 
-    def check(self, check: Callable[..., None], *args: Any) -> None:
-        """Calls check(*args).
+    @contextlib.contextmanager
+    def same_call(self, name: str, *args: Any) -> Iterator[None]:
+        """A block that checks the arguments of a call.
 
-        With LOGITLESS_CHECK=1, all ranks raise if a check fails on one rank, or if the ranks pass
-        different options.
+        With LOGITLESS_CHECK=1, all ranks raise if the block raises on one rank, or if the ranks
+        pass different options.
         """
         compares = self.count > 1 and thorough()
         try:
-            check_once(check, *args)
+            yield
         except Exception as error:
             if compares:
                 self.ranks.refuse(error)
             raise
         if compares:
-            self.ranks.agree(f"{check.__name__} of {[_text(value) for value in args]}")
+            self.ranks.agree(f"{name} of {_text(args)}")
 
     def exchange_sizes(self, a: Tensor, b: Tensor) -> None:
         self.rows, self.columns = [len(a)], [len(b)]
@@ -95,6 +99,8 @@ def _text(value: Any) -> Any:
 
     The number of rows and the values of a tensor can differ between ranks.
     """
+    if isinstance(value, (tuple, list)):
+        return [_text(one) for one in value]
     if isinstance(value, Tensor):
         return value.dim(), value.shape[1:], value.dtype, value.requires_grad
     return value

@@ -53,6 +53,8 @@ def sigmoid_contrastive(
     The other arguments have the same meaning as in `contrastive`. With `group`, the rows of b on
     all ranks form pairs with each row of a.
 
+    torch.compile breaks the graph at this function, so fullgraph=True raises an error.
+
     >>> sigmoid_contrastive(torch.eye(3), torch.eye(3), scale=10.0, bias=-5.0)
     tensor(0.0201)
     """
@@ -67,8 +69,10 @@ def _evaluate(a, b, scale, bias, positives, reduction, group, averaged, workspac
     checks.supported("sigmoid_contrastive")
     a, b = cast_embeddings(a, b)
     ring = Ring(group)
-    ring.check(checks.sigmoid, a, b, scale, bias, positives, reduction, averaged, workspace)
-    checks.values(positives, b, None)
+    options = (a, b, scale, bias, positives, reduction, averaged, workspace)
+    with ring.same_call("sigmoid_contrastive", *options):
+        call.check_once(checks.sigmoid, *options)
+        positives = checks.positive_ids(positives, b)
     ring.exchange_sizes(a, b)
     full = PRECISION[a.dtype]
     scale, bias = (
@@ -165,9 +169,11 @@ def _pass(
     scale, bias = inputs.number(inputs.scale), inputs.number(inputs.bias)
     gradients = None if needs is None else Gradients(similarities, needs.a)
     losses, numbers = scale.new_zeros(len(a)), scale.new_zeros(2)
-    own = inputs.positives
+    own, bad = inputs.positives, None
     if own is not None:
-        own = own.long()
+        # On a GPU, a positive out of range does not raise. The row's loss and gradient are NaN.
+        bad = (own < 0) | (own >= len(b))
+        upstream = torch.where(bad, torch.nan, 1.0 if upstream is None else upstream)
 
     def visit(owner: int, given: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         here = owner == ring.index
@@ -185,8 +191,8 @@ def _pass(
 
     sums = [gradients.zeros_like(b)] if gradients is not None and needs and needs.b else []
     d_b = ring.around((similarities.working(b),), sums, visit)
-    if own is not None:  # on a GPU, a positive out of range does not raise; its row becomes NaN
-        losses = losses.masked_fill((own < 0) | (own >= len(b)), torch.nan)
+    if bad is not None:
+        losses = losses.masked_fill(bad, torch.nan)
     if gradients is None:
         return losses, None
     return losses, Sums(gradients.d_a, d_b[0] if d_b else None, numbers)

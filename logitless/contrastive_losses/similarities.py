@@ -21,8 +21,8 @@ from ..heads.gradient_sums import Sum, clear_padding
 # Rows of similarities are padded to a multiple of PACK columns. The kernels then read 16 bytes at a
 # time, because Triton vectorises a load only if the stride is a multiple of 16.
 PACK = 16
-# On a CPU, the eager backend allocates up to four tensors of the size of a chunk. So a chunk gets
-# only a part of the default workspace.
+# In the eager backend, up to five tensors of the size of a chunk are in memory at once, including
+# the chunk. So a chunk gets only a part of the workspace.
 EAGER_PART = 8
 # The largest number of rows of a chunk. CUDA allows 65,535 programs along the second dimension of a
 # grid, and a program of the kernels computes at least 64 rows.
@@ -51,7 +51,7 @@ class Similarities:
         self.a = self.working(a.detach())
         width = _padded(most) * self.a.element_size()
         limit = workspace or default_workspace(max(width, 1), a.device.type)
-        if workspace is None and self.backend is eager:
+        if self.backend is eager:
             limit //= EAGER_PART
         self.step = min(even_chunk(len(a), limit // max(width, 1)), MOST_ROWS)
         size = min(self.step, len(a)) * _padded(most)

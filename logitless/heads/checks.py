@@ -71,6 +71,9 @@ def table(hidden: Any, weight: Any, bias: Any, casts: bool) -> None:
         if t is not None:
             _same_device(name, t, hidden, "hidden")
             logits(t, name)
+        if t is not None and (t.dtype == torch.float64) != (hidden.dtype == torch.float64):
+            # Autocast does not change the dtype of fp64 tensors.
+            raise TypeError(f"{name} must be {hidden.dtype} like hidden, got {t.dtype}.")
     # `head` reads only shapes and dtypes.
     wide = [None if t is None else t.to("meta", torch.float32) for t in (hidden, weight, bias)]
     head(wide[0], wide[1], wide[2], None)

@@ -80,6 +80,8 @@ def capture_sampled(
     On a GPU, one pass over the logits computes the max and the sums of each row, and a second pass
     reads only the blocks of 512 columns that contain a draw.
 
+    torch.compile breaks the graph at this function, so fullgraph=True raises an error.
+
     >>> targets = capture_sampled(teacher_logits, 50)
     >>> loss = topk_distill(logits, targets, divergence="forward_kl", support="truncate")
     """

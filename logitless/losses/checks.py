@@ -102,6 +102,13 @@ def sampled_softmax(
     option_checks.workspace(workspace)
 
 
+def no_func(name: str) -> None:
+    raise RuntimeError(
+        f"{name} must be differentiated by torch.autograd, because torch.func (grad, vjp, vmap) is"
+        " not supported."
+    )
+
+
 def dense_teacher(
     student, teacher, names, weight, blend, temperature, softcap, mask, row_weight, reduction
 ) -> None:  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..contract import NO_ID, PRECISION
-from ..core import call, target_checks, tensor_checks
+from ..core import call, target_checks
 from ..core.autograd import Node, refuse_second
 from ..core.choose_backend import backend_of
 from ..core.evaluate import evaluate
@@ -83,6 +83,8 @@ def sampled_softmax(
     [0, V) makes the loss of the row NaN, and a shared negative outside [0, V) makes the loss of all
     rows NaN.
 
+    torch.compile breaks the graph at this function, so fullgraph=True raises an error.
+
     >>> negatives = torch.randint(0, len(items.weight), (8192,))
     >>> loss = sampled_softmax(hidden, items.weight, target, negatives)
     """
@@ -93,7 +95,7 @@ def sampled_softmax(
         casts,
     )  # fmt: skip
     if call.in_func():
-        tensor_checks.no_head_in_func()
+        checks.no_func("sampled_softmax")
     label = call.as_ids(target, ignore_index, mask).long()
     sample = _Sample(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, label.reshape(-1),
@@ -144,15 +146,16 @@ class _Sample:
         V, live = len(self.weight), ~self.ignored
         target_checks.in_range(self.target, V, live, "target", self.ignore_index)
         by_row = None if self.negatives.dim() == 1 else live.unsqueeze(-1)
-        ids = self.negatives if by_row is None else self.negatives.view(len(live), -1)
+        ids = (
+            self.negatives
+            if by_row is None
+            else self.negatives.reshape(len(live), self.negatives.shape[-1])
+        )
         place = "slot" if by_row is None else "row"
         target_checks.in_range(ids, V, by_row, "negatives", None, place)
 
     def is_bad(self, ids: Tensor) -> Tensor:
         return (ids < 0) | (ids >= len(self.weight))
-
-
-# --- negatives that all rows share
 
 
 @dataclass(eq=False)
@@ -196,8 +199,8 @@ def shared_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> T
         # An id outside [0, V) is replaced by the first negative, so that the gradient of the table
         # has no further rows.
         wanted = torch.where(bad, ids[0].clamp(0, len(s.weight) - 1), wanted)
-        bias = None if s.bias is None else s.bias.to(full)[wanted]
-        table = F.embedding(wanted, s.weight, sparse=s.sparse_grad)
+        bias = None if s.bias is None else _bias_of(s.bias, wanted, full)
+        table = _TableRows.apply(s.weight, wanted, s.weight.dtype, s.sparse_grad)
         own, others = table[:rows], table[rows:]
         z = _target_logits(s, own, None if bias is None else bias[:rows], bad[:rows])
         extra = torch.zeros_like(ids, dtype=full) if bias is None else bias[rows:]
@@ -265,9 +268,6 @@ def _distinct(
     return ids, torch.where(is_first, merged, torch.inf), column
 
 
-# --- negatives of each row
-
-
 def per_row_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> Tensor:
     """Returns the loss over negatives (..., K) of each row."""
     sample.check_values()
@@ -280,7 +280,7 @@ def per_row_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> 
         ids = torch.cat((s.target.unsqueeze(-1), negatives), 1)
         z = _RowDots.apply(s.hidden, s.weight, torch.where(ignored, NO_ID, ids), s.sparse_grad)
         if s.bias is not None:
-            z = z + s.bias.to(full)[torch.where(s.is_bad(ids), 0, ids)]
+            z = z + _bias_of(s.bias, torch.where(s.is_bad(ids), 0, ids), full)
         z = z / s.temperature
         if s.log_q is not None or s.target_log_q is not None:
             z = z - torch.cat((
@@ -298,6 +298,41 @@ def per_row_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> 
 
 def _or_zeros(t: Tensor | None, shape: torch.Size, dtype: torch.dtype, device) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device) if t is None else t.to(dtype)
+
+
+def _bias_of(bias: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the bias of each id, in shape ids.shape."""
+    return _TableRows.apply(bias.unsqueeze(-1), ids.reshape(-1), dtype, False).view(ids.shape)
+
+
+class _TableRows(Node):
+    """The rows `ids` (n,) of a table (V, D), cast to `dtype`.
+
+    Backward adds the gradients of equal ids in fp32 (fp64 for fp64 tables), and rounds each sum
+    once. Gradients that are added in 16 bits stop growing after some hundred equal ids, as in the
+    backward of F.embedding.
+    """
+
+    @staticmethod
+    def forward(ctx, table, ids, dtype, sparse):
+        ctx.backend, ctx.sparse = backend_of(table), sparse
+        ctx.table = table.detach()  # backward reads the shape and the dtype, but no values
+        ctx.save_for_backward(ids)
+        return table[ids].to(dtype)
+
+    @staticmethod
+    def backward(ctx, upstream):  # pyright: ignore
+        Node.refuse_vmap((upstream,))
+        (ids,) = ctx.saved_tensors
+        with torch.no_grad():
+            # d_table is the gradient of the dot products upstream[i] · table[ids[i]].
+            pairs, ones = ids.unsqueeze(-1), torch.ones_like(upstream[:, :1])
+            _, d_table = ctx.backend.row_dots_gradients(
+                upstream, ctx.table, pairs, ones, (False, True), ctx.sparse
+            )
+        if torch.is_grad_enabled():
+            (d_table,) = refuse_second((d_table,), (upstream,))
+        return d_table, None, None, None
 
 
 class _RowDots(Node):

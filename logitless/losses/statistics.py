@@ -145,7 +145,10 @@ def row_stats(
     reciprocal rank is 1 / (1 + rank), and the NDCG of one relevant item is 1 / log2(2 + rank). The
     logits are compared after the softcap and before the division by the temperature, so equal
     logits stay equal. A NaN counts as greater than every logit. So the rank is V if the logit of
-    the id is NaN. On a GPU, an id outside [0, V) does not raise, and its rank is V too.
+    the id is NaN. On a GPU, an id outside [0, V) does not raise, and its rank is V too. The logits
+    of a 16-bit head are rounded to 16 bits, so logits that are slightly greater can become equal to
+    the logit of the id, and the rank gets smaller. For metrics, pass logits_dtype=torch.float32 to
+    LinearLogits.
 
     Logits are fp16, bf16, fp32 or fp64. The temperature is one number, or a tensor with one number
     per row. Statistics are fp32 (fp64 for fp64 logits), and gradients have the dtype of the logits.

@@ -1,6 +1,7 @@
 """What all contrastive losses share: refusals, autograd, GEMMs, memory, autocast, torch.compile."""
 
 import copy
+import pickle
 from unittest import mock
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import logitless as ll
 from logitless.contrastive_losses import similarities
 from logitless.heads import gemms, gradient_sums
+from logitless.parallel.ranks import Alone
 from tests.support.contrastive import FUNCTIONS, embeddings
 from tests.support.laws import host_reads_nothing
 from tests.support.refusals import refuses
@@ -31,7 +33,13 @@ BOTH = {
                "b must be torch.float32 like a, got torch.float64."),
     "scale": ((A, A), {"scale": "2"}, TypeError, "scale must be a number, got '2'."),
     "infinite scale": ((A, A), {"scale": float("inf")}, ValueError,
-                       "scale must be finite, got inf."),
+                       "scale must be in [-1e+12, 1e+12], got inf."),
+    "large scale": ((A, A), {"scale": 3e38}, ValueError,
+                    "scale must be in [-1e+12, 1e+12], got 3e+38."),
+    "huge scale": ((A, A), {"scale": 10**400}, ValueError,
+                   f"scale must be in [-1e+12, 1e+12], got {10**400}."),
+    "group": ((A, A), {"group": "x"}, TypeError,
+              "group must be a process group, a DeviceMesh or None, got 'x'."),
     "scales": ((A, A), {"scale": torch.ones(2)}, ValueError,
                "scale must hold one number, got shape (2,)."),
     "integer scale": ((A, A), {"scale": torch.tensor(1)}, TypeError,
@@ -115,6 +123,21 @@ def test_refusals_of_values():
         ll.sigmoid_contrastive(A, B, positives=positives)
     with refuses(TypeError, "bias must be a number, got None."):
         ll.sigmoid_contrastive(A, A, bias=None)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64],
+)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_positives_of_every_integer_dtype(name, dtype):
+    """Row 156 is -100 in 8 bits, and row 200 is -56 in 8 bits."""
+    a, b = embeddings(3, 300, torch.float32)
+    more = ONE_WAY if name == "contrastive" else {}
+    few = torch.iinfo(dtype).max < 200
+    positives = torch.tensor([5, 99, 127] if few else [5, 156, 200])
+    want = FUNCTIONS[name][0](a, b, positives=positives, **more)
+    assert torch.equal(FUNCTIONS[name][0](a, b, positives=positives.to(dtype), **more), want)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -222,7 +245,9 @@ def test_number_of_gemms(name, reduction, symmetric, device):
         with torch.no_grad():
             FUNCTIONS[name][0](a, b, **how)
         assert len(calls) == 1
-        FUNCTIONS[name][0](a, b, **how, workspace=16 * 64 * 4).sum().backward()
+        part = similarities.EAGER_PART if device == "cpu" else 1
+        workspace = part * 16 * 64 * 4
+        FUNCTIONS[name][0](a, b, **how, workspace=workspace).sum().backward()
         assert max(sizes) == 16 * 64
 
 
@@ -248,10 +273,15 @@ def test_compiled(name, device):
     function, (a, b) = FUNCTIONS[name][0], embeddings(9, 9, torch.float32, device)
     linear = torch.nn.Linear(a.shape[1], a.shape[1]).to(device)
     compiled = torch.compile(lambda a, b: function(linear(a), b, scale=2.0) * 3, backend="eager")
-    compiled(a, b).backward()
+    loss = compiled(a, b)
+    loss.backward()
     got, linear.weight.grad = linear.weight.grad, None
-    (function(linear(a), b, scale=2.0) * 3).backward()
+    want = function(linear(a), b, scale=2.0) * 3
+    want.backward()
+    torch.testing.assert_close(loss, want)
     torch.testing.assert_close(got, linear.weight.grad)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(function, backend="eager", fullgraph=True)(a, b)
 
 
 def test_modules(device):
@@ -275,6 +305,24 @@ def test_modules(device):
     assert copy.deepcopy(module).bias == -3
 
 
+def test_copies_of_a_module_share_the_group():
+    """A process group cannot be copied, and belongs to one process."""
+
+    class Uncopied(Alone):
+        def __deepcopy__(self, memo):
+            raise AssertionError
+
+    module = ll.nn.ContrastiveLoss(group=Uncopied())
+    for copied in (copy.deepcopy(torch.nn.Sequential(module))[0], copy.copy(module)):
+        assert copied.group is module.group
+        assert torch.equal(copied(A, A), module(A, A))
+    with pytest.raises(TypeError, match="must have group=None to be pickled"):
+        pickle.dumps(module)
+    again = pickle.loads(pickle.dumps(ll.nn.ContrastiveLoss()))
+    assert again.group is None
+    assert torch.equal(again(A, A), module(A, A))
+
+
 def test_the_scale_of_a_module_is_clamped(device):
     """After a step beyond the bound, the next step can reduce the scale again."""
     a, b = embeddings(9, 9, torch.float32, device)
@@ -289,7 +337,14 @@ def test_the_scale_of_a_module_is_clamped(device):
 
 @pytest.mark.parametrize(("option", "value", "message"), [
     ("scale", 0, "scale must be in [1e-12, 1e+12], got 0."),
-    ("max_scale", 1.0, "max_scale must be in [14.2857, 1e+12], got 1.0."),
+    ("max_scale", 0.0, "max_scale must be in [1e-12, 1e+12], got 0.0."),
+    ("max_scale", 1.0, "scale must be at most max_scale, got 14.2857 and max_scale=1; for a scale "
+                       "without a bound, pass max_scale=None."),
+    ("scale", 200, "scale must be at most max_scale, got 200 and max_scale=100; for a scale "
+                   "without a bound, pass max_scale=None."),
+    ("symmetric", "yes", "symmetric must be True or False, got 'yes'."),
+    ("averaged", "yes", "averaged must be True or False, got 'yes'."),
+    ("group", 3, "group must be a process group, a DeviceMesh or None, got 3."),
     ("trainable", 2, "trainable must be True or False, got 2."),
     ("reduction", "avg", "reduction must be one of 'mean', 'sum', 'none', got 'avg'."),
 ])  # fmt: skip

@@ -85,3 +85,48 @@ def test_ranks_that_disagree_raise(monkeypatch):
 
     on_ranks(2, different)
     on_ranks(2, bad)
+
+
+ONE_RANK = {
+    "positives must be in": {"symmetric": False, "positives": torch.tensor([0, 1, 9])},
+    "labels must be a Tensor": {"labels": 3},
+    "labels of b must have shape": {"labels": (torch.arange(3), torch.arange(4))},
+    "mask must have shape": {"mask": torch.zeros(4, 6) > 0},
+}
+
+
+@pytest.mark.parametrize("message", ONE_RANK)
+def test_an_error_of_one_rank_raises_on_all_ranks(message, monkeypatch):
+    """With LOGITLESS_CHECK=1. Here, rank 1 passes right values, and rank 0 passes wrong values."""
+    monkeypatch.setenv("LOGITLESS_CHECK", "1")
+    right = {
+        "positives": torch.tensor([0, 1, 2]),
+        "labels": (torch.arange(3), torch.arange(3)),
+        "mask": torch.zeros(3, 6) > 0,
+    }
+
+    def call(group):
+        how = ONE_RANK[message]
+        if group.index:
+            how = {name: right.get(name, value) for name, value in how.items()}
+        with pytest.raises((TypeError, ValueError, IndexError)) as raised:
+            ll.contrastive(torch.ones(3, 2), torch.ones(3, 2), group=group, **how)
+        return str(raised.value)
+
+    wrong, other = on_ranks(2, call)
+    assert message in wrong
+    assert message in other
+    assert "ranks must call one loss" in other
+
+
+def test_a_positive_out_of_range_on_one_rank(monkeypatch):
+    monkeypatch.setenv("LOGITLESS_CHECK", "1")
+
+    def call(group):
+        positives = torch.tensor([0, 1, 2 if group.index else 9])
+        with pytest.raises((ValueError, IndexError), match="positives must be in"):
+            ll.sigmoid_contrastive(
+                torch.ones(3, 2), torch.ones(3, 2), positives=positives, group=group
+            )
+
+    on_ranks(2, call)

@@ -100,6 +100,22 @@ def test_positives_out_of_range(device):
     assert loss.isnan().tolist() == [False, True, True]
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.usefixtures("impl", "nobody_looks")
+def test_gradients_of_positives_out_of_range(reduction, device):
+    """The row's gradient is NaN, like its loss. The gradients of b and scale contain every row."""
+    a, b = embeddings(3, 6, torch.float32, device)
+    how = {**numbers(device), "positives": torch.tensor([0, 6, 2], device=device)}
+    upstream = torch.ones(3 if reduction == "none" else (), device=device)
+    _, d_a, d_b, d_scale, d_bias = gradients(
+        ll.sigmoid_contrastive, a, b, upstream, BOTH, reduction=reduction, **how
+    )
+    assert d_a.isnan().all(1).tolist() == [False, True, False]
+    assert d_b.isnan().all()
+    assert d_scale.isnan()
+    assert d_bias.isnan()
+
+
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.usefixtures("impl")
 def test_backward_twice(reduction, device):
