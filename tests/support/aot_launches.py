@@ -48,6 +48,9 @@ def launch_table(dtype: torch.dtype) -> None:
     table, ids = torch.zeros(1000, 128, dtype=dtype), torch.zeros(2, 40, dtype=torch.int64)
     g = kernels.row_dots(table[:2], table, ids)
     kernels.row_dots_gradients(table[:2], table, ids, g, (True, True), False)
+    # The gradient of a bias, from upstream gradients in fp32.
+    bias, upstream = torch.zeros(1000, 1, dtype=dtype), torch.zeros(2, 1)
+    kernels.row_dots_gradients(upstream, bias, ids[:, :1], g[:, :1], (False, True), False)
 
 
 def launch_row_gemm(dz: torch.Tensor, wide: bool) -> None:
