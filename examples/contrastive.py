@@ -100,6 +100,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=2048, help="pairs per batch")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
+    if args.steps < 1:
+        raise SystemExit(f"--steps must be at least 1, got {args.steps}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     data = Data(device)
     print(f"{args.steps} batches of {args.pairs:,} pairs on a {device} device")
