@@ -183,4 +183,4 @@ def captured_of_head(
         for tile in chunks_of(head, loss, head.work()).tiles(loss):
             results.append(capture.rows(tile.rows).of(backend, tile.logits, *options))
     joined = (torch.cat(chunks) for chunks in zip(*results, strict=True))
-    return tuple(t.view(*lead, *t.shape[1:]) for t in joined)
+    return tuple(t.view((*lead, *t.shape[1:])) for t in joined)

@@ -123,7 +123,7 @@ CHOICES = {  # all that a kernel may be compiled for: what is asked, and how mem
     # of a narrow head: its width and strides, and the tiles by which pairs are sorted
     "WIDTH", "STRIDE_H", "STRIDE_W", "H_ALIGNED", "W_ALIGNED", "ORDERS", "ADDS", "FIELDS",
     # of contrastive losses: the tiles of a chunk, and whether the chunk is a multiple of the tiles
-    "SPAN_POW2", "FULL", "ONE_EXPONENTIAL", "LANES",
+    "SPAN_POW2", "SPANS", "FULL", "ONE_EXPONENTIAL", "LANES",
     # of sampled ids: the draws of a program, and a power of two that is at least n
     "DRAWS", "BLOCK",
 }  # fmt: skip

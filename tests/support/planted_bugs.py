@@ -109,7 +109,7 @@ BUGS = (
     Bug("kernels: draw in an unaligned row", "kernels", "logitless/kernels/sampled.py",
         "begin = span * SPAN - early", "begin = span * SPAN", (SAMPLED,)),
     Bug("kernels: small masses are lost", "kernels", "logitless/kernels/sampled.py",
-        "* 1048576 + tl.sum(low, axis=0)", "* 1048576", (SAMPLED,)),
+        "high.to(tl.int64) * 1048576 + low", "high.to(tl.int64) * 1048576", (SAMPLED,)),
     Bug("kernels: padding is logit 0", "kernels", "logitless/kernels/state.py",
         "y = tl.where(mask, y, -INF)", "y = tl.where(mask, y, 0.0)",
         ("tests/kernels/test_stats_fwd.py",)),
