@@ -63,14 +63,25 @@ def row_dots_gradients(
         gain = g[rows][row, column].unsqueeze(-1)
         if d_hidden is not None:
             table = weight[ids[rows][row, column]].to(full)
-            d_hidden[rows] = d_hidden[rows].index_add(0, row, gain * table)
+            _add_rows(d_hidden[rows], row, gain * table)
         if d_rows is not None:
-            d_rows.index_add_(0, place[start : start + len(row)], gain * hidden[rows][row].to(full))
+            _add_rows(d_rows, place[start : start + len(row)], gain * hidden[rows][row].to(full))
         start += len(row)
     d_hidden = None if d_hidden is None else d_hidden.to(hidden.dtype)
     if d_rows is None:
         return d_hidden, None
     return d_hidden, table_gradient(which, d_rows.to(weight.dtype), weight, sparse)
+
+
+def _add_rows(total: Tensor, at: Tensor, rows: Tensor) -> None:
+    """Adds rows (n, D) to the rows `at` (n,) of a tensor, in the same order in every run.
+
+    On a GPU, index_add_ would add equal rows in an order that changes from run to run.
+    """
+    if total.is_cuda:
+        total.index_put_((at,), rows, accumulate=True)
+    else:
+        total.index_add_(0, at, rows)
 
 
 def table_gradient(ids: Tensor, rows: Tensor, weight: Tensor, sparse: bool) -> Tensor:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..contract import PAIR_SUMS, Pair, Reading
+from ..contract import Pair, Reading
 from . import config
 from .jsd_math import bits, mixture, safe_beta, skewed
 from .launch import REMEMBERED, Launch
@@ -60,14 +60,15 @@ class Norms(NamedTuple):
 
 
 class Second(NamedTuple):
-    """The state of the second pass: the normalisers, and two sums per column of a block.
+    """The state of the second pass: the normalisers, and three sums per column of a block.
 
-    The sums are in bits for JSD, and in nats for a skewed KL.
+    The first two sums are in bits for JSD, and in nats for a skewed KL.
     """
 
     norms: tl.tensor
     of_q: tl.tensor  # Σ q log2(q / M) for JSD; Σ q g for a skewed KL (see jsd_math.py)
     of_p: tl.tensor  # Σ p log2(p / M) for JSD; the divergence for a skewed KL
+    mass: tl.tensor  # 0 for JSD; Σ q for a skewed KL
 
 
 class Apart(NamedTuple):
@@ -103,19 +104,19 @@ def _fold_second(state, both, start, offs, mask):
     q, log_q_m, p, log_p_m = mixture(
         log_q, log_p, log_q - log_p, both.blend, both.X.dtype.element_ty
     )
-    return Second(norms, state.of_q + q * log_q_m, state.of_p + p * log_p_m)
+    return Second(norms, state.of_q + q * log_q_m, state.of_p + p * log_p_m, state.mass)
 
 
 @triton.jit
 def _fold_skewed(state, both, start, offs, mask, FORWARD: tl.constexpr):
-    """Adds one block to the two sums of a skewed KL (second pass)."""
+    """Adds one block to the three sums of a skewed KL (second pass)."""
     norms = state.norms
     d_q = student(both, start + offs, mask) - norms.shift_q
     d_p = teacher(both, start + offs, mask) - norms.shift_p
     log_q, log_p = d_q * both.rate - norms.log_q, d_p * both.rate - norms.log_p
     gap = (d_q - d_p) * both.rate - (norms.log_q - norms.log_p)
     q, g, term = skewed(log_q, log_p, gap, both.blend, both.X.dtype.element_ty, FORWARD)
-    return Second(norms, state.of_q + q * g, state.of_p + term)
+    return Second(norms, state.of_q + q * g, state.of_p + term, state.mass + q)
 
 
 @triton.jit
@@ -147,7 +148,7 @@ def _second_sweep(
     """Returns three sums over the columns [lo, hi).
 
     For JSD, the sums are the student's Σ q log2(q / M), the teacher's Σ p log2(p / M), and 0. For a
-    skewed KL, the sums are Σ q g, the divergence, and 0. For TVD, the sums are Σ |p - q|, and the
+    skewed KL, the sums are Σ q g, the divergence, and Σ q. For TVD, the sums are Σ |p - q|, and the
     student's masses above and below the teacher. All sums of TVD are multiplied by s_q.
     """
     zero = tl.zeros((BLOCK_V,), tl.float32)
@@ -156,9 +157,10 @@ def _second_sweep(
             _fold_second if KIND == "jsd"
             else _fold_skewed_forward if KIND == "skewed_forward" else _fold_skewed_reverse
         )  # fmt: skip
-        sums = Second(Norms(m_q, bits(s_q), m_p, bits(s_p)), zero, zero)
+        sums = Second(Norms(m_q, bits(s_q), m_p, bits(s_p)), zero, zero, zero)
         sums = walk_both(fold, sums, both, head, body, lo, hi, ALIGNED, T_ALIGNED, BLOCK_V)
-        return tl.sum(sums.of_q, axis=0), tl.sum(sums.of_p, axis=0), 0.0
+        third = 0.0 if KIND == "jsd" else tl.sum(sums.mass, axis=0)
+        return tl.sum(sums.of_q, axis=0), tl.sum(sums.of_p, axis=0), third
     else:
         sums = Apart(m_q, m_p, to_student(s_q, s_p), zero, zero, zero)
         sums = walk_both(_fold_apart, sums, both, head, body, lo, hi, ALIGNED, T_ALIGNED, BLOCK_V)
@@ -182,7 +184,9 @@ def _divergence(first, second, third, s_q, s_p, blend, KIND: tl.constexpr):
         return tl.where(value < 0, 0.0, value), first
     elif KIND != "tvd":
         value = second + no_row
-        return tl.where(value < 0, 0.0, value), first
+        # Σ q differs from 1, because all q share the rounding error of their normaliser. Without
+        # the division, this error would stay in the gradient q (g - mean).
+        return tl.where(value < 0, 0.0, value), first / tl.where(third == 0, 1.0, third)
     else:
         value = 0.5 * first / s_q + no_row
         return tl.where(value > 1, 1.0, value), ratio_of(second, third)
@@ -234,6 +238,8 @@ def _jsd_tvd_fwd_kernel(
     tl.store(VALUE + row, value)
     if KNOWN and KIND == "tvd":
         save_state(STATE, row, shift_q, s_q, shift_p, second, third)
+    elif KNOWN:  # the sums of several parts of a row are added
+        save_state(STATE, row, shift_q, s_q, shift_p, s_p, first)
     else:
         save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean)
 
@@ -287,7 +293,7 @@ def _jsd_tvd_split_fwd_kernel(
     at_sums = SUMS + (row.to(tl.int64) * splits + split) * SUMS_OF
     tl.store(at_sums, first)
     tl.store(at_sums + 1, second)
-    if KIND == "tvd":
+    if KIND != "jsd":
         tl.store(at_sums + 2, third)
     if split == 0:
         save_state(STATE, row, shift_q, s_q, shift_p, s_p, 0.0)
@@ -318,7 +324,7 @@ def _jsd_tvd_merge_kernel(
     first = tl.sum(load(at_sums, 0, offs_p < splits), axis=0)
     second = tl.sum(load(at_sums, 1, offs_p < splits), axis=0)
     third = 0.0
-    if KIND == "tvd":
+    if KIND != "jsd":
         third = tl.sum(load(at_sums, 2, offs_p < splits), axis=0)
     at = STATE + row.to(tl.int64) * PAIR_STATE
     s_q, s_p = tl.load(at + 1), tl.load(at + 3)
@@ -345,7 +351,7 @@ def read_jsd_tvd(
     if splits > 1 and not known:
         cut = config.jsd_tvd_split_fwd(rows.vocab, rows.itemsize)
         exchange = torch.zeros((rows.count, 2, splits), device=x.device, dtype=torch.int64)
-        shape = rows.count, splits, PAIR_SUMS[kind]
+        shape = rows.count, splits, _sums_of(kind)
         sums = torch.empty(shape, device=x.device, dtype=torch.float32)
         first, second = _shared_plan(rows, t_rows, splits, number, options, kind, cut)
         first(x, teacher, label, state, sums, exchange, *tensor)
@@ -353,6 +359,11 @@ def read_jsd_tvd(
     else:
         launch = _plan(rows, t_rows, number, options, kind, known, config.pair_fwd(rows.vocab))
         launch(x, teacher, label, value, state, *tensor)
+
+
+def _sums_of(kind: str) -> int:
+    """Returns the number of sums per split of a row."""
+    return 2 if kind == "jsd" else 3
 
 
 def splits_of(x: Tensor) -> int:
@@ -388,9 +399,9 @@ def _shared_plan(
     return Launch(
         _jsd_tvd_split_fwd_kernel, (rows.count * splits,),
         (*number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab, *options),
-        num_warps=cut.num_warps, KIND=kind, SUMS_OF=PAIR_SUMS[kind], ALIGNED=rows.aligned,
+        num_warps=cut.num_warps, KIND=kind, SUMS_OF=_sums_of(kind), ALIGNED=rows.aligned,
         T_ALIGNED=t_rows.aligned_like(rows), SPAN=cut.span, BLOCK_V=cut.block_v, BLOCK_P=block_p,
     ), Launch(
         _jsd_tvd_merge_kernel, (rows.count,), (splits, beta, ignore_index),
-        num_warps=1, KIND=kind, SUMS_OF=PAIR_SUMS[kind], BLOCK_P=block_p,
+        num_warps=1, KIND=kind, SUMS_OF=_sums_of(kind), BLOCK_P=block_p,
     )  # fmt: skip

@@ -152,7 +152,7 @@ def test_a_row_weight_multiplies_and_never_divides():
     torch.testing.assert_close(got, (rows * weight)[mask].sum() / mask.sum())
     with pytest.raises(
         TypeError,
-        match=r"row_weight must hold numbers that multiply the losses, got torch.bool.* as `mask`",
+        match=r"row_weight must hold numbers that multiply the losses, got torch.bool.*`mask`",
     ):
         ll.cross_entropy(x, target, row_weight=mask)
 

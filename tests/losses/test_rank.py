@@ -146,12 +146,13 @@ def test_cuts_of_a_head(cut, device):
 
 
 def test_a_mean_beside_a_rank_takes_three_gemms(monkeypatch, device):
-    seen = []
+    seen = []  # the multiplications of each GEMM
     for module, name in ((torch, "mm"), (torch, "addmm"), (gemms, "dense_logits")):
         function = getattr(module, name)
 
         def record(*args, function=function, **kwargs):
-            seen.append(function)
+            a, b = [t for t in args if isinstance(t, torch.Tensor)][-2:]
+            seen.append(a.numel() * (b.shape[1] if len(b) == a.shape[1] else b.shape[0]))
             return function(*args, **kwargs)
 
         monkeypatch.setattr(module, name, record)
@@ -159,7 +160,7 @@ def test_a_mean_beside_a_rank_takes_three_gemms(monkeypatch, device):
     w = torch.randn(V, D, device=device, requires_grad=True)
     target = torch.randint(0, V, (N,), device=device)
     ll.cross_entropy_and_scores(ll.LinearLogits(h, w), target, rank=True)[0].backward()
-    assert len(seen) == 3
+    assert 3 <= sum(seen) / (N * D * V) < 3.5  # columns can be padded
 
 
 @pytest.mark.usefixtures("impl")
