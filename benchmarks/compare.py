@@ -43,11 +43,18 @@ def set_path(checkout: str) -> None:
     assert Path(logitless.__file__).is_relative_to(checkout), logitless.__file__
 
 
-def names(device: str, filters: dict) -> list[str]:
-    """Runs in a worker. Returns the names of the cases."""
+def functions() -> set[str]:
+    """Runs in a worker. Returns the names of the public functions."""
+    import logitless
+
+    return set(logitless.__all__)
+
+
+def names(device: str, filters: dict, without: set[str]) -> list[str]:
+    """Runs in a worker. Returns the names of the cases, except those of the functions `without`."""
     from cli.bench import cases
 
-    return [case.name for case in cases.choose(device, **filters)]
+    return [case.name for case in cases.choose(device, **filters) if case.op not in without]
 
 
 def measure(device: str, filters: dict, name: str, ms: float) -> dict:
@@ -108,9 +115,10 @@ def main() -> int:
     end = time.monotonic() + 60 * args.minutes
     filters = {"quick": args.quick, "families": args.family, "ops": args.op}
     workers = [worker(path) for path in (args.old, args.new, args.old)]
+    old, new, _ = (w.submit(functions).result() for w in workers)
     cases = [
         name
-        for name in workers[0].submit(names, args.device, filters).result()
+        for name in workers[0].submit(names, args.device, filters, new - old).result()
         if args.named in name
     ]
 

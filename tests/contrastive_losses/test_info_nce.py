@@ -7,6 +7,7 @@ import logitless as ll
 from logitless.kernels import config
 from tests.support import oracle
 from tests.support.contrastive import SMALL, assert_right, embeddings, gradients
+from tests.support.laws import error
 
 N, M = 37, 45
 CASES = {
@@ -94,9 +95,19 @@ def test_normalisers_far_apart(scale, device):
 @pytest.mark.parametrize(("near", "scale"), [(0.3, 100.0), (0.01, 700.0)])
 @pytest.mark.usefixtures("impl")
 def test_large_logits_with_small_differences(near, scale, device):
-    """A normaliser that is rounded to one fp32 number would lose the digits of the differences."""
-    a, b = (1 + near * t for t in embeddings(N, N, torch.float32, device))
-    assert_right("contrastive", a, b, scale=torch.tensor(scale, device=device), reduction="sum")
+    """A normaliser that is rounded to one fp32 number would lose the digits of the differences.
+
+    The rounding of large logits makes one error large or small by chance, so errors are added.
+    """
+    ours, theirs = torch.zeros(3), torch.zeros(3)
+    for _ in range(8):
+        a, b = (1 + near * t for t in embeddings(N, N, torch.float32, device))
+        one = torch.ones((), dtype=torch.float64, device=device)
+        want = gradients(oracle.contrastive, a.double(), b.double(), one, scale=scale)
+        for errors, function in ((ours, ll.contrastive), (theirs, oracle.contrastive)):
+            found = gradients(function, a, b, one, scale=scale)
+            errors += torch.tensor([error(x, y) for x, y in zip(found, want, strict=True)])
+    assert (ours <= 2 * theirs).all(), (ours, theirs)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
