@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 
+import fsspec.registry
 import pytest
 
 from logitless.store import Store, merge, write_index
@@ -326,6 +327,8 @@ class TestArguments:
     def test_a_missing_package(self, monkeypatch):
         for name in ("fsspec", "s3fs"):
             with monkeypatch.context() as patch:
+                # fsspec remembers the classes of protocols that another test has used.
+                patch.delitem(fsspec.registry._registry, "s3", raising=False)
                 patch.setitem(sys.modules, name, None)
                 words = re.escape("Run pip install 'logitless[remote]'")
                 with pytest.raises(ModuleNotFoundError, match=f"s3://.*{name}.*{words}"):
