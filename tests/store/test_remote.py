@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 
-import fsspec.registry
+import fsspec.registry  # noqa: F401
 import pytest
 
 from logitless.store import Store, merge, write_index
@@ -328,7 +328,7 @@ class TestArguments:
         for name in ("fsspec", "s3fs"):
             with monkeypatch.context() as patch:
                 # fsspec remembers the classes of protocols that another test has used.
-                patch.delitem(fsspec.registry._registry, "s3", raising=False)
+                patch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
                 patch.setitem(sys.modules, name, None)
                 words = re.escape("Run pip install 'logitless[remote]'")
                 with pytest.raises(ModuleNotFoundError, match=f"s3://.*{name}.*{words}"):
