@@ -261,7 +261,7 @@ _gradient_plans: Plans[_GradientKey, _GradientPlan | None] = Plans(_gradient_pla
 
 
 def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
-    """Returns the ids in [start, start + width) as columns counted from `start`.
+    """Subtracts `start` from the ids in [start, start + width), and returns all ids.
 
     Other ids of the vocabulary become NO_ID. Ids outside the vocabulary become -1.
     """

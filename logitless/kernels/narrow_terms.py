@@ -44,10 +44,10 @@ NO_TILE = tl.constexpr(2**62)
 class Order(NamedTuple):
     """The order in which the programs of a kernel visit tiles of logits.
 
-    A program visits `count` tiles. The place of a tile is its position in this order, and equals
-    i · step + j. If `by_rows`, i is the index of the tile along the rows, and j is the index of the
-    tile along the columns. Otherwise, i is the index along the columns, and j is the index along
-    the rows.
+    A program visits `count` tiles. The place of a tile is its position in this order, and equals i
+    · step + j. If `by_rows` is True, i is the index of the tile along the rows, and j is the index
+    of the tile along the columns. Otherwise, i is the index along the columns, and j is the index
+    along the rows.
     """
 
     block_n: int  # rows of a tile

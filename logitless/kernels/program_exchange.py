@@ -10,9 +10,9 @@ programs of one row fit on the GPU together. Under these two conditions, all pro
 unfinished row are always running, and no program waits forever. A row has at most MAX_PROGRAMS
 programs. In Triton's interpreter, programs must not share a row, because the interpreter runs one
 program after another. The two conditions can fail on a GPU that is partitioned or shared with other
-processes, because programs can start in another order, or the programs of a row can find too little
-room. With LOGITLESS_WAITING=0, programs do not wait for each other, and the kernels read every row
-twice instead.
+processes, because programs can start in another order, or because the programs of a row do not fit
+on the GPU together. With LOGITLESS_WAITING=0, programs do not wait for each other, and the kernels
+read every row twice instead.
 """
 
 import os
