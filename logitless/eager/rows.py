@@ -37,7 +37,10 @@ def live_rows(reading: Reading) -> Tensor | None:
 
 
 def locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor]:
-    """Returns the ids as (N, K), and a mask of the ids in [0, V). Ids outside [0, V) become 0."""
+    """Returns the ids in shape (N, K), and a mask of the ids in [0, V).
+
+    Ids outside [0, V) become 0.
+    """
     ids = ids.reshape(rows, -1 if rows else 1).contiguous()
     inside = (ids >= 0) & (ids < V)
     return torch.where(inside, ids, 0).long(), inside
@@ -49,10 +52,11 @@ def is_bad(ids: Tensor, inside: Tensor) -> Tensor:
 
 
 def real_columns(at: Tensor, inside: Tensor) -> Tensor:
-    """Returns the ids as columns (N, K). A slot without a valid id gets the row's first valid id.
+    """Returns one valid column per slot, in shape (N, K).
 
-    Therefore several slots of a row can have the same column. A scatter must write the same value
-    for all of these slots.
+    The column of a slot is its id. A slot without a valid id gets the first valid id of its row, or
+    0 if the row has no valid id. Therefore several slots of a row can have the same column. A
+    scatter must write the same value for all of these slots.
     """
     return torch.where(inside, at, at.gather(1, inside.int().argmax(1, keepdim=True)))
 

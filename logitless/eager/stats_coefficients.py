@@ -42,7 +42,7 @@ AT_IDS = ("picked", "logprob")  # statistics of shape (..., K) if there are K id
 
 @functools.cache
 def fields_of(wants: tuple[str, ...], has_ids: bool) -> tuple[str, ...]:
-    """The names of the coefficients to which the statistics in `wants` add terms."""
+    """Returns the names of the coefficients to which the statistics in `wants` add terms."""
     used = {term.coefficient for name in wants for term in RULES.get(name, ())}
     if "tail" in wants:
         used |= {"a", "a_ids"}

@@ -195,7 +195,7 @@ def _narrow_terms_kernel(
             mask = offs_k < K
             ids = tl.load(IDS + row * K + offs_k, mask=mask, other=NO_ID)
             g = load(G_IDS + row * K, offs_k, mask).to(tl.float32) * (gain * inv_t)
-            g = tl.where(d_row.shift == INF, 0.0, g)  # the gradient of a row of -inf is 0
+            g = tl.where(d_row.shift == INF, 0.0, g)  # 0 if all logits are -inf
             bad |= is_bad(ids, V)
             inside = only_if(live, (ids >= 0) & (ids < V))
             at = row * slots + offs_k

@@ -83,7 +83,8 @@ def write_label(
 ):  # fmt: skip
     """Writes the statistics of a row's label.
 
-    If ONLY, there are no ids, and the statistics `picked` and `logprob` are written for the label.
+    If ONLY is True, there are no ids, and the statistics `picked` and `logprob` are written for the
+    label.
     """
     inside = (label >= 0) & (label < V) & live
     none = tl.where(live, float("nan"), 0.0)

@@ -213,9 +213,10 @@ def cut_of(
 ) -> config.Config:
     """Returns the Config of the forward pass over these rows.
 
-    If `invariant`, the function always returns the Config for many rows and a heavy kernel (see
-    `config.stats_fwd`). This Config depends only on the vocabulary and the dtype. So a
-    log-probability has the same bits for every number of rows, with or without other statistics.
+    If `invariant` is True, the function chooses the Config as if there were many rows and the
+    kernel were heavy (see `config.stats_fwd`). The chosen Config then depends only on the
+    vocabulary and the dtype. So a log-probability has the same bits for every number of rows, with
+    or without other statistics.
     """
     heavy = invariant or softcap is not None or sums.entropy or sums.argmax or sums.total
     processors = config.processors(device)
