@@ -1,7 +1,8 @@
 """Contrastive losses over a block of similarities, in plain PyTorch.
 
-A block holds the similarities x = a @ b.T of some rows of a and some rows of b. The logits of a
-block are z = scale · x. A pair that is left out has the logit -inf, unless the pair is a positive.
+A block holds the similarities x = a @ b.T, where `a` and `b` hold one embedding per row. The logits
+of a block are z = scale · x. A pair that is left out has the logit -inf, unless the pair is a
+positive.
 
 The state of a row or a column consists of two numbers: the max m of the logits, and the sum s of
 e^(z - m). The logits of further blocks are merged into the same state.
@@ -102,8 +103,8 @@ def sigmoid_contrastive(
     """Returns the sum of softplus(-y (z + bias)) over each row, and the sums of the gradient.
 
     In this formula, y is 1 for positives and -1 for all other pairs. If `gradient` is True, the
-    function overwrites x with the gradient of the logits, and the second result holds Σ gradient ·
-    x and Σ gradient, in shape (2,). Otherwise, the second result is None.
+    function overwrites x with the gradient of the logits, and the second result holds Σ
+    gradient · x and Σ gradient, in shape (2,). Otherwise, the second result is None.
     """
     t = x.to(PRECISION[x.dtype]) * block.scale
     t += bias

@@ -1,4 +1,4 @@
-"""A GEMM in plain PyTorch. The bits of each result row do not depend on the other rows."""
+"""A GEMM in plain PyTorch, in which the bits of a result row do not depend on other rows."""
 
 import torch
 from torch import Tensor

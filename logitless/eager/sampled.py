@@ -49,9 +49,9 @@ class Parts(NamedTuple):
     `ends(x, top, how)` returns cumulative sums of masses as int64 (N, B), for B blocks of columns.
     The function also returns `top`. If the argument `top` is None, `ends` computes the max itself.
     `columns(x, top, how, ends, targets)` returns the columns of the draws, and y - top at these
-    columns, both of the shape (N, n) of the targets. Targets must be in [0, S). If the proposal is
-    1, y - top is not needed, and None is returned instead. `distinct` is the function `distinct` of
-    this file, or a function with the same results.
+    columns. Both results have the shape (N, n) of the targets. Targets must be in [0, S). If the
+    proposal is 1, y - top is not needed, and None is returned instead. `distinct` is the function
+    `distinct` of this file, or a function with the same results.
     """
 
     top: Callable[..., Tensor]

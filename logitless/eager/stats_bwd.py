@@ -65,8 +65,8 @@ class _Terms:
         self.logprob_t1_apart = self.d_logprob_t1 is not None and self.inv_t is not None
         self.lift = None if self.a_ids is None else lift_of(state[:, fields.TAIL : fields.TAIL + 1])
         if self.d_logprob_t1 is not None and not self.logprob_t1_apart:
-            # `d` is the coefficient of logprob_t1. At temperature 1, logprob_t1 adds the term -d ·
-            # p to the gradient. Therefore the coefficient `a` is replaced by `a - d`
+            # `d` is the coefficient of logprob_t1. At temperature 1, logprob_t1 adds the term
+            # -d · p to the gradient. Therefore the coefficient `a` is replaced by `a - d`
             # (kernels/ids_bwd.py gives the derivation).
             d = self.d_logprob_t1
             self.a = self.a - (d if self.lift is None else d * self.lift.exp())
@@ -102,7 +102,7 @@ class _Terms:
 
     @property
     def only_a(self) -> bool:
-        """Whether the gradient is a · softmax(z), apart from the terms of label, ids and total."""
+        """Whether the gradient is `a` · softmax(z), without the terms of label, ids and total."""
         return self.b is None and self.a_ids is None and not self.logprob_t1_apart
 
 

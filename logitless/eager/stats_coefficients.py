@@ -73,7 +73,7 @@ def coefficients(
 ) -> Coefficients:
     """Returns the coefficients of the backward formula.
 
-    `gradients` holds the gradient of each statistic by name. A missing gradient is 0.
+    `gradients` maps the name of each statistic to its gradient. A missing gradient is 0.
     """
     rows: dict[str, Tensor] = {}
     ids = None

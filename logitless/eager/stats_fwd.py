@@ -125,7 +125,7 @@ def _add_rows(
 
 
 def _count_above(y: Tensor, y0: Tensor) -> Tensor:
-    """Returns the number of logits y (n, V) of each row that are greater than y0 (n, 1).
+    """Returns, for each row, how many logits y (n, V) are greater than y0 (n, 1).
 
     A NaN counts as greater than every logit. If y0 is NaN, all logits are counted.
     """

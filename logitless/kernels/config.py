@@ -98,7 +98,10 @@ def stats_fwd(
 
 @functools.lru_cache(1024)
 def label_bwd(vocab: int) -> Config:
-    """Returns the Config of label_bwd.py. Each program computes one block of a row."""
+    """Returns the Config of label_bwd.py.
+
+    Each program computes the gradient of one block of a row, because blocks are independent.
+    """
     return overridden(Config(min(2048, ceil_pow2(vocab)), 2))
 
 
@@ -121,7 +124,7 @@ def scale(vocab: int) -> Config:
     """Returns the Config of scale.py, whose kernel multiplies each row by a factor, in place.
 
     The grid has few programs, and each program loops over large blocks of columns. In most calls,
-    the factor is 1 for all rows. Then each program reads only the factor, and ends.
+    the factor is 1 for all rows. In these calls, each program reads only the factor, and then ends.
     """
     return overridden(Config(min(4096, ceil_pow2(vocab)), 8))
 
@@ -235,11 +238,11 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
 
     `heavy` is 0, 1 or 2. In the forward kernel, a softcap or any flag of `Sums` (contract.py) adds
     1 to `heavy`. In the backward kernels, a softcap or any of the coefficients "b", "total" and
-    "logprob_t1" adds 1 to `heavy`. Rows of the hidden states or of the weight that do not start on
-    16-byte boundaries also add 1. If `heavy` is not 0, the kernel needs more registers per thread
-    and uses eight warps. In the backward kernels and in "fwd_expected", the size of the tiles that
-    are loaded in a loop is halved `heavy` times, but stays at least 16. If `heavy` is not 0, a tile
-    of "d_hidden" or "fwd_expected" has at most 64 rows.
+    "logprob_t1" adds 1 to `heavy`. If the rows of the hidden states or of the weight do not start
+    on 16-byte boundaries, another 1 is added to `heavy`. If `heavy` is not 0, the kernel needs more
+    registers per thread and uses eight warps. In the backward kernels and in "fwd_expected", the
+    size of the tiles that are loaded in a loop is halved `heavy` times, but stays at least 16. If
+    `heavy` is not 0, a tile of "d_hidden" or "fwd_expected" has at most 64 rows.
     """
     rows, columns, warps, stages, *limit = NARROW[kernel, itemsize][max(width, 64)]
     if kernel in ("d_hidden", "fwd_expected"):

@@ -291,7 +291,7 @@ def one_pass(
 ) -> Tensor | None:
     """Returns -log p of each row's label, and writes the gradient times `factor` to `into`.
 
-    If one pass over the logits is not possible, the function returns None and does nothing. One
+    If one pass over the logits is not possible, the function returns None and writes nothing. One
     pass is possible if x has a (B, T, V) view with contiguous rows (layout.py), and if the programs
     of a row are allowed to wait for each other (program_exchange.py). For a mean, one pass also
     needs at least one row and at most MAX_COUNTED rows.

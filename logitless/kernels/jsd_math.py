@@ -1,7 +1,7 @@
 """The terms of the Jensen-Shannon divergence (JSD) and of the skewed KL, for each column of a row.
 
-The JSD compares the teacher's probabilities p and the student's probabilities q with the mixture M
-= βp + (1-β)q. The skewed KL compares either p or q with a mixture (see `skewed`).
+The JSD compares the teacher's probabilities p and the student's probabilities q with the mixture
+M = βp + (1-β)q. The skewed KL compares either p or q with a mixture (see `skewed`).
 """
 
 import triton

@@ -185,8 +185,8 @@ def _divergence(first, second, third, s_q, s_p, blend, KIND: tl.constexpr):
         return tl.where(value < 0, 0.0, value), first
     elif KIND != "tvd":
         value = second + no_row
-        # Σ q differs from 1, because all q share the rounding error of their normaliser. Without
-        # the division, this error would stay in the gradient q (g - mean).
+        # Σ q differs from 1, because all q contain the rounding error of the same normaliser.
+        # Dividing by Σ q keeps this error out of the gradient q (g - mean).
         return tl.where(value < 0, 0.0, value), first / tl.where(third == 0, 1.0, third)
     else:
         value = 0.5 * first / s_q + no_row

@@ -50,8 +50,8 @@ def is_expected(reading: Reading) -> bool:
     and a teacher's probability. If these two probabilities are nearly equal, this difference would
     lose digits, because p would come from the sums, which leave out only the label's column. The
     result is also False if the loss reads no statistic at the label, and labels only mark ignored
-    rows. The result is also False for a softcap, and for a statistic that needs one of the fields
-    that `Sums` (contract.py) lists.
+    rows. The result is also False if the loss has a softcap, or needs an optional field that has a
+    flag in `Sums` (contract.py).
     """
     at_label = reading.ids is None and not {"nll", "logprob", "picked"}.isdisjoint(reading.wants)
     return at_label and reading.softcap is None and not any(reading.sums)

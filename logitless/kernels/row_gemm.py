@@ -64,7 +64,8 @@ def _row_gemm_kernel(
         if HAS_BIAS:
             offs_n = n + tl.arange(0, BLOCK_N)
             x += tl.load(BIAS + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-        # A store goes through shared memory. Storing two halves in turn needs less shared memory.
+        # A store goes through shared memory. The tile is stored in two halves, one after the other,
+        # because half a tile needs less shared memory.
         left, right = x.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
         OUT.store([m, n], left.to(OUT.dtype))
         OUT.store([m, n + BLOCK_N // 2], right.to(OUT.dtype))

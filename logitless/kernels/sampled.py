@@ -49,7 +49,7 @@ def _mass_bits(y, top, rate):
     2^23 to 2^24 are integers. Adding 2^23 to a smaller number therefore rounds the number to an
     integer, and the lowest bits of the sum hold this integer. This rounding takes less time than a
     conversion. `low` can be negative, so 1.5 · 2^23 is added instead of 2^23. The results are
-    arbitrary integers if y or `top` is NaN, or if both are infinite.
+    arbitrary integers if y or `top` is NaN, or if y and `top` are both infinite.
     """
     x = tl.exp2((y - top) * (rate * LOG2E) + 20.0)
     up = x + 8388608.0

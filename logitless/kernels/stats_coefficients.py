@@ -159,7 +159,7 @@ def coefficients(
 ) -> Coefficients:
     """Returns the coefficients of the backward formula.
 
-    `gradients` holds the gradient of each statistic by name. A missing gradient is 0.
+    `gradients` maps the name of each statistic to its gradient. A missing gradient is 0.
     """
     has_ids = reading.ids is not None
     N, K = state.shape[0], reading.ids.shape[-1] if has_ids else 0

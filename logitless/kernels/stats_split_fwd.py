@@ -211,7 +211,7 @@ def above(x: Tensor, reading: Reading, y0: Tensor) -> Tensor:
 def cut_of(
     rows: Rows, device: torch.device, sums: Sums, softcap: float | None, invariant: bool
 ) -> config.Config:
-    """Returns the Config of the forward pass over these rows.
+    """Returns the Config of the forward kernels for these rows.
 
     If `invariant` is True, the function chooses the Config as if there were many rows and the
     kernel were heavy (see `config.stats_fwd`). The chosen Config then depends only on the

@@ -1,11 +1,12 @@
 """Dot products of each hidden state with M rows of a table.
 
-A pair is a hidden state and one of its M rows. The gradient of a row is a sum over all pairs with
-this row. The pairs are sorted by row, so that all pairs of a row are adjacent. The pairs of a row
-are called a run. A block consists of LENGTH adjacent pairs. Each program sums the pairs of one
-block, and writes the sums of the runs that lie inside this block. A run that crosses the end of a
-block has one partial sum per block. A second kernel adds these partial sums. So no atomic
-operations are needed, and the result is bitwise reproducible.
+A pair consists of a hidden state and one of its M rows of the table. The gradient of a row of the
+table is a sum over all pairs with this row. The pairs are sorted by the row of the table, so that
+all pairs with the same row are adjacent. These adjacent pairs are called a run. A block consists of
+LENGTH adjacent pairs. Each program sums the pairs of one block, and writes the sums of the runs
+that lie inside this block. A run that crosses the end of a block has one partial sum per block. A
+second kernel adds these partial sums. So no atomic operations are needed, and the result is bitwise
+reproducible.
 """
 
 import functools

@@ -127,7 +127,7 @@ def topk(
     x, rows = rows_of(x)
     processors = config.processors(x.device)
     narrow = softcap is not None or (rows.itemsize == 4 and k <= 64)
-    count = RESIDENT * processors if invariant else rows.count  # one split, if invariant
+    count = RESIDENT * processors if invariant else rows.count  # many rows, so one split per row
     cut = _cut(count, rows.vocab, processors, narrow)
     splits_in_all = rows.count * cut.splits
     programs = min(splits_in_all, RESIDENT * processors)
