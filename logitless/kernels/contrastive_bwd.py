@@ -1,4 +1,4 @@
-"""The gradient of a contrastive loss, which overwrites the similarities.
+"""Computes the gradient of a contrastive loss, and overwrites the similarities with the gradient.
 
 Let p be the probability of a pair in its row, and q the probability of the same pair in its column.
 The gradient of the pair's logit is

@@ -196,7 +196,7 @@ def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
 
     If the loss uses the coefficient "a_ids", columns among the ids have the term a_ids · p_i.
     Columns outside the ids have the term a · p_i · e^-lift. Here, `a` is the field A of the
-    coefficients, which already contains the factor e^lift (see LEAST_TAIL in contract.py). The
+    coefficients. This field already contains the factor e^lift (see LEAST_TAIL in contract.py). The
     factor e^-lift must not apply to the term -d · p_i of the label's log-probability. Therefore,
     for columns outside the ids, the coefficient `a` is replaced by `a` - d · e^lift:
 

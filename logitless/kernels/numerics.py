@@ -115,7 +115,7 @@ def capped(x, softcap):
 def reciprocal(u):
     """Returns 1 / u for u in [1, 2], with an error of at most one unit in the last place.
 
-    The operator / takes several instructions, which also cover other numbers.
+    The operator / takes more instructions, because the operator must be correct for all numbers u.
     """
     if is_cuda():
         return tl.inline_asm_elementwise(

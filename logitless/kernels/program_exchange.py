@@ -1,9 +1,10 @@
 """Exchange of max m and normaliser s between the programs that share a row.
 
-A split is the part of a row that one program reads. Each split has one 64-bit integer in memory,
-which is initially 0. A program packs two fp32 numbers, the max m and the normaliser s of its split,
-into this integer. The program then waits until the integers of all splits are written, and computes
-max and normaliser of the whole row. While the program waits, its split stays in the L1 cache.
+A split is the part of a row that one program reads. Each split has one 64-bit integer in memory.
+The integer is initially 0. A program packs two fp32 numbers, the max m and the normaliser s of its
+split, into this integer. The program then waits until the integers of all splits are written, and
+computes max and normaliser of the whole row. While the program waits, its split stays in the L1
+cache.
 
 The exchange is free of deadlocks if programs start in the order of tl.program_id, and if all
 programs of one row fit on the GPU together. Under these two conditions, all programs of the oldest

@@ -103,7 +103,7 @@ def fold_values(
     state, y, top, place, W, first, at, mask, ref, rate, y0,
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Returns the state after the columns first + at are added, whose logits are y.
+    """Returns the state after the columns first + at are added. The logits of these columns are y.
 
     The shape of y is (columns,) for a block of one row, or (rows, columns) for a tile of several
     rows. `top` is the max of y per row. In rows where `top` is larger than the previous max, the

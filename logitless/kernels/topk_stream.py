@@ -82,8 +82,8 @@ def _set_aside(
 ):
     """Appends the keys of a block's logits above the threshold to the waiting list.
 
-    The block is read again from the cache, in pieces of BLOCK_S columns, which need few registers.
-    Returns the new length of the waiting list.
+    The block is read again from the cache, in pieces of BLOCK_S columns, so that few registers are
+    needed. Returns the new length of the waiting list.
     """
     for first in range(start, start + BLOCK_V, BLOCK_S):
         x, _ = read_block(Xrow, first, V, None, BLOCK_S)
