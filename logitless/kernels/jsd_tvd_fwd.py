@@ -45,6 +45,8 @@ from .program_exchange import MAX_PROGRAMS, collect, may_wait, publish
 from .state import pack_of
 from .tvd_math import apart, ratio_of, to_student
 
+SUMS_OF_SPLIT = tl.constexpr(3)  # sums per split of a row
+
 
 class Norms(NamedTuple):
     """The shift and the log2 of the normaliser, for a student's row (q) and a teacher's row (p).
@@ -69,7 +71,7 @@ class Second(NamedTuple):
     norms: tl.tensor
     of_q: tl.tensor  # Σ q log2(q / M) for JSD; Σ q g for a skewed KL (see jsd_math.py)
     of_p: tl.tensor  # Σ p log2(p / M) for JSD; the divergence for a skewed KL
-    mass: tl.tensor  # 0 for JSD; Σ q for a skewed KL
+    mass: tl.tensor  # Σ q for a skewed KL of fp32 logits, else 0
 
 
 class Apart(NamedTuple):
@@ -117,8 +119,10 @@ def _fold_skewed(state, both, start, offs, mask, FORWARD: tl.constexpr):
     d_p = teacher(both, start + offs, mask) - norms.shift_p
     log_q, log_p = d_q * both.rate - norms.log_q, d_p * both.rate - norms.log_p
     gap = (d_q - d_p) * both.rate - (norms.log_q - norms.log_p)
-    q, g, term = skewed(log_q, log_p, gap, both.blend, both.X.dtype.element_ty, FORWARD)
-    return Second(norms, state.of_q + q * g, state.of_p + term, state.mass + q)
+    IN: tl.constexpr = both.X.dtype.element_ty
+    q, g, term = skewed(log_q, log_p, gap, both.blend, IN, FORWARD)
+    mass = state.mass + q if IN == tl.float32 else state.mass
+    return Second(norms, state.of_q + q * g, state.of_p + term, mass)
 
 
 @triton.jit
@@ -149,8 +153,8 @@ def _second_sweep(
 ):  # fmt: skip
     """Returns three sums over the columns [lo, hi).
 
-    For JSD, the sums are the student's Σ q log2(q / M), the teacher's Σ p log2(p / M), and 0. For a
-    skewed KL, the sums are Σ q g, the divergence, and Σ q. For TVD, the sums are Σ |p - q|, and the
+    For JSD, the sums are Σ q log2(q / M), Σ p log2(p / M), and 0. For a skewed KL, the sums are
+    Σ q g, the divergence, and Σ q (0 for 16-bit logits). For TVD, the sums are Σ |p - q|, and the
     student's masses above and below the teacher. All sums of TVD are multiplied by s_q.
     """
     zero = tl.zeros((BLOCK_V,), tl.float32)
@@ -161,8 +165,7 @@ def _second_sweep(
         )  # fmt: skip
         sums = Second(Norms(m_q, bits(s_q), m_p, bits(s_p)), zero, zero, zero)
         sums = walk_both(fold, sums, both, head, body, lo, hi, ALIGNED, T_ALIGNED, BLOCK_V)
-        third = 0.0 if KIND == "jsd" else tl.sum(sums.mass, axis=0)
-        return tl.sum(sums.of_q, axis=0), tl.sum(sums.of_p, axis=0), third
+        return tl.sum(sums.of_q, axis=0), tl.sum(sums.of_p, axis=0), tl.sum(sums.mass, axis=0)
     else:
         sums = Apart(m_q, m_p, to_student(s_q, s_p), zero, zero, zero)
         sums = walk_both(_fold_apart, sums, both, head, body, lo, hi, ALIGNED, T_ALIGNED, BLOCK_V)
@@ -185,8 +188,8 @@ def _divergence(first, second, third, s_q, s_p, blend, KIND: tl.constexpr):
         return tl.where(value < 0, 0.0, value), first
     elif KIND != "tvd":
         value = second + no_row
-        # Σ q differs from 1, because all q contain the rounding error of the same normaliser.
-        # Dividing by Σ q keeps this error out of the gradient q (g - mean).
+        # All q contain the rounding error of the same normaliser, so Σ q is not exactly 1. For fp32
+        # logits, the division by Σ q keeps this error out of the gradient q (g - mean).
         return tl.where(value < 0, 0.0, value), first / tl.where(third == 0, 1.0, third)
     else:
         value = 0.5 * first / s_q + no_row
@@ -239,10 +242,8 @@ def _jsd_tvd_fwd_kernel(
     tl.store(VALUE + row, value)
     if KNOWN and KIND == "tvd":
         save_state(STATE, row, shift_q, s_q, shift_p, second, third)
-    elif KNOWN:  # the caller adds the sums of all parts of a row
-        save_state(STATE, row, shift_q, s_q, shift_p, s_p, first)
-    else:
-        save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean)
+    else:  # if KNOWN is True, the caller adds the sums of all parts of a row
+        save_state(STATE, row, shift_q, s_q, shift_p, s_p, first if KNOWN else mean)
 
 
 @triton.jit(
@@ -256,7 +257,7 @@ def _jsd_tvd_split_fwd_kernel(
     temperature,  # a number, or a pointer to one number per row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
     softcap, blend, ignore_index,  # options
-    KIND: tl.constexpr, SUMS_OF: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr,
+    KIND: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr,
     SPAN: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Each program computes one split, which is SPAN columns of a row's body (see layout.py).
@@ -291,11 +292,10 @@ def _jsd_tvd_split_fwd_kernel(
         shift_q, s_q, shift_p, s_p, both, head, body, lo, lo + SPAN,
         KIND, ALIGNED, T_ALIGNED, BLOCK_V,
     )  # fmt: skip
-    at_sums = SUMS + (row.to(tl.int64) * splits + split) * SUMS_OF
+    at_sums = SUMS + (row.to(tl.int64) * splits + split) * SUMS_OF_SPLIT
     tl.store(at_sums, first)
     tl.store(at_sums + 1, second)
-    if KIND != "jsd":
-        tl.store(at_sums + 2, third)
+    tl.store(at_sums + 2, third)
     if split == 0:
         save_state(STATE, row, shift_q, s_q, shift_p, s_p, 0.0)
 
@@ -310,7 +310,7 @@ def _jsd_tvd_merge_kernel(
     # Outputs. In rows that are not ignored, only the field `mean` of STATE is written.
     VALUE, STATE,
     splits, blend, ignore_index,
-    KIND: tl.constexpr, SUMS_OF: tl.constexpr, BLOCK_P: tl.constexpr,
+    KIND: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Each program adds the sums of all splits of one row, and writes the row's divergence."""
     row = tl.program_id(0)
@@ -321,12 +321,10 @@ def _jsd_tvd_merge_kernel(
             return
 
     offs_p = tl.arange(0, BLOCK_P)
-    at_sums = SUMS + (row.to(tl.int64) * splits + offs_p) * SUMS_OF
+    at_sums = SUMS + (row.to(tl.int64) * splits + offs_p) * SUMS_OF_SPLIT
     first = tl.sum(load(at_sums, 0, offs_p < splits), axis=0)
     second = tl.sum(load(at_sums, 1, offs_p < splits), axis=0)
-    third = 0.0
-    if KIND != "jsd":
-        third = tl.sum(load(at_sums, 2, offs_p < splits), axis=0)
+    third = tl.sum(load(at_sums, 2, offs_p < splits), axis=0)
     at = STATE + row.to(tl.int64) * PAIR_STATE
     s_q, s_p = tl.load(at + 1), tl.load(at + 3)
     value, mean = _divergence(first, second, third, s_q, s_p, blend, KIND)
@@ -352,19 +350,14 @@ def read_jsd_tvd(
     if splits > 1 and not known:
         cut = config.jsd_tvd_split_fwd(rows.vocab, rows.itemsize)
         exchange = torch.zeros((rows.count, 2, splits), device=x.device, dtype=torch.int64)
-        shape = rows.count, splits, _sums_of(kind)
-        sums = torch.empty(shape, device=x.device, dtype=torch.float32)
+        size = (rows.count, splits, SUMS_OF_SPLIT.value)
+        sums = torch.empty(size, device=x.device, dtype=torch.float32)
         first, second = _shared_plan(rows, t_rows, splits, number, options, kind, cut)
         first(x, teacher, label, state, sums, exchange, *tensor)
         second(sums, label, value, state)
     else:
         launch = _plan(rows, t_rows, number, options, kind, known, config.pair_fwd(rows.vocab))
         launch(x, teacher, label, value, state, *tensor)
-
-
-def _sums_of(kind: str) -> int:
-    """Returns the number of sums per split of a row."""
-    return 2 if kind == "jsd" else 3
 
 
 def splits_of(x: Tensor) -> int:
@@ -400,9 +393,9 @@ def _shared_plan(
     return Launch(
         _jsd_tvd_split_fwd_kernel, (rows.count * splits,),
         (*number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab, *options),
-        num_warps=cut.num_warps, KIND=kind, SUMS_OF=_sums_of(kind), ALIGNED=rows.aligned,
+        num_warps=cut.num_warps, KIND=kind, ALIGNED=rows.aligned,
         T_ALIGNED=t_rows.aligned_like(rows), SPAN=cut.span, BLOCK_V=cut.block_v, BLOCK_P=block_p,
     ), Launch(
         _jsd_tvd_merge_kernel, (rows.count,), (splits, beta, ignore_index),
-        num_warps=1, KIND=kind, SUMS_OF=_sums_of(kind), BLOCK_P=block_p,
+        num_warps=1, KIND=kind, BLOCK_P=block_p,
     )  # fmt: skip

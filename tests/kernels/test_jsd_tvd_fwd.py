@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from logitless.contract import PAIR_SUMS
 from logitless.kernels import config
 from tests.support.dense_teachers import OPTIONS, make, naive, ours
 from tests.support.inputs import on
@@ -30,7 +29,7 @@ def by_parts(x, t, reading, kind, beta, span):
     )
     value, state, sums = (
         torch.full((rows.count, *shape), torch.nan, device=x.device)
-        for shape in ((), (5,), (parts, PAIR_SUMS[kind]))
+        for shape in ((), (5,), (parts, jsd_tvd_fwd.SUMS_OF_SPLIT.value))
     )
     words = torch.full((rows.count, 2, parts), EMPTY.value, device=x.device)
     for _ in range(2):
@@ -44,7 +43,7 @@ def by_parts(x, t, reading, kind, beta, span):
     span=[32, 48, 128],
     softcap=[None, 4.0],
     masked=[False, True],
-    kind=["jsd", "tvd"],
+    kind=["jsd", "tvd", "skewed_forward"],
 )
 def test_parts_of_a_row_add_up(rows, span, softcap, masked, kind, device):
     """To the same as one program finds, with parts that are ragged, empty, of -inf, or masked."""

@@ -117,7 +117,7 @@ CHOICES = {  # all that a kernel may be compiled for: what is asked, and how mem
     "BLOCK_V", "BLOCK_K", "BLOCK_P", "BLOCK_N", "SPAN", "MEAN", "LOG_K", "ROWS", "KIND",
     "DIVERGENCE", "RENORM_P", "STUDENT_OVER", "PRELOAD_IDS", "FIRST", "LAST", "UPCAST",
     "BLOCK_D", "BLOCK_R", "STEP_C", "STEP_U", "STEP_F", "PACK", "TRANSPOSED",
-    "HAS_LABEL", "KNOWN", "EARLY", "NAMES", "AT_IDS", "STARTS_ALIGNED", "SUMS_OF",
+    "HAS_LABEL", "KNOWN", "EARLY", "NAMES", "AT_IDS", "STARTS_ALIGNED",
     # of row_gemm, the GEMM of ll.invariant()
     "BLOCK_M", "GROUP", "HAS_BIAS", "PRECISION",
     # of a narrow head: its width and strides, and the tiles by which pairs are sorted
