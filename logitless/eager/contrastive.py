@@ -1,7 +1,8 @@
 """Contrastive losses over a block of similarities, in plain PyTorch.
 
-A block holds the similarities x = a @ b.T of some rows of a and some rows of b. The logits of a
-block are z = scale · x. A pair that is left out has the logit -inf, unless the pair is a positive.
+A block holds the similarities x = a @ b.T, where `a` and `b` hold one embedding per row. The logits
+of a block are z = scale · x. A pair that is left out has the logit -inf, unless the pair is a
+positive.
 
 The state of a row or a column consists of two numbers: the max m of the logits, and the sum s of
 e^(z - m). The logits of further blocks are merged into the same state.
@@ -24,15 +25,15 @@ class Block(NamedTuple):
     # The positive of each row, as a column of the block. A column outside [0, m) means that the
     # block does not contain the positive of the row.
     positives: Tensor | None = None  # (n,), int64
-    # Without `positives`, the positive of row i is the column i + diagonal. If both are None, the
-    # block contains no positives.
+    # Without `positives`, the positive of row i is the column i + diagonal. If `positives` and
+    # `diagonal` are both None, the block contains no positives.
     diagonal: int | None = None
     mask: Tensor | None = None  # (n, m), bool; True for pairs that are left out
     # The labels of the rows and of the columns. A pair with equal labels is left out.
     labels: tuple[Tensor, Tensor] | None = None  # (n,) and (m,)
 
     def rows(self, rows: slice) -> "Block":
-        """Returns the options of some rows of the block."""
+        """Returns the options of the block that consists of these rows."""
         mask, labels, diagonal = self.mask, self.labels, self.diagonal
         return self._replace(
             positives=None if self.positives is None else self.positives[rows],
@@ -60,7 +61,8 @@ def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Te
     """Returns -log p of the positives, and the normalisers that `contrastive_gradient` needs.
 
     `picked` holds the similarities of the positives. The normalisers are the numbers m and log s of
-    each row, as (n, 2). Their sum would be rounded, and a large m would leave few digits of s.
+    each row, as (n, 2). The normalisers are not stored as the sum m + log s, because a large m
+    would leave few digits of s in the rounded sum.
     """
     m, log_s = state[:, 0], state[:, 1].log()
     return log_s - (picked.to(m.dtype) * scale - m), torch.stack((m, log_s), 1)
@@ -75,7 +77,10 @@ def contrastive_gradient(
     column_upstream: Tensor | None = None,  # (m,), or None for ones
     d_scale: bool = False,
 ) -> Tensor | None:
-    """Overwrites x with the gradient of the logits. If `d_scale`, returns Σ gradient · x."""
+    """Overwrites x with the gradient of the logits.
+
+    If `d_scale` is True, returns Σ gradient · x.
+    """
     z = _logits(x, block)
     dz = _probability(z, rows.unsqueeze(1), row_upstream, 1, block)
     if columns is not None:
@@ -97,9 +102,9 @@ def sigmoid_contrastive(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the sum of softplus(-y (z + bias)) over each row, and the sums of the gradient.
 
-    In this formula, y is 1 for positives and -1 for all other pairs. If `gradient`, the function
-    overwrites x with the gradient of the logits, and the second result holds Σ gradient · x and
-    Σ gradient, in shape (2,). Otherwise, the second result is None.
+    In this formula, y is 1 for positives and -1 for all other pairs. If `gradient` is True, the
+    function overwrites x with the gradient of the logits, and the second result holds Σ
+    gradient · x and Σ gradient, in shape (2,). Otherwise, the second result is None.
     """
     t = x.to(PRECISION[x.dtype]) * block.scale
     t += bias

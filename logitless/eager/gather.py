@@ -42,7 +42,8 @@ def gather_gradient(
 ) -> Tensor:
     """Returns the gradient of the logits x, in the shape of x.
 
-    If several slots of a row hold the same id, their gradients are added before rounding.
+    If several slots of a row hold the same id, the gradients of these slots are added before
+    rounding.
     """
     V = x.shape[-1]
     flat = x.reshape(-1, V)

@@ -38,8 +38,9 @@ from .rows import (
 )
 
 # The default chunk size is divided by the number that _DIVISORS gives for the kind of loss. JSD, a
-# skewed KL and TVD need smaller chunks, because they keep more tensors of a chunk's size in memory:
-# JSD and a skewed KL keep about twenty such tensors, TVD about ten, and the other losses six.
+# skewed KL and TVD need smaller chunks, because these losses keep more tensors of a chunk's size in
+# memory. JSD and a skewed KL keep about twenty such tensors, TVD about ten, and the other losses
+# six.
 _DIVISORS = {"jsd": 8, "skewed_forward": 8, "skewed_reverse": 8, "tvd": 2}
 
 
@@ -93,8 +94,8 @@ def _skewed(log_q: Tensor, log_p: Tensor, skew: float, kind: str) -> tuple[Tenso
     For forward KL, the divergence is Σ p log(p / M) with M = αp + (1-α)q. For reverse KL, the
     divergence is Σ q log(q / M) with M = αq + (1-α)p. The divergence of a distribution r from M is
     computed as Σ (r log(r / M) + M - r), because each of these terms is at least 0. The results are
-    finite for any logits, as in `_mixture`. g is the derivative of the divergence by q, up to a
-    constant, and is 0 for p = q.
+    finite for any logits, as in `_mixture`. g is the derivative of the divergence with respect to
+    q, up to a constant. g is 0 for p = q.
     """
     forward = kind == "skewed_forward"
     log_own, log_other = (log_p, log_q) if forward else (log_q, log_p)

@@ -1,4 +1,4 @@
-"""A GEMM in plain PyTorch. The bits of each result row do not depend on the other rows."""
+"""A GEMM in plain PyTorch, in which the bits of a result row do not depend on other rows."""
 
 import torch
 from torch import Tensor
@@ -8,17 +8,17 @@ SLAB = 64 << 20  # the largest temporary copy of b in a wider dtype, in bytes
 
 def row_gemm(
     a: Tensor,  # (M, K)
-    b: Tensor,  # (K, N), or (N, K) if `transposed`
+    b: Tensor,  # (K, N), or (N, K) if `transposed` is True
     out: Tensor,  # (M, N)
     bias: Tensor | None = None,  # (N,)
     transposed: bool = False,
 ) -> Tensor:
     """Writes a @ b + bias to `out`. The bits of a row do not depend on the number of rows M.
 
-    If `transposed`, the product is a @ b.T. In a CPU library's GEMM, the order of the additions can
-    depend on the number of rows in `a`, and on the position of a row in `a`. Therefore each row of
-    `a` is multiplied on its own. The rows of `a` are copied, so that all rows have the same
-    alignment in memory.
+    If `transposed` is True, the product is a @ b.T. In a CPU library's GEMM, the order of the
+    additions can depend on the number of rows in `a`, and on the position of a row in `a`.
+    Therefore each row of `a` is multiplied on its own. The rows of `a` are copied, so that all rows
+    have the same alignment in memory.
     """
     b, dtype = b.t() if transposed else b, out.dtype
     step = b.shape[1]

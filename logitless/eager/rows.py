@@ -30,29 +30,33 @@ def chunks(x: Tensor, live: Tensor | None, divisor: int = 1) -> Iterator[Index]:
 
 
 def live_rows(reading: Reading) -> Tensor | None:
-    """Returns a mask (N,) of the rows that are not ignored, or None without an ignore_index."""
+    """Returns a mask (N,) of the rows that are not ignored, or None if no row can be ignored."""
     if reading.ignore_index is None:
         return None
     return reading.label.reshape(-1) != reading.ignore_index
 
 
 def locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor]:
-    """Returns the ids as (N, K), and a mask of the ids in [0, V). Ids outside [0, V) become 0."""
+    """Returns the ids in shape (N, K), and a mask of the ids in [0, V).
+
+    Ids outside [0, V) become 0.
+    """
     ids = ids.reshape(rows, -1 if rows else 1).contiguous()
     inside = (ids >= 0) & (ids < V)
     return torch.where(inside, ids, 0).long(), inside
 
 
 def is_bad(ids: Tensor, inside: Tensor) -> Tensor:
-    """Returns a mask (N, 1) of the rows that have an id outside [0, V) other than NO_ID."""
+    """Returns a mask (N, 1) of the rows with an invalid id: outside [0, V), and not NO_ID."""
     return (~inside & (ids.reshape(inside.shape) != NO_ID)).any(1, keepdim=True)
 
 
 def real_columns(at: Tensor, inside: Tensor) -> Tensor:
-    """Returns the ids as columns (N, K). A slot without a valid id gets the row's first valid id.
+    """Returns one valid column per slot, in shape (N, K).
 
-    Therefore several slots of a row can have the same column. A scatter must write the same value
-    for all of these slots.
+    The column of a slot is its id. A slot without a valid id gets the first valid id of its row, or
+    0 if the row has no valid id. Therefore several slots of a row can have the same column. A
+    scatter must write the same value for all of these slots.
     """
     return torch.where(inside, at, at.gather(1, inside.int().argmax(1, keepdim=True)))
 
@@ -162,9 +166,10 @@ def written_back(flat: Tensor, into: Tensor) -> Tensor:
 
 
 def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
-    """Whether e^y is as exact as e^(y - m), where m is the max. If so, m need not be subtracted.
+    """Whether e^y is as exact as e^(y - m), where m is the max of the row.
 
-    The result is always False on a GPU, because the host would have to wait for the values of m.
+    If the result is True, m need not be subtracted. The result is always False on a GPU, because
+    the host would have to wait for the values of m.
     """
     return inv_t is None and m.device.type == "cpu" and bool(m.abs().max() < 30)
 
@@ -227,6 +232,9 @@ def scale_two_(x: Tensor, y: Tensor, g: Tensor) -> None:
 
 
 def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
-    """Returns x with 0 in the rows that the reading ignores. Without an ignore_index, returns x."""
+    """Returns a copy of x with 0 in all ignored rows.
+
+    If the reading has no ignore_index, returns x itself.
+    """
     ignored = reading.ignored_rows()
     return x if ignored is None else x.masked_fill(ignored.reshape(-1, 1), 0.0)

@@ -1,18 +1,18 @@
-"""Ids drawn at random from softmax(z)^proposal of each row, in plain PyTorch.
+"""Draws ids at random from softmax(z)^proposal of each row, in plain PyTorch.
 
 Each draw inverts the cumulative distribution of the row. The mass of an id is the integer
 round(2^40 · e^((y - max y) · proposal / temperature)), where y are the logits after the softcap.
 Let S be the sum of a row's masses, and let u be a random number in [0, 1]. The target of the draw
-is the integer floor(u · S). The drawn id is the smallest id for which the sum of all masses up to
-this id is above the target.
+is the integer floor(u · S). The drawn id is the smallest id for which the sum of all masses, up to
+and including this id, is above the target.
 
-All sums are sums of integers, which have no rounding errors. So the draws do not depend on how the
+All sums are sums of integers, and have no rounding errors. So the draws do not depend on how the
 columns are split over programs or ranks, and an id whose mass is 0 is never drawn. The mass of an
 id is 0 if p^proposal of the id is below 2^-41 times the largest p^proposal of the row.
 
-Both backends use the function `draw`. The backend provides the functions in `Parts`. The uniform
-numbers of a row must be in ascending order. Then the ids of the draws are in ascending order too,
-and equal ids are adjacent.
+Both backends use the function `draw`. Each backend provides its own functions in `Parts`. The
+uniform numbers of a row must be in ascending order. Then the ids of the draws are in ascending
+order too, and equal ids are adjacent.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,9 +49,9 @@ class Parts(NamedTuple):
     `ends(x, top, how)` returns cumulative sums of masses as int64 (N, B), for B blocks of columns.
     The function also returns `top`. If the argument `top` is None, `ends` computes the max itself.
     `columns(x, top, how, ends, targets)` returns the columns of the draws, and y - top at these
-    columns, both of the shape (N, n) of the targets. Targets must be in [0, S). If the proposal is
-    1, y - top is not needed, and None is returned instead.
-    `distinct` is the function `distinct`, or computes the same results.
+    columns. Both results have the shape (N, n) of the targets. Targets must be in [0, S). If the
+    proposal is 1, y - top is not needed, and None is returned instead. `distinct` is the function
+    `distinct` of this file, or a function with the same results.
     """
 
     top: Callable[..., Tensor]
@@ -96,7 +96,7 @@ def draw(
     else:
         ends, top = parts.ends(x, top, how)
     total = here = ends[:, -1:]
-    before = None  # the mass of the columns of other ranks before `start`
+    before = None  # the mass of the columns before `start`, which other ranks hold
     if join is not None:
         each, starts = join(torch.cat((here, torch.full_like(here, start)), 1)).unbind(-1)
         total, before = each.sum(0)[:, None], torch.where(starts < start, each, 0).sum(0)[:, None]
@@ -126,9 +126,9 @@ def distinct(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the distinct ids of each row, their log-weights, and a mask, each of shape (N, n).
 
-    The slots after the last distinct id are masked, and hold id 0 and log-weight -inf. A row of
-    -inf has only masked slots. A row with a logit of NaN, or with a max of +inf, has one unmasked
-    slot, whose log-weight is NaN.
+    The slots after the last distinct id are masked, and hold id 0 and log-weight -inf. If all
+    logits of a row are -inf, all slots of this row are masked. A row with a logit of NaN, or with a
+    max of +inf, has one unmasked slot, whose log-weight is NaN.
     """
     first = torch.ones_like(ids, dtype=torch.bool)
     first[:, 1:] = ids[:, 1:] != ids[:, :-1]
@@ -187,7 +187,8 @@ def _columns(
 def _masses(x: Tensor, top: Tensor, how: Sampling) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yields (rows, y - top, masses) for one group of rows at a time.
 
-    If `how.invariant`, each group is one row, and the results are computed from a copy of the row.
+    If `how.invariant` is True, each group is one row, and the results are computed from a copy of
+    the row.
     """
     flat = x.detach().reshape(-1, x.shape[-1])
     single = (slice(i, i + 1) for i in range(len(flat)))

@@ -1,4 +1,4 @@
-"""Computes a divergence over the K slots of each row, and its gradient, in plain PyTorch.
+"""Computes a divergence over the K slots of each row, and the divergence's gradient, in PyTorch.
 
 kernels/slot_divergence.py gives the formulas, and explains the values of the option `support`.
 """
@@ -84,7 +84,10 @@ def _compare(
     sparse: Slots,
     temperature: float | Tensor | None,  # a number or (N, 1)
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns each row's divergence, and its gradients with respect to log_q and log_q_tail."""
+    """Returns the divergence of each row, and two gradients of the divergence.
+
+    The gradients are with respect to `log_q` and `log_q_tail`.
+    """
     if log_q.shape[1] == 0:  # rows without slots have a divergence of 0
         value = log_q.new_zeros(log_q.shape[0])
         return value, log_q.clone(), None if log_q_tail is None else torch.zeros_like(value)

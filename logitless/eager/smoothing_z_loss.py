@@ -84,8 +84,8 @@ def _rows(main: Tensor, a: Tensor) -> Tensor:
 
 
 # The Triton backend has a function `one_pass`, which computes loss and gradient in one read of the
-# logits. This backend needs no such function, because a CPU has the rows in its cache when it reads
-# the logits again.
+# logits. This backend needs no such function, because the rows are still in the CPU's cache when
+# the logits are read again.
 one_pass = None
 
 

@@ -65,9 +65,9 @@ class _Terms:
         self.logprob_t1_apart = self.d_logprob_t1 is not None and self.inv_t is not None
         self.lift = None if self.a_ids is None else lift_of(state[:, fields.TAIL : fields.TAIL + 1])
         if self.d_logprob_t1 is not None and not self.logprob_t1_apart:
-            # d is the coefficient of logprob_t1. At temperature 1, logprob_t1 adds the term -d p to
-            # the gradient, so the coefficient a is replaced by a - d (derivation in
-            # kernels/ids_bwd.py).
+            # `d` is the coefficient of logprob_t1. At temperature 1, logprob_t1 adds the term
+            # -d · p to the gradient. Therefore the coefficient `a` is replaced by `a - d`
+            # (kernels/ids_bwd.py gives the derivation).
             d = self.d_logprob_t1
             self.a = self.a - (d if self.lift is None else d * self.lift.exp())
             self.a_ids = None if self.a_ids is None else self.a_ids - d
@@ -102,7 +102,7 @@ class _Terms:
 
     @property
     def only_a(self) -> bool:
-        """Whether the gradient is a · softmax(z), apart from the terms of label, ids and total."""
+        """Whether the gradient is `a` · softmax(z), without the terms of label, ids and total."""
         return self.b is None and self.a_ids is None and not self.logprob_t1_apart
 
 
@@ -169,7 +169,7 @@ def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy:
             dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)
             columns = real_columns(terms.ids[rows], terms.inside[rows])
             # In a row without valid ids, `columns` holds a column that is not an id. In such a row,
-            # the scatter writes the values that dy already has, so that dy does not change.
+            # the scatter writes the values that dy already contains, so dy does not change.
             has_ids = terms.inside[rows].any(1, keepdim=True)
             inside = torch.where(has_ids, p * terms.a_ids[rows], dy)
             dy.scatter_(1, columns, inside.gather(1, columns))

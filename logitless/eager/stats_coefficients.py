@@ -42,7 +42,7 @@ AT_IDS = ("picked", "logprob")  # statistics of shape (..., K) if there are K id
 
 @functools.cache
 def fields_of(wants: tuple[str, ...], has_ids: bool) -> tuple[str, ...]:
-    """The names of the coefficients to which the statistics in `wants` add terms."""
+    """Returns the names of the coefficients to which the statistics in `wants` add terms."""
     used = {term.coefficient for name in wants for term in RULES.get(name, ())}
     if "tail" in wants:
         used |= {"a", "a_ids"}
@@ -73,7 +73,7 @@ def coefficients(
 ) -> Coefficients:
     """Returns the coefficients of the backward formula.
 
-    `gradients` holds the gradient of each statistic by name. A missing gradient is 0.
+    `gradients` maps the name of each statistic to its gradient. A missing gradient is 0.
     """
     rows: dict[str, Tensor] = {}
     ids = None

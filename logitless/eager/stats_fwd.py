@@ -107,8 +107,8 @@ def _add_rows(
         sums.total[rows] = _weighted_sum(y, reading.class_weight)
     only_s = sums.w is None and sums.total is None and sums.log_total is None and sums.tail is None
     # If only s is needed, and e^y is exact enough, the max is not subtracted. A sum without this
-    # subtraction is rounded differently. With `invariant`, the max is always subtracted, so that a
-    # log-probability has the same bits whichever other statistics are requested.
+    # subtraction is rounded differently. If `invariant` is True, the max is always subtracted, so
+    # that a log-probability has the same bits with or without other statistics.
     if only_s and not reading.invariant and needs_no_centring(m, inv_t):
         y_is_copy = y.dtype != flat.dtype or reading.softcap is not None
         sums.s[rows] = torch.exp(y, out=y if y_is_copy else None).sum(1, keepdim=True) * (-m).exp()
@@ -125,7 +125,7 @@ def _add_rows(
 
 
 def _count_above(y: Tensor, y0: Tensor) -> Tensor:
-    """Returns the number of logits y (n, V) of each row that are greater than y0 (n, 1).
+    """Returns, for each row, how many logits y (n, V) are greater than y0 (n, 1).
 
     A NaN counts as greater than every logit. If y0 is NaN, all logits are counted.
     """

@@ -1,7 +1,7 @@
 """Dot products of each hidden state with M rows of a table, in plain PyTorch.
 
-The table (V, D) is an embedding of items. No function allocates a tensor of the size of the table,
-except for a dense gradient of the table. The functions have the same interface as in
+The table (V, D) is an embedding of items. The only tensor of the table's size that these functions
+allocate is a dense gradient of the table. The functions have the same interface as in
 kernels/table_rows.py.
 """
 
@@ -16,7 +16,10 @@ CHUNK_BYTES = 16 << 20  # bytes of the table's rows that are gathered at once
 
 
 def _chunks(ids: Tensor, width: int, itemsize: int) -> Iterator[slice]:
-    """Yields slices of the rows of ids (N, M), so that each slice gathers about CHUNK_BYTES."""
+    """Yields slices of the rows of `ids` (N, M).
+
+    For each slice, about CHUNK_BYTES bytes of the table's rows are gathered.
+    """
     step = max(1, CHUNK_BYTES // max(ids.shape[1] * width * itemsize, 1))
     for start in range(0, len(ids), step):
         yield slice(start, start + step)
@@ -41,12 +44,12 @@ def row_dots(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 def row_dots_gradients(
     hidden: Tensor, weight: Tensor, ids: Tensor, g: Tensor, needs: tuple[bool, bool], sparse: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of hidden and weight, where g is the gradient of `row_dots`.
+    """Returns the gradients of `hidden` and `weight`, where `g` is the gradient of `row_dots`.
 
-    `needs` holds two flags, which select the gradients of hidden and of weight. A gradient that is
-    not selected is None. If `sparse`, the gradient of the weight is a sparse COO tensor, which
-    holds only the rows of `ids`. A pair (i, j) with g[i, j] = 0 adds 0, even if the hidden state or
-    the row of the table is not finite.
+    `needs` holds two flags, which select the gradients of `hidden` and of `weight`. A gradient that
+    is not selected is None. If `sparse` is True, the gradient of the weight is a sparse COO tensor,
+    which holds only the rows of `ids`. A pair (i, j) with g[i, j] = 0 adds 0, even if the hidden
+    state or the row of the table is not finite.
     """
     full = PRECISION[hidden.dtype]
     g = g.to(full)
@@ -74,9 +77,9 @@ def row_dots_gradients(
 
 
 def _add_rows(total: Tensor, at: Tensor, rows: Tensor) -> None:
-    """Adds rows (n, D) to the rows `at` (n,) of a tensor, in the same order in every run.
+    """Adds `rows` (n, D) to `total` at the row indices `at` (n,), in the same order in every run.
 
-    On a GPU, index_add_ would add equal rows in an order that changes from run to run.
+    On a GPU, index_add_ would add rows with equal indices in an order that changes from run to run.
     """
     if total.is_cuda:
         total.index_put_((at,), rows, accumulate=True)
@@ -85,7 +88,7 @@ def _add_rows(total: Tensor, at: Tensor, rows: Tensor) -> None:
 
 
 def table_gradient(ids: Tensor, rows: Tensor, weight: Tensor, sparse: bool) -> Tensor:
-    """Returns the gradient of the weight, with `rows` (n, D) at the `ids` and 0 in other rows.
+    """Returns the gradient of the weight: `rows` (n, D) at the row indices `ids`, and 0 elsewhere.
 
     The ids are distinct and in ascending order.
     """

@@ -1,4 +1,4 @@
-"""The k largest logits of each row, and the mass of the other columns, in plain PyTorch.
+"""Computes the k largest logits of each row, and the mass of the other columns, in PyTorch.
 
 The function topk has the same interface as in kernels/topk.py. The order of equal numbers in
 torch.topk is not guaranteed. Therefore each logit is replaced by a 64-bit integer key that occurs
@@ -26,8 +26,8 @@ def topk(
     """Returns ids and log-probabilities of the k largest logits of each row, and `log_tail`.
 
     `log_tail` is the log of the softmax mass of all other columns. Ids are sorted by descending
-    logit. Equal logits are sorted by ascending id. If `invariant`, one row is computed at a time,
-    from a copy of the row, so that the results of a row have the same bits in every batch.
+    logit. Equal logits are sorted by ascending id. If `invariant` is True, one row is computed at a
+    time, from a copy of the row, so that the results of a row have the same bits in every batch.
     """
     shape, V = x.shape[:-1], x.shape[-1]
     flat = x.detach().reshape(-1, V)
@@ -50,7 +50,7 @@ def topk(
 
 
 def _largest(x: Tensor, k: int) -> Tensor:
-    """Returns the ids (N, k) of the k largest logits per row, largest first. x has shape (N, V)."""
+    """Returns the ids (N, k) of the k largest logits of each row of x (N, V), largest first."""
     if x.dtype == torch.float64:
         return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
     bits = torch.where(x == 0, 0.0, x).float().view(torch.int32)  # -0 equals 0

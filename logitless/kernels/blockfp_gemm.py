@@ -1,9 +1,10 @@
 """A GEMM that sums dz.T @ h over chunks of rows, and stores the sum in block floating point.
 
-In dz.T @ h, dz is the gradient of the logits, and h are the hidden states. A sum in bf16 would be
-rounded to 8 bits after every chunk. A sum in fp32 would take twice the memory of the bf16 gradient.
-In block floating point, the sum is stored as 16-bit integers between chunks, in the memory of the
-gradient. In each row of the gradient, BLOCK neighbouring columns share one exponent:
+In dz.T @ h, dz is the gradient of the logits, h are the hidden states, and the sum is the gradient
+of the weight. A sum in bf16 would be rounded to 8 bits after every chunk. A sum in fp32 would take
+twice the memory of the bf16 gradient. In block floating point, the sum is stored as 16-bit integers
+between chunks, in the memory of the gradient. In each row of the gradient, BLOCK neighbouring
+columns share one exponent:
 
     x ≈ q 2^e, where q is an int16 with |q| ≤ 2^14, and e is an int8 per BLOCK columns
 
@@ -63,8 +64,8 @@ def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr
     """Adds a tile x to the sum. The tile starts at row v and column d of the sum.
 
     `e` holds the exponents of the sum before the addition. The new exponents are stored at the
-    addresses `at`. If LAST, the sum is complete, and is stored in OUT as floating-point numbers,
-    without exponents.
+    addresses `at`. If LAST is True, the tile completes the sum, and the sum is stored in OUT as
+    floating-point numbers, without exponents.
     """
     if not FIRST:
         x += _decode(SUM.load([v, d]), e)
@@ -91,8 +92,8 @@ def _blockfp_gemm_kernel(
     """Each program computes several tiles of the sum in a loop.
 
     Programs that run at the same time compute tiles with consecutive numbers. Many of these tiles
-    need the same columns of dz, so the programs share the columns in the cache. If TRANSPOSED, DZ
-    is a descriptor of dz.T.
+    need the same columns of dz, so the programs share the columns in the cache. If TRANSPOSED is
+    True, DZ is a descriptor of dz.T.
     """
     across = tl.cdiv(D, 2 * BLOCK_D)
     tiles = tl.cdiv(V, BLOCK_V) * across

@@ -173,7 +173,7 @@ def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
 
 @triton.jit
 def write_tile(state, tile, start, offs, mask):
-    """Reads a tile of logits and writes its gradient, without the terms of label and ids.
+    """Reads a tile of logits and writes the logits' gradient, without the terms of label and ids.
 
     The function `walk` passes a state from tile to tile. The gradient needs no such state, so
     `state` is returned unchanged.
@@ -181,8 +181,9 @@ def write_tile(state, tile, start, offs, mask):
     at = start + offs
     y, slope = capped(load(tile.X, at, mask), tile.terms.softcap)
     dz = dz_of(y, tile.W, at, mask, tile.terms.c0, tile.terms.lift, tile.terms, tile.HAS)
-    # The modifier ".cs" marks the gradient as the first data that the cache evicts, because no
-    # kernel reads the gradient soon. So the cache has room for the logits of the next tiles.
+    # With the modifier ".cs", the cache evicts the gradient before all other data, and keeps room
+    # for the logits of the next tiles. The gradient need not stay in the cache, because no kernel
+    # reads the gradient soon.
     dx = (dz * slope).to(tile.DX.dtype.element_ty)
     tl.store(tile.DX + at, dx, mask=mask, cache_modifier=".cs")
     return state
@@ -242,7 +243,8 @@ def local_column(label, start):
 class Span(NamedTuple):
     """The columns of a row that one program writes (layout.py defines body and fringe).
 
-    The columns are [lo, hi) of the row's body, and also the row's fringe if lo = 0.
+    The span consists of the columns [lo, hi) of the row's body. If lo = 0, the span also contains
+    the row's fringe.
     """
 
     head: tl.tensor
@@ -268,7 +270,7 @@ def _over_span(
     f: tl.constexpr, in_body, in_row, span, PACK: tl.constexpr,
     ALIGNED: tl.constexpr, ONE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Calls f on every tile of a span. If ONE, the body of the span is a single tile."""
+    """Calls f on every tile of a span. If ONE is True, the body of the span is a single tile."""
     if ONE:
         offs = tl.arange(0, BLOCK_V)
         f(span.lo, in_body, span.lo, offs, span.lo + offs < span.hi)
@@ -302,8 +304,8 @@ def write_span(
 ):  # fmt: skip
     """Writes the gradient of a span, without the terms of label and ids.
 
-    The body of DX always starts on a 16-byte boundary. The body of X starts on a 16-byte boundary
-    if X_ALIGNED.
+    The body of DX always starts on a 16-byte boundary. If X_ALIGNED is True, the body of X also
+    starts on a 16-byte boundary.
     """
     Xbody = Xrow + span.head
     if X_ALIGNED:

@@ -68,14 +68,15 @@ def processors(device: torch.device) -> int:
 def stats_fwd(
     rows: int, vocab: int, itemsize: int, processors: int, heavy: bool = False, twice: bool = False
 ) -> Config:
-    """One program computes a whole row if there are enough rows to fill the GPU.
+    """Returns the Config of the kernels that compute row statistics.
 
-    If there are too few rows to fill the GPU, several programs share a row, unless rows have at
-    most SHORT columns. `heavy` means that the kernel computes more than max and sum, or applies a
-    softcap. Heavy kernels have blocks of at most 4096 columns. If the logits are 16-bit and there
-    are at least MANY rows per multiprocessor, heavy kernels use one warp, so that no reduction
-    crosses warps. Otherwise, heavy kernels that read whole rows use four warps. `twice` means that
-    the kernel computes two normalisers: one at the temperature, and one at temperature 1. With two
+    If there are enough rows to fill the GPU, each program computes a whole row. If there are too
+    few rows to fill the GPU, several programs share a row, unless rows have at most SHORT columns.
+    `heavy` means that the kernel computes more than max and sum, or applies a softcap. Heavy
+    kernels have blocks of at most 4096 columns. If the logits are 16-bit and there are at least
+    MANY rows per multiprocessor, heavy kernels use one warp, so that no reduction crosses warps.
+    Otherwise, heavy kernels that read whole rows use four warps. `twice` means that the kernel
+    computes two normalisers: one at the temperature, and one at temperature 1. With two
     normalisers, blocks have at most 4096 columns.
 
     For 16-bit logits, a kernel with a block of 8192 columns is compiled for at most 80 registers
@@ -97,17 +98,21 @@ def stats_fwd(
 
 @functools.lru_cache(1024)
 def label_bwd(vocab: int) -> Config:
-    """Each program computes the gradient of one block of a row, because blocks are independent."""
+    """Returns the Config of label_bwd.py.
+
+    Each program computes the gradient of one block of a row, because blocks are independent.
+    """
     return overridden(Config(min(2048, ceil_pow2(vocab)), 2))
 
 
 @functools.lru_cache(1024)
 def ids_bwd(vocab: int, itemsize: int) -> Config:
-    """Each program writes the gradient of one span, and then rewrites the gradient at the ids.
+    """Returns the Config of ids_bwd.py.
 
-    The gradient at the ids is rewritten while the span is in the cache. Every program of a row
-    searches all ids of the row. So spans are long, and a row has few programs. A program writes its
-    span one block at a time, with several warps.
+    Each program writes the gradient of one span, and then rewrites the gradient at the ids, while
+    the span is in the cache. Every program of a row searches all ids of the row. Therefore spans
+    are long, so that a row has few programs. A program writes its span one block at a time, with
+    several warps.
     """
     # Block and span are at least 16, because Triton would treat a span of 1 as a constant.
     width = max(ceil_pow2(vocab), 16)
@@ -116,20 +121,21 @@ def ids_bwd(vocab: int, itemsize: int) -> Config:
 
 @functools.lru_cache(1024)
 def scale(vocab: int) -> Config:
-    """The kernel (scale.py) multiplies each row by a factor, in place.
+    """Returns the Config of scale.py, whose kernel multiplies each row by a factor, in place.
 
     The grid has few programs, and each program loops over large blocks of columns. In most calls,
-    the factor is 1 for all rows. Then each program reads only the factor, and ends.
+    the factor is 1 for all rows. In these calls, each program reads only the factor, and then ends.
     """
     return overridden(Config(min(4096, ceil_pow2(vocab)), 8))
 
 
 @functools.lru_cache(1024)
 def nll_fwd_bwd(vocab: int, itemsize: int, crowded: bool = False) -> Config:
-    """Splits are so small that the L1 cache of a multiprocessor holds several splits.
+    """Returns the Config of nll_fwd_bwd.py.
 
-    `crowded` means that the logits have a softcap and that the gradient does not overwrite the
-    logits. Blocks are smaller if `crowded`, because the programs need more registers.
+    Splits are so small that the L1 cache of a multiprocessor holds several splits. `crowded` means
+    that the logits have a softcap and that the gradient does not overwrite the logits. If `crowded`
+    is True, blocks are smaller, because the programs need more registers.
     """
     block, warps, span = (2048, 2, 6144) if itemsize == 2 else (4096, 4, 4096)
     if crowded:
@@ -152,7 +158,7 @@ ROW_GEMM = {
 
 
 def row_gemm(itemsize: int, memory: int) -> Config:
-    """Returns the tile sizes of row_gemm.py. They do not depend on the number of rows.
+    """Returns the tile sizes of row_gemm.py. These sizes do not depend on the number of rows.
 
     A tile has `block_n` rows and `block_v` columns. Each step reads `span` columns of the first
     matrix. `memory` is the number of bytes of shared memory that a program can use.
@@ -232,11 +238,11 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
 
     `heavy` is 0, 1 or 2. In the forward kernel, a softcap or any flag of `Sums` (contract.py) adds
     1 to `heavy`. In the backward kernels, a softcap or any of the coefficients "b", "total" and
-    "logprob_t1" adds 1 to `heavy`. Rows of the hidden states or of the weight that do not start on
-    16-byte boundaries also add 1. If `heavy` is not 0, the kernel needs more registers per thread
-    and uses eight warps. In the backward kernels and in "fwd_expected", the size of the tiles that
-    are loaded in a loop is halved `heavy` times, but stays at least 16. If `heavy` is not 0, a tile
-    of "d_hidden" or "fwd_expected" has at most 64 rows.
+    "logprob_t1" adds 1 to `heavy`. If the rows of the hidden states or of the weight do not start
+    on 16-byte boundaries, another 1 is added to `heavy`. If `heavy` is not 0, the kernel needs more
+    registers per thread and uses eight warps. In the backward kernels and in "fwd_expected", the
+    size of the tiles that are loaded in a loop is halved `heavy` times, but stays at least 16. If
+    `heavy` is not 0, a tile of "d_hidden" or "fwd_expected" has at most 64 rows.
     """
     rows, columns, warps, stages, *limit = NARROW[kernel, itemsize][max(width, 64)]
     if kernel in ("d_hidden", "fwd_expected"):
@@ -274,7 +280,7 @@ def narrow_splits(
         most = min(most, limit // max(4 * rows * width, 1))
 
     def busy(splits: int) -> float:
-        """The fraction of the time in which a processor runs programs."""
+        """Returns the fraction of the time in which a processor runs programs."""
         waves = tiles * splits / at_once
         return waves / math.ceil(waves)
 
@@ -283,9 +289,10 @@ def narrow_splits(
 
 
 def contrastive_fwd(rows: int, columns: int, itemsize: int) -> Config:
-    """Each warp reads one row of a tile with 16 bytes per thread: 512 bytes per row.
+    """Returns the Config of contrastive_fwd.py.
 
-    A program reads `span` rows of a strip of `block_v` columns. The more rows, the fewer states of
+    A program reads `span` rows of a strip of `block_v` columns. Each warp reads one row of a tile,
+    with 16 bytes per thread and 512 bytes per row. With more rows per program, fewer states of
     columns are written and merged.
     """
     cut = Config(
@@ -299,14 +306,18 @@ def contrastive_fwd(rows: int, columns: int, itemsize: int) -> Config:
 
 
 def contrastive_merge() -> Config:
-    """A program merges `block_n` states of `block_v` rows or columns at a time."""
+    """Returns the Config of the kernel that merges contrastive states (contrastive_fwd.py).
+
+    In each step, a program merges `block_n` states of each of its `block_v` rows or columns.
+    """
     return overridden(Config(32, 4, block_n=32))
 
 
 def contrastive_bwd(rows: int, columns: int, itemsize: int) -> Config:
-    """A program overwrites `span` rows of a strip of `block_v` columns, `block_n` rows at a time.
+    """Returns the Config of contrastive_bwd.py.
 
-    The normalisers of the columns stay in registers.
+    A program overwrites `span` rows of a strip of `block_v` columns, `block_n` rows at a time. The
+    normalisers of the columns stay in registers.
     """
     cut = Config(
         min(512 // itemsize, ceil_pow2(columns)), 4, span=64, block_n=min(4, ceil_pow2(rows))
@@ -316,7 +327,11 @@ def contrastive_bwd(rows: int, columns: int, itemsize: int) -> Config:
 
 
 def sigmoid_contrastive(rows: int, columns: int, itemsize: int) -> Config:
-    """Each warp reads one row of a tile with 16 bytes per thread. Row sums stay inside a warp."""
+    """Returns the Config of sigmoid_contrastive.py.
+
+    Each warp reads one row of a tile, with 16 bytes per thread. Therefore the sum of a row needs no
+    exchange between warps.
+    """
     cut = Config(
         min(512 // itemsize, ceil_pow2(columns)), 2, span=64, block_n=min(2, ceil_pow2(rows))
     )
@@ -326,7 +341,7 @@ def sigmoid_contrastive(rows: int, columns: int, itemsize: int) -> Config:
 
 @functools.cache
 def memory(device: torch.device) -> int:
-    """The bytes of shared memory that one program can use."""
+    """Returns the number of bytes of shared memory that one program can use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     return HOPPER_MEMORY
@@ -352,5 +367,5 @@ def ceil_pow2(n: int) -> int:
 
 
 def overridden(config: Config) -> Config:
-    """Returns the config after the replacements that `override` requested."""
+    """Returns `config` with the fields that `override` replaces."""
     return config._replace(**_override)

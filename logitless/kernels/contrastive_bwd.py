@@ -1,18 +1,19 @@
-"""The gradient of a contrastive loss, which overwrites the similarities.
+"""Computes the gradient of a contrastive loss, and overwrites the similarities with the gradient.
 
-With the probability p of a pair in its row, and the probability q of the same pair in its column,
-the gradient of a logit is
+Let p be the probability of a pair in its row, and q the probability of the same pair in its column.
+The gradient of the pair's logit is
 
     g_row (p - y) + g_column (q - y)      where y is 1 for positives and 0 for other pairs
 
-The kernel computes both terms in fp32 and rounds only the sum, because p - 1 has few exact digits
-after p was rounded.
+The kernel computes both terms in fp32, and rounds only their sum. If p were rounded first, p - 1
+would have few exact digits.
 
-The normaliser of a row consists of two numbers, m and log2 s, and p = 2^((z - m) - log2 s) for a
-logit z in base 2. With any number h, also p = 2^(z - h) · 2^((h - m) - log2 s), and the same holds
-for q. So one exponential per pair serves both p and q. A program uses these products for 16-bit
-similarities (see `one_exponential`), if its normalisers are so close together that the factors
-neither overflow nor underflow.
+The normaliser of a row consists of two numbers, m and log2 s. If z is a logit multiplied by log2 e,
+p is 2^((z - m) - log2 s). For any number h, p is also 2^(z - h) · 2^((h - m) - log2 s). The same
+holds for q, with the normaliser of the column. The factor 2^(z - h) is the same for p and q, so a
+pair needs only one exponential. A program uses these products for 16-bit similarities (see
+`one_exponential`), if its normalisers are so close together that the factors neither overflow nor
+underflow.
 """
 
 import functools
@@ -143,7 +144,10 @@ def contrastive_gradient(
     column_upstream: Tensor | None = None,  # (m,), or None for ones
     d_scale: bool = False,
 ) -> Tensor | None:
-    """Overwrites x by the gradient of the logits. If `d_scale`, returns Σ gradient · x."""
+    """Overwrites x with the gradient of the logits.
+
+    If `d_scale` is True, returns Σ gradient · x.
+    """
     n, m = x.shape
     if n == 0 or m == 0:
         return rows.new_zeros(()) if d_scale else None

@@ -1,17 +1,18 @@
 """Statistics of the rows and the columns of similarities, from one pass over the similarities.
 
-Each program reads a strip of columns of several rows, one tile at a time. A tile has three
+Each program reads several rows of a strip of columns, one tile at a time. A tile has three
 dimensions: lanes, repeats and columns. Each warp holds one lane. So a sum over the repeats of a
-column needs no exchange between threads, and a sum over the columns of a row is inside one warp.
-Triton gives the warps to the first dimension, so the lanes come first.
-The state of the columns stays in registers until the end of the strip. The states of the rows are
-written for every strip. A second launch merges the states of strips in a fixed order.
+column needs no exchange between threads, and a sum over the columns of a row stays inside one warp.
+Triton distributes the warps over the first dimension, so the lanes are the first dimension. The
+state of the columns stays in registers until the end of the strip. The states of the rows are
+written once per strip. A second launch merges the states of strips in a fixed order.
 
 All logits are multiplied by log2 e, and the kernels compute exponentials of base 2. The state of a
-row is a reference m, and the sum s of 2^(z - m) over its logits z. The reference is the max of the
-logits. For 16-bit similarities (see `one_exponential`), a program first uses one reference for all
-rows and columns of its strip, so that one exponential per pair serves both. If a sum is outside of
-the range of `_in_range`, the program computes its strip again, with the max of each row and column.
+row is a reference m, and the sum s of 2^(z - m) over its logits z. In general, the reference is the
+max of the logits. For 16-bit similarities (see `one_exponential`), a program first uses one
+reference for all rows and columns of its strip. Then the row's sum and the column's sum need only
+one exponential per pair. If `_in_range` is False for a sum, the program computes its strip again,
+with the max of each row and the max of each column as references.
 """
 
 import functools
@@ -41,8 +42,8 @@ from .profiling import nothing, profiled
 def _in_range(s):
     """Returns whether a sum of exponentials is exact although its reference is not the max.
 
-    Terms below 2^-126 are lost. They are negligible in a sum above 2^-60. The result is False for
-    NaN.
+    Terms below 2^-126 are lost, but these terms are negligible in a sum above 2^-60. The result is
+    False for NaN.
     """
     return (s > 8.7e-19) & (s < 1.2e18)  # 2^-60 and 2^60
 
@@ -135,7 +136,10 @@ def _contrastive_merge_kernel(
     count, parts,
     BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program merges the states of BLOCK rows or columns into STATE, BLOCK_P at a time."""
+    """Each program merges the states of BLOCK rows or columns into STATE.
+
+    In each step, the program merges BLOCK_P states per row or column.
+    """
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < count
     m = tl.load(STATE + 2 * offs, mask=mask, other=-INF)
@@ -180,8 +184,9 @@ def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Te
     """Returns -log p of the positives, and the normalisers that `contrastive_gradient` takes.
 
     `picked` holds the similarities of the positives. The normalisers are the numbers m and log2 s
-    of each row, as (n, 2). Their sum would be rounded, and a large m would leave few digits of s. A
-    loss is never negative, even if m is not the max of a row.
+    of each row, as (n, 2). The normalisers are not stored as the sum m + log2 s, because a large m
+    would leave few digits of s in the rounded sum. A loss is never negative, even if m is not the
+    max of a row.
     """
     m, log_s = state[:, 0], state[:, 1].log2()
     of_positives = picked.float() * (scale * LOG2E.value)
@@ -190,7 +195,7 @@ def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Te
 
 
 def rate_of(block: Block) -> Tensor:
-    """Returns scale · log2 e, the factor from similarities to logits of base 2."""
+    """Returns scale · log2 e, the factor that turns similarities into logits times log2 e."""
     return block.scale * LOG2E.value
 
 

@@ -1,4 +1,4 @@
-"""Tiles of similarities x = a @ b.T, and which pairs of a tile are positives or left out.
+"""Loads tiles of similarities x = a @ b.T, and finds the pairs that are positives or left out.
 
 A tile has two dimensions, or three dimensions of which the first two are rows. The row numbers and
 the column numbers of a tile are passed with as many dimensions as the tile. Rows of similarities
@@ -18,7 +18,7 @@ from .numerics import INF, rounded_product
 
 
 class Pairs(NamedTuple):
-    """Pointers that say which pairs are positives, and which are left out. Each can be None."""
+    """Pointers to the positives, and to the pairs that are left out. Each pointer can be None."""
 
     POSITIVES: tl.tensor  # (n,), the column of each row's positive
     diagonal: tl.tensor  # without POSITIVES, the positive of row i is the column i + diagonal
@@ -30,7 +30,7 @@ class Pairs(NamedTuple):
 
 @triton.jit
 def load_similarities(X, stride_x, rows, cols, n, FULL: tl.constexpr):
-    """Loads a tile in fp32. If FULL, the whole tile is inside the similarities."""
+    """Loads a tile in fp32. If FULL is True, the whole tile is inside the similarities."""
     at = rows.to(tl.int64) * stride_x + cols
     if FULL:
         return tl.load(X + at).to(tl.float32)
@@ -40,7 +40,7 @@ def load_similarities(X, stride_x, rows, cols, n, FULL: tl.constexpr):
 
 @triton.jit
 def positives_of(pairs, rows, cols, n):
-    """Returns which pairs of a tile are positives."""
+    """Returns a mask of the pairs of a tile that are positives."""
     if pairs.POSITIVES is not None:
         return tl.load(pairs.POSITIVES + rows, mask=rows < n, other=-1) == cols
     else:
@@ -49,7 +49,10 @@ def positives_of(pairs, rows, cols, n):
 
 @triton.jit
 def exponentials(x, rate, ref, rows, cols, n, m, FULL: tl.constexpr):
-    """Returns 2^(z - ref) of a tile without a mask or labels, and 0 outside the similarities."""
+    """Returns 2^(z - ref) for each pair of a tile, and 0 outside the similarities.
+
+    The similarities must have neither a mask nor labels.
+    """
     e = tl.exp2(x * rate - ref)
     if not FULL:
         e = tl.where((rows < n) & (cols < m), e, 0.0)
@@ -58,7 +61,7 @@ def exponentials(x, rate, ref, rows, cols, n, m, FULL: tl.constexpr):
 
 @triton.jit
 def may_hold_positives(pairs, row, column, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Returns False if a tile that begins at (row, column) surely holds no positives."""
+    """Returns False only if the tile that begins at (row, column) contains no positives."""
     if pairs.POSITIVES is not None:
         return row >= 0
     else:
@@ -126,8 +129,9 @@ def one_exponential(x: Tensor, block: Block) -> bool:
     """Whether kernels may compute one exponential per pair instead of two.
 
     With one exponential, the rounding error is slightly larger, but far below the rounding error of
-    16-bit similarities. If pairs are left out, a row can have no other pair than its positive. Such
-    a row must have a loss and a gradient of exactly 0, so the kernels compute two exponentials.
+    16-bit similarities. If pairs are left out, the positive can be the only remaining pair of a
+    row. Such a row must have a loss and a gradient of exactly 0. Therefore kernels compute two
+    exponentials per pair if pairs are left out.
     """
     several = min(x.shape) > 1
     return x.element_size() == 2 and several and block.mask is None and block.labels is None

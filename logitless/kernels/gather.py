@@ -94,7 +94,7 @@ def _gather_bwd_kernel(
 ):  # fmt: skip
     """Each program writes the gradient at the ids of one row.
 
-    If several slots hold the same id, their gradients are added.
+    If several slots hold the same id, the gradients of these slots are added.
     """
     row = tl.program_id(0)
     if ignore_index is not None:
@@ -138,7 +138,7 @@ def gather_gradient(
     """Returns the gradient of x, multiplied by `upstream` and `factor`.
 
     `g` is the gradient of the gathered logits, for an upstream gradient of 1. If several slots of a
-    row hold the same id, their gradients are added before rounding.
+    row hold the same id, the gradients of these slots are added before rounding.
     """
     if into is None:
         into = torch.zeros_like(x, memory_format=torch.contiguous_format)

@@ -261,7 +261,7 @@ _gradient_plans: Plans[_GradientKey, _GradientPlan | None] = Plans(_gradient_pla
 
 
 def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
-    """Returns the ids in [start, start + width) as columns counted from `start`.
+    """Subtracts `start` from the ids in [start, start + width), and returns all ids.
 
     Other ids of the vocabulary become NO_ID. Ids outside the vocabulary become -1.
     """
@@ -291,7 +291,7 @@ def one_pass(
 ) -> Tensor | None:
     """Returns -log p of each row's label, and writes the gradient times `factor` to `into`.
 
-    If one pass over the logits is not possible, the function returns None and does nothing. One
+    If one pass over the logits is not possible, the function returns None and writes nothing. One
     pass is possible if x has a (B, T, V) view with contiguous rows (layout.py), and if the programs
     of a row are allowed to wait for each other (program_exchange.py). For a mean, one pass also
     needs at least one row and at most MAX_COUNTED rows.

@@ -1,8 +1,8 @@
 """The gradient of a loss that reads logits at K ids per row, or log p[label] at temperature 1.
 
-Each program writes the gradient of one span of a row, which is a range of columns. Then the program
-rewrites the gradient at the label and at the ids, while the span is in the cache. Each rewritten
-number is the sum of all its terms, rounded once.
+A span is a range of columns of a row. Each program first writes the gradient of one span. Then the
+program rewrites the gradient at the label and at the ids, while the span is in the cache. Each
+rewritten number is the sum of all its terms, rounded once.
 """
 
 from dataclasses import dataclass
@@ -185,20 +185,20 @@ def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
     The fields of the result give the gradient of y, the logits before the division by the
     temperature. If the loss uses the label's log-probability at temperature 1, with a coefficient
     d, the gradient of y_i has the term d ([i = label] - p1_i), where p1 = softmax(y). The kernel
-    adds d to the gradient at the label. In every column, the kernel also adds -d p1_i in one of two
-    ways:
+    adds d to the gradient at the label. In every column, the kernel also adds -d · p1_i in one of
+    two ways:
 
     - At temperature 1, p1 equals the softmax p of the loss, so the kernel replaces the coefficient
-      a by a - d.
+      `a` by `a` - d.
     - At any other temperature (flag "second"), p1_i is e^(y_i - shift) / s1, where s1 is the
       normaliser at temperature 1. The kernel adds e^(y_i - shift) times the number
       c_logprob_t1 = -d / s1 to the gradient.
 
-    If the loss uses the coefficient "a_ids", columns among the ids have the term a_ids p_i. Columns
-    outside the ids have the term a p_i e^-lift. Here, a is the field A of the coefficients, which
-    already contains the factor e^lift (see LEAST_TAIL in contract.py). The factor e^-lift must not
-    apply to the term -d p_i of the label's log-probability. Therefore, for columns outside the ids,
-    the coefficient a is replaced by a - d e^lift:
+    If the loss uses the coefficient "a_ids", columns among the ids have the term a_ids · p_i.
+    Columns outside the ids have the term a · p_i · e^-lift. Here, `a` is the field A of the
+    coefficients. This field already contains the factor e^lift (see LEAST_TAIL in contract.py). The
+    factor e^-lift must not apply to the term -d · p_i of the label's log-probability. Therefore,
+    for columns outside the ids, the coefficient `a` is replaced by `a` - d · e^lift:
 
         (a - d e^lift) p_i e^-lift = a p_i e^-lift - d p_i
     """

@@ -1,7 +1,7 @@
 """The terms of the Jensen-Shannon divergence (JSD) and of the skewed KL, for each column of a row.
 
 The JSD compares the teacher's probabilities p and the student's probabilities q with the mixture
-M = βp + (1-β)q. The skewed KL compares one of p and q with a mixture (`skewed`).
+M = βp + (1-β)q. The skewed KL compares either p or q with a mixture (see `skewed`).
 """
 
 import triton
@@ -69,7 +69,7 @@ def mixture(log_q, log_p, gap, beta, IN: tl.constexpr):
 
 @triton.jit
 def skewed(log_q, log_p, gap, alpha, IN: tl.constexpr, FORWARD: tl.constexpr):
-    """Returns q, the derivative g, and the term of a skewed KL for each column, in nats.
+    """For each column, returns q, the derivative g, and the term of a skewed KL in nats.
 
     Forward KL is Σ p log(p / M) with M = αp + (1-α)q. Reverse KL is Σ q log(q / M) with
     M = αq + (1-α)p. The divergence of a distribution r from M is Σ (r log(r / M) + M - r), and each

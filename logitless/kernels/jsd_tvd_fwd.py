@@ -62,9 +62,10 @@ class Norms(NamedTuple):
 
 
 class Second(NamedTuple):
-    """The state of the second pass: the normalisers, and three sums per column of a block.
+    """The state of the second pass: the normalisers, and three sums.
 
-    The first two sums are in bits for JSD, and in nats for a skewed KL.
+    Each sum has one element per column of a block. The first two sums are in bits for JSD, and in
+    nats for a skewed KL.
     """
 
     norms: tl.tensor
@@ -74,9 +75,10 @@ class Second(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """The state of the second pass of TVD: the shifts, and three sums per column of a block.
+    """The state of the second pass of TVD: the shifts, and three sums.
 
-    All sums are multiplied by s_q, the student's normaliser.
+    Each sum has one element per column of a block. All sums are multiplied by s_q, the student's
+    normaliser.
     """
 
     shift_q: tl.tensor
@@ -180,15 +182,14 @@ def _divergence(first, second, third, s_q, s_p, blend, KIND: tl.constexpr):
     # If all logits of the student's or the teacher's row are -inf, `bits` returns inf for the row's
     # normaliser, and the term 0 · inf makes the divergence NaN.
     no_row = 0.0 * (bits(s_q) + bits(s_p))
-    # A divergence that is negative, or a TVD that is larger than 1, is a rounding error. NaN stays
-    # NaN.
+    # A negative divergence, or a TVD above 1, is a rounding error and is clamped. NaN stays NaN.
     if KIND == "jsd":
         value = ((1.0 - blend) * first + blend * second) * LN2 + no_row
         return tl.where(value < 0, 0.0, value), first
     elif KIND != "tvd":
         value = second + no_row
-        # All q share the rounding error of their normaliser, so Σ q is not exactly 1. Without the
-        # division, this error would stay in the gradient q (g - mean) of fp32 logits.
+        # All q contain the rounding error of the same normaliser, so Σ q is not exactly 1. For fp32
+        # logits, the division by Σ q keeps this error out of the gradient q (g - mean).
         return tl.where(value < 0, 0.0, value), first / tl.where(third == 0, 1.0, third)
     else:
         value = 0.5 * first / s_q + no_row
@@ -202,7 +203,7 @@ def _divergence(first, second, third, s_q, s_p, blend, KIND: tl.constexpr):
 )
 def _jsd_tvd_fwd_kernel(
     X, T, LABEL,  # inputs
-    VALUE, STATE,  # outputs; if KNOWN, STATE already holds the normalisers
+    VALUE, STATE,  # outputs; if KNOWN is True, STATE already holds the normalisers
     temperature,  # a number, or a pointer to one number per row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
     softcap, blend, ignore_index,  # options
@@ -241,7 +242,7 @@ def _jsd_tvd_fwd_kernel(
     tl.store(VALUE + row, value)
     if KNOWN and KIND == "tvd":
         save_state(STATE, row, shift_q, s_q, shift_p, second, third)
-    else:  # if KNOWN, the sums of several parts of a row are added
+    else:  # if KNOWN is True, the caller adds the sums of all parts of a row
         save_state(STATE, row, shift_q, s_q, shift_p, s_p, first if KNOWN else mean)
 
 
@@ -337,9 +338,9 @@ def read_jsd_tvd(
 ) -> None:  # fmt: skip
     """Writes the divergence of each row to `value`, and the state of each row to `state`.
 
-    `pair.kind` is in PAIR_SUMS. If `known`, `state` already holds the shifts and the normalisers,
-    and the kernel computes only the sums over the columns of x (see eager/pair.py). pair_state.py
-    describes the state.
+    `pair.kind` is in PAIR_SUMS. If `known` is True, `state` already holds the shifts and the
+    normalisers, and the kernel computes only the sums over the columns of x (see eager/pair.py).
+    pair_state.py describes the state.
     """
     kind = pair.kind
     tensor, number = temperature_of(reading)

@@ -59,7 +59,7 @@ class Plans(dict[K, V]):
 
 
 class Launch:
-    """Launches one kernel. Calls kernel[programs](*tensors, *numbers, **constants).
+    """Launches one kernel, as kernel[programs](*tensors, *numbers, **constants) would.
 
     The tensors are passed in each call. Everything else is fixed when the Launch is created.
     """

@@ -191,8 +191,8 @@ def walk(
     new state. Columns where `mask` is False are left out. A mask of None selects all columns. For
     the body, `args` is `body_args`, and columns are counted from column `head` of the row. For the
     fringe, `args` is `row_args`, and columns are counted from the first column of the row. If
-    MASKED, every block is masked, and the compiled code is shorter. Without MASKED, only the last
-    block is masked, and the kernel is faster.
+    MASKED is True, every block is masked, and the compiled code is shorter. If MASKED is False,
+    only the last block is masked, and the kernel is faster.
     """
     offs = tl.arange(0, BLOCK_V)
     hi = tl.multiple_of(tl.minimum(hi, body), PACK)

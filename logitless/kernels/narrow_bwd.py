@@ -63,7 +63,10 @@ class _Pairs(NamedTuple):
 
 @triton.jit
 def _term(TERMS, N, rows, mask, FIELD: tl.constexpr, fill, AXIS: tl.constexpr, USED: tl.constexpr):
-    """Loads a field of TERMS for some rows, and inserts a dimension AXIS. Returns 0 if not USED."""
+    """Loads a field of TERMS for some rows, and inserts a dimension at the index AXIS.
+
+    If USED is False, the result is 0.
+    """
     if USED:
         if mask is None:
             t = tl.load(TERMS + FIELD * N + rows)
@@ -144,7 +147,7 @@ def _add_columns(
 ):  # fmt: skip
     """Adds one tile of columns to `acc`, the gradient of the hidden states.
 
-    If WHOLE, all columns of the tile are < V.
+    If WHOLE is True, all columns of the tile are < V.
     """
     HAS: tl.constexpr = field(CONSTANTS, "has")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
@@ -177,7 +180,7 @@ def narrow_hidden_bwd_kernel(
     rate, softcap,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """For one tile of hidden states, each program computes the part of the gradient from one split.
+    """Each program sums the gradient of a tile of hidden states over the columns of one split.
 
     `tiles` is the number of tiles of columns in a split of the vocabulary.
     """
@@ -239,7 +242,7 @@ def _add_rows(
 ):  # fmt: skip
     """Adds one tile of rows to the gradients of weight (`acc`) and bias (`total`).
 
-    If WHOLE, all rows of the tile are < N.
+    If WHOLE is True, all rows of the tile are < N.
     """
     HAS: tl.constexpr = field(CONSTANTS, "has")
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")

@@ -1,4 +1,4 @@
-"""Computes the gradient of a narrow head's hidden states from sums that forward computed.
+"""Computes the gradient of a narrow head's hidden states from sums that the forward computed.
 
 The gradient of the logsumexp with respect to a row's hidden states is Σ_i p_i w_i, divided by the
 temperature T, where p_i are the probabilities and w_i are the rows of the weight. Attention
@@ -47,11 +47,11 @@ def is_expected(reading: Reading) -> bool:
     """Whether the gradient of the hidden states can be computed from the sums in `Expected`.
 
     The result is False for a loss with ids. The gradient at an id contains the difference between p
-    and a teacher's probability. If both are nearly equal, this difference would lose digits,
-    because p would come from the sums, which leave out only the label's column. The result is also
-    False if the loss reads no statistic at the label, and labels only mark ignored rows. The result
-    is also False for a softcap, and for a statistic that needs one of the fields that `Sums`
-    (contract.py) lists.
+    and a teacher's probability. If these two probabilities are nearly equal, this difference would
+    lose digits, because p would come from the sums, which leave out only the label's column. The
+    result is also False if the loss reads no statistic at the label, and labels only mark ignored
+    rows. The result is also False if the loss has a softcap, or needs an optional field that has a
+    flag in `Sums` (contract.py).
     """
     at_label = reading.ids is None and not {"nll", "logprob", "picked"}.isdisjoint(reading.wants)
     return at_label and reading.softcap is None and not any(reading.sums)

@@ -1,10 +1,10 @@
 """Partial statistics of the logits of a narrow head (narrow_tile.py), without logits in memory.
 
-Each program has one tile of rows and one split of the vocabulary, which is a range of columns. The
-program computes one tile of logits at a time, and adds each tile to the running state of the rows
-(state.py). If the gradient of the hidden states is needed, the program also computes the sums of
-narrow_expected.py. Another kernel computes the logits at the label and at the ids (narrow_pick.py).
-stats_merge.py merges the splits.
+A split is a range of columns of the vocabulary. Each program has one tile of rows and one split.
+The program computes one tile of logits at a time, and adds each tile to the running state of the
+rows (state.py). If the gradient of the hidden states is needed, the program also computes the sums
+of narrow_expected.py. Another kernel computes the logits at the label and at the ids
+(narrow_pick.py). stats_merge.py merges the splits.
 """
 
 import functools
@@ -111,7 +111,7 @@ def _logits(window, start, cols, mask, BLOCK: tl.constexpr, CONSTANTS: tl.conste
 
 @triton.jit
 def _fold(sums, window, ref, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Returns the sums after one more tile. If WHOLE, all columns of the tile are < V."""
+    """Returns the sums after one more tile. If WHOLE is True, all columns of the tile are < V."""
     state = sums.state
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     cols = (start + tl.arange(0, BLOCK_V))[None, :]
@@ -133,7 +133,8 @@ def _fold(sums, window, ref, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr
     )  # fmt: skip
     expected, pair, at = sums.expected, sums.pair, sums.place
     if window.labels.PLACES is not None:
-        # fold_values computes the same exponentials. The compiler computes them only once.
+        # fold_values contains the same exponentials. The compiled kernel computes these
+        # exponentials only once.
         e, _ = exponentials(y, new.m, window.rate)
         labels = window.labels
         if at == window.begin + start // BLOCK_V:

@@ -45,9 +45,9 @@ class Order(NamedTuple):
     """The order in which the programs of a kernel visit tiles of logits.
 
     A program visits `count` tiles. The place of a tile is its position in this order, and equals
-    i · step + j. If `by_rows`, i is the index of the tile along the rows, and j is the index of the
-    tile along the columns. Otherwise, i is the index along the columns, and j is the index along
-    the rows.
+    i · step + j. If `by_rows` is True, i is the index of the tile along the rows, and j is the
+    index of the tile along the columns. Otherwise, i is the index along the columns, and j is the
+    index along the rows.
     """
 
     block_n: int  # rows of a tile
@@ -195,7 +195,7 @@ def _narrow_terms_kernel(
             mask = offs_k < K
             ids = tl.load(IDS + row * K + offs_k, mask=mask, other=NO_ID)
             g = load(G_IDS + row * K, offs_k, mask).to(tl.float32) * (gain * inv_t)
-            g = tl.where(d_row.shift == INF, 0.0, g)  # the gradient of a row of -inf is 0
+            g = tl.where(d_row.shift == INF, 0.0, g)  # g is 0 if all logits are -inf
             bad |= is_bad(ids, V)
             inside = only_if(live, (ids >= 0) & (ids < V))
             at = row * slots + offs_k

@@ -49,9 +49,10 @@ def load_rows(
 ):  # fmt: skip
     """Returns the rows [start, start + BLOCK) of a matrix (count, D), as a tile (BLOCK, BLOCK_D).
 
-    Elements of the tile that are outside the matrix are 0. If ALL_ROWS, all rows of the tile are
-    rows of the matrix. If ALIGNED, every row of the matrix starts on a 16-byte boundary. STRIDE and
-    D are constants, so that the compiler can load 16 bytes at a time for every D.
+    Elements of the tile that are outside the matrix are 0. If ALL_ROWS is True, all rows of the
+    tile are rows of the matrix. If ALIGNED is True, every row of the matrix starts on a 16-byte
+    boundary. STRIDE and D are constants, so that the compiler can load 16 bytes at a time for every
+    D.
     """
     offs = tl.arange(0, BLOCK)
     offs_d = tl.arange(0, BLOCK_D)

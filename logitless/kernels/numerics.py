@@ -85,9 +85,9 @@ def rounded_product(a, b):
     """Returns a · b, rounded to fp32 before any further arithmetic.
 
     With the operator *, the compiler could contract y = a · b and a later difference y - max(y)
-    into one fused multiply-add. The fused multiply-add does not round y, but max(y) is rounded. At
-    the max, the difference y - max(y) would then not be exactly 0. Dividing this difference by a
-    temperature of 1e-12 would make the exponent infinite.
+    into one fused multiply-add. A fused multiply-add does not round y, but max(y) is rounded.
+    Therefore the difference y - max(y) would not be exactly 0 at the max. Dividing this difference
+    by a temperature of 1e-12 would make the exponent infinite.
     """
     if is_cuda():
         return tl.inline_asm_elementwise(
@@ -115,7 +115,7 @@ def capped(x, softcap):
 def reciprocal(u):
     """Returns 1 / u for u in [1, 2], with an error of at most one unit in the last place.
 
-    The operator / takes several instructions, which also cover other numbers.
+    The operator / takes more instructions, because the operator must be correct for all numbers u.
     """
     if is_cuda():
         return tl.inline_asm_elementwise(

@@ -56,7 +56,7 @@ class Terms(NamedTuple):
     shift_q: tl.tensor
     shift_p: tl.tensor
     norm_q: tl.tensor  # log2 of the student's normaliser, for JSD and a skewed KL
-    norm_p: tl.tensor  # log2 of the teacher's normaliser, in the same cases; s_q / s_p for TVD
+    norm_p: tl.tensor  # log2 of the teacher's normaliser, as for norm_q; s_q / s_p for TVD
     mean: tl.tensor  # s_p / s_q for "forward" and "soft"; else the saved mean (see pair_state.py)
     gain: tl.tensor  # multiplies the gradient of the whole row
 
@@ -113,8 +113,9 @@ def _write_tile(DX, both, terms, cols, mask, KIND: tl.constexpr):
                 gap = (d_q - d_p) * both.rate - (terms.norm_q - terms.norm_p)
                 q, g, _ = skewed(log_q, log_p, gap, both.blend, IN, KIND == "skewed_forward")
             dz = q * (g - terms.mean)
-    # The modifier ".cs" marks the gradient as the first data that the cache evicts, because no
-    # kernel reads the gradient soon. So the cache has room for the logits of the next tiles.
+    # With the modifier ".cs", the cache evicts the gradient before all other data, and keeps room
+    # for the logits of the next tiles. The gradient need not stay in the cache, because no kernel
+    # reads the gradient soon.
     dx = (dz * terms.gain * slope).to(DX.dtype.element_ty)
     tl.store(DX + cols, dx, mask=mask, cache_modifier=".cs")
 

@@ -12,8 +12,8 @@ of soft cross-entropy, and T is the temperature. For the student (suffix _q) and
 
 KL and cross-entropy need one pass over student and teacher. When a later block changes the max of a
 row, the kernel corrects c, because all d of the earlier blocks change by the same number. If
-student and teacher are equal, the divergence is exactly 0. JSD and the total variation need two
-passes (jsd_tvd_fwd.py), and so does a skewed KL.
+student and teacher are equal, the divergence is exactly 0. JSD, a skewed KL and the total variation
+need two passes (jsd_tvd_fwd.py).
 """
 
 import functools

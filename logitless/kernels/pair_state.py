@@ -10,10 +10,10 @@ normaliser, the teacher's shift and normaliser, and a mean. A shift is the max, 
 infinite. The mean is an expectation under the student's probabilities. For reverse KL, the mean is
 Σ q (d_q - d_p), which is not divided by the temperature. For JSD, the mean is Σ q log2(q / M), in
 bits, where M is the mixture of student and teacher. For a skewed KL, the mean is Σ q g, in nats
-(see jsd_math.py). For the total variation (TVD), the state holds
-the ratio of tvd_math.py instead of the mean. For other losses, the mean is 0. eager/pair.py saves
-the mean in nats. The different units cause no conflict, because a backend never reads the state of
-the other backend.
+(see `skewed` in jsd_math.py). For the total variation (TVD), the state holds the ratio of
+tvd_math.py instead of the mean. For other losses, the mean is 0. eager/pair.py saves the mean in
+nats. The different units cause no conflict, because a backend never reads the state of the other
+backend.
 
 The function `pair_partial` returns a partial state, which covers only some columns of a row. A
 partial state holds the max instead of the shift. Instead of the mean, a partial state holds the sum
@@ -158,7 +158,7 @@ def sum_lanes(state):
 
 @triton.jit
 def save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean):
-    """Saves the state of a row. In a partial state, the shifts are the maxima, even if infinite."""
+    """Saves the state of a row. In a partial state, the shifts are the maxima, finite or not."""
     at = STATE + row.to(tl.int64) * PAIR_STATE
     tl.store(at, shift_q)
     tl.store(at + 1, s_q)

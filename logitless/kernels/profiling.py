@@ -58,8 +58,8 @@ def profiled(
 def _bytes_moved(args: Arguments, moves: dict[str, Callable[[Arguments], int]]) -> int:
     """Returns the bytes that a launch reads and writes.
 
-    Ignored rows are counted, although kernels do not read them. An element that is read several
-    times counts once.
+    Ignored rows are counted, although kernels do not read ignored rows. An element that is read
+    several times counts once.
     """
     total = 0
     for name, value in args.items():

@@ -1,18 +1,19 @@
 """Exchange of max m and normaliser s between the programs that share a row.
 
-A split is the part of a row that one program reads. Each split has one 64-bit integer in memory,
-which is initially 0. A program packs two fp32 numbers, the max m and the normaliser s of its split,
-into this integer. The program then waits until the integers of all splits are written, and computes
-max and normaliser of the whole row. While the program waits, its split stays in the L1 cache.
+A split is the part of a row that one program reads. Each split has one 64-bit integer in memory.
+The integer is initially 0. A program packs two fp32 numbers, the max m and the normaliser s of its
+split, into this integer. The program then waits until the integers of all splits are written, and
+computes max and normaliser of the whole row. While the program waits, its split stays in the L1
+cache.
 
 The exchange is free of deadlocks if programs start in the order of tl.program_id, and if all
 programs of one row fit on the GPU together. Under these two conditions, all programs of the oldest
 unfinished row are always running, and no program waits forever. A row has at most MAX_PROGRAMS
 programs. In Triton's interpreter, programs must not share a row, because the interpreter runs one
 program after another. The two conditions can fail on a GPU that is partitioned or shared with other
-processes, because programs can start in another order, or the programs of a row can find too little
-room. With LOGITLESS_WAITING=0, programs do not wait for each other, and the kernels read every row
-twice instead.
+processes, because programs can start in another order, or because the programs of a row do not fit
+on the GPU together. With LOGITLESS_WAITING=0, programs do not wait for each other, and the kernels
+read every row twice instead.
 """
 
 import os

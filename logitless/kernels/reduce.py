@@ -89,10 +89,11 @@ def reduce(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the weighted sum over the rows, and the factor of each row's gradient.
 
-    For a mean, the sum and the factor are divided by Σ mass. If `mass` is None, they are divided by
-    the number of rows that are not ignored (see `share`). With a row_weight, there is one factor
-    per row. Without a row_weight, all rows have the same factor, and None means a factor of 1. An
-    ignored row adds 0, even if its value or weight is NaN.
+    For a mean, the sum and the factor are divided by Σ mass. If `mass` is None, the sum and the
+    factor are divided by the number of rows that are not ignored (see `share`). With a
+    `row_weight`, there is one factor per row. Without a `row_weight`, all rows have the same
+    factor, and the returned factor can be None, which means 1. An ignored row adds 0, even if its
+    value or weight is NaN.
     """
     if row_weight is None and not mean:  # the values of ignored rows are already 0
         return value.sum(), None

@@ -31,7 +31,8 @@ GROUP = 16
     do_not_specialize_on_alignment=["BIAS"],
 )
 def _row_gemm_kernel(
-    # BIAS is a pointer. A, B and OUT are tensor descriptors. Without HAS_BIAS, BIAS is not read.
+    # BIAS is a pointer. A, B and OUT are tensor descriptors. If HAS_BIAS is False, BIAS is not
+    # read.
     BIAS, A, B, OUT,
     M, N, K, programs,  # sizes
     HAS_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
@@ -41,8 +42,8 @@ def _row_gemm_kernel(
     """Each program computes several tiles of the result in a loop.
 
     Tiles are numbered group by group. A group is GROUP rows of tiles. Inside a group, the tiles are
-    numbered column by column, from top to bottom. If TRANSPOSED, the result is A @ B.T + BIAS,
-    otherwise A @ B + BIAS.
+    numbered column by column, from top to bottom. The result is A @ B.T + BIAS if TRANSPOSED is
+    True, and A @ B + BIAS otherwise.
     """
     down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), down * across, programs, flatten=True):
@@ -63,7 +64,8 @@ def _row_gemm_kernel(
         if HAS_BIAS:
             offs_n = n + tl.arange(0, BLOCK_N)
             x += tl.load(BIAS + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-        # A store goes through shared memory. Storing two halves in turn needs less shared memory.
+        # A store goes through shared memory. The tile is stored in two halves, one after the other,
+        # because half a tile needs less shared memory.
         left, right = x.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
         OUT.store([m, n], left.to(OUT.dtype))
         OUT.store([m, n + BLOCK_N // 2], right.to(OUT.dtype))
@@ -71,15 +73,15 @@ def _row_gemm_kernel(
 
 def row_gemm(
     a: Tensor,  # (M, K)
-    b: Tensor,  # (K, N), or (N, K) if `transposed`
+    b: Tensor,  # (K, N), or (N, K) if `transposed` is True
     out: Tensor,  # (M, N)
     bias: Tensor | None = None,  # (N,)
     transposed: bool = False,
 ) -> Tensor:
     """Writes a @ b + bias to `out`. The bits of a row do not depend on the number of rows M.
 
-    If `transposed`, the product is a @ b.T. The sums are fp32, and are rounded once to the dtype of
-    `out`. fp32 matrices are multiplied in TF32 if PyTorch's setting allows TF32.
+    If `transposed` is True, the product is a @ b.T. The sums are fp32, and are rounded once to the
+    dtype of `out`. fp32 matrices are multiplied in TF32 if PyTorch's setting allows TF32.
     """
     (M, K), N = a.shape, out.shape[1]
     if M == 0 or N == 0:

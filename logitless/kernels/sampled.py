@@ -1,12 +1,12 @@
-"""Ids drawn at random from softmax(z)^proposal of each row.
+"""Draws ids at random from softmax(z)^proposal of each row.
 
-eager/sampled.py describes the draws, and has the part of the algorithm that both backends share.
-Two kernels read logits. The first kernel writes the sum of the masses of each span of SPAN columns.
-A mass is relative to the max of its row, so the kernel first reads its columns for the max. The
-programs of a row exchange their maxima (program_exchange.py), and then read the same columns again,
-from the L1 cache. PyTorch finds the span of each draw in the cumulative sums of a row. The second
-kernel reads only the spans of the draws, and finds the column of each draw. A third kernel counts
-how often each id was drawn.
+eager/sampled.py describes the draws, and contains the part of the algorithm that both backends
+share. Two kernels read logits. The first kernel writes the sum of the masses of each span of SPAN
+columns. A mass is relative to the max of its row, so each program first computes the max of its
+columns. The programs of a row exchange their maxima (program_exchange.py), and then read the same
+columns again, from the L1 cache. PyTorch finds the span of each draw in the cumulative sums of a
+row. The second kernel reads only the spans of the draws, and finds the column of each draw. A third
+kernel counts how often each id was drawn.
 
 A mass is an integer of up to 41 bits. Kernels hold a mass as two 32-bit integers, and one span is
 so short that the sums of these integers fit into 32 bits. The sums have no rounding errors, so a
@@ -38,7 +38,7 @@ SPANS = 2  # spans per block; a program reads one block at a time
 RESIDENT = 16  # number of programs that a multiprocessor runs at once
 DRAWS = 4  # draws per program of the second kernel
 UP, REST = tl.constexpr(0x4B000000), tl.constexpr(0x4B400000)  # the bits of 2^23 and of 1.5 · 2^23
-RESTS = tl.constexpr(-(1 << 31))  # the lowest 32 bits of SPAN · REST; those of SPAN · UP are 0
+RESTS = tl.constexpr(-(1 << 31))  # lowest 32 bits of SPAN · REST; for SPAN · UP, these bits are 0
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _mass_bits(y, top, rate):
     2^23 to 2^24 are integers. Adding 2^23 to a smaller number therefore rounds the number to an
     integer, and the lowest bits of the sum hold this integer. This rounding takes less time than a
     conversion. `low` can be negative, so 1.5 · 2^23 is added instead of 2^23. The results are
-    arbitrary integers if y or `top` is NaN, or if both are infinite.
+    arbitrary integers if y or `top` is NaN, or if y and `top` are both infinite.
     """
     x = tl.exp2((y - top) * (rate * LOG2E) + 20.0)
     up = x + 8388608.0
@@ -104,7 +104,8 @@ def _sample_sums_kernel(
     for block in range(first, last):
         _, y = read_block(X + offset, block * BLOCK_V - early, V, softcap, BLOCK_V)
         up, rest = _mass_bits(y, top, rate)
-        # These sums exceed 32 bits, and keep their lowest 32 bits. The sums of high and low fit.
+        # The sums of `up` and `rest` overflow, and keep only their lowest 32 bits. These bits are
+        # enough, because the sums of `high` and `low` (see `_mass_bits`) fit into 32 bits.
         high = tl.sum(tl.reshape(up, (SPANS, SPAN)), axis=1)
         low = tl.sum(tl.reshape(rest, (SPANS, SPAN)), axis=1) ^ RESTS
         span = block * SPANS + tl.arange(0, SPANS)
@@ -142,7 +143,8 @@ def _sample_columns_kernel(
         up, low = _mass_bits(y, top, rate)
         mass = (up - UP).to(tl.int64) * 1048576 + (low - REST)
         passed = tl.sum((tl.cumsum(mass, axis=0) <= rest).to(tl.int32), axis=0)
-        # In rows with NaN or +inf, whose sums are not masses, the column can be outside the row.
+        # In a row with NaN or +inf, the sums are not sums of masses, and the column can be outside
+        # the row.
         tl.store(COLUMNS + at, tl.minimum(tl.maximum(begin + passed, 0), V - 1).to(tl.int64))
         if RELATIVE is not None:
             tl.store(RELATIVE + at, tl.sum(tl.where(offs == passed, y - top, 0.0), axis=0))
@@ -196,7 +198,7 @@ def sampled(
     join: Callable[[Tensor], Tensor] | None = None,
     start: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ids, log-weights and a mask of the distinct ids that are drawn.
+    """Returns the distinct ids that are drawn, their log-weights, and a mask.
 
     The results of a row have the same bits in every batch, even if `how.invariant` is False.
     """

@@ -25,7 +25,7 @@ def _scale_kernel(
     step_g, rows_t, stride_xb, stride_xt, V, tiles, blocks,  # sizes
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The grid has as many programs as the GPU runs at once. Each program loops over tiles."""
+    """Each program loops over tiles. The grid has as many programs as the GPU can run at once."""
     if step_g == 0:
         if tl.load(G).to(tl.float32) == 1.0:
             return

@@ -1,11 +1,12 @@
 """The sigmoid loss of all pairs, and its gradient, from one pass over the similarities.
 
-With z = scale · x + bias and t = z for negatives and -z for positives, the loss of a pair is
-softplus(t) = max(t, 0) + log1p(e) with e = exp(-|t|). The derivative by t is sigmoid(t).
+Let z = scale · x + bias, and let t be z for negatives and -z for positives. The loss of a pair is
+softplus(t) = max(t, 0) + log1p(e), where e = exp(-|t|). The derivative with respect to t is
+sigmoid(t).
 
-Most pairs are negatives with a tiny e, and the losses of all pairs are summed. So log1p(e) must be
-exact relative to e, which log(1 + e) in fp32 is not. The kernel computes log1p(e) = e · p(e) with a
-polynomial p. The relative error is 2e-7.
+Most pairs are negatives with a tiny e, and the losses of all pairs are summed. So the relative
+error of log1p(e) must be small. In fp32, log(1 + e) has a large relative error if e is tiny. The
+kernel computes log1p(e) = e · p(e) with a polynomial p. The relative error is 2e-7.
 """
 
 import functools
@@ -111,12 +112,12 @@ def sigmoid_contrastive(
     gradient: bool,
     upstream: Tensor | None = None,  # (n,), or None for ones
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the sum of softplus(-y (z + bias)) over each row.
+    """Returns the sum of softplus(-y (scale · x + bias)) over each row.
 
     In this formula, y is 1 for positives and -1 for all other pairs.
 
-    If `gradient`, overwrites x by the gradient of the logits, and also returns Σ gradient · x and
-    Σ gradient, in shape (2,).
+    If `gradient` is True, the function overwrites x with the gradient of the logits, and also
+    returns Σ gradient · x and Σ gradient, in shape (2,).
     """
     n, m = x.shape
     if n == 0 or m == 0:

@@ -1,4 +1,4 @@
-"""Computes a divergence over the K slots of each row, and its gradient, in one pass.
+"""Computes a divergence over the K slots of each row, and the divergence's gradient, in one pass.
 
 Each slot holds an id, the teacher's log p of the id, and the student's log q of the id. Each slot
 adds a term f to the divergence. The gradient of the divergence with respect to log q of the slot is
@@ -25,10 +25,10 @@ the loss compares:
 With "renorm", "gathered_renorm" and "gathered", the kernel reads the student's logits at the slots,
 and divides q by Q. The gradient of the logit at slot k is (g_k - G q_k/Q) / temperature, where G is
 the sum of g over all slots. With "truncate", "tail" and "renorm_teacher", the kernel reads log q,
-where q is the softmax over the whole row. With "truncate" and "renorm_teacher", the coefficient a
+where q is the softmax over the whole row. With "truncate" and "renorm_teacher", the coefficient `a`
 of the row (see bwd_tile.py) is -G. With "tail", G also includes the additional slot, and the
-coefficient a_ids is -G. The kernel computes a from a_ids, and from g and log q of the additional
-slot.
+coefficient `a_ids` is -G. The kernel computes `a` from `a_ids`, and from g and log q of the
+additional slot.
 
 All divergences except "tvd" multiply a probability by a logarithm. If the probability is 0, the
 product is set to 0, even if the logarithm is infinite. For example, p log(p/q) is 0 if p = 0, for
@@ -154,7 +154,10 @@ def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE
 
 @triton.jit
 def _row_weights(WEIGHT, row, live, kd_weight):
-    """Returns the number that multiplies each row's divergence, or 0 for ignored rows."""
+    """Returns one factor per row, by which the row's divergence is multiplied.
+
+    The factor of an ignored row is 0.
+    """
     if WEIGHT is not None:
         weight = tl.load(WEIGHT + row, mask=live, other=0.0).to(tl.float32)
         return kd_weight * weight

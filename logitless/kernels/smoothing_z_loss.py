@@ -130,7 +130,10 @@ def _launch(
     nll: Tensor | None = None, lse: Tensor | None = None, log_total: Tensor | None = None,
     value: Tensor | None = None, coefs: Tensor | None = None, mass: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launches the kernel, which writes each of `value`, `coefs` and `mass` that is not None."""
+    """Launches the kernel, which writes each of the outputs that is not None.
+
+    The outputs are `value`, `coefs` and `mass`.
+    """
     label, weight, vocab = reading.label, reading.class_weight, reading.vocab
     if label.numel() == 0:
         return

@@ -6,8 +6,8 @@ In these formulas, y are the logits after the softcap, T is the temperature, and
 weights, or 1 without class weights. The number `ref` is close to the mean of the row's logits, so
 that the sum of the differences y - ref stays small and exact. The field `block` is the first column
 of the first block that contains the row's max. The field `s1` is Σ e^(y - max y), the normaliser at
-temperature 1. The field `above` is the number of logits y that are not at most y0, where y0 is the
-logit of the row's id. A NaN counts as greater than every logit.
+temperature 1. The field `above` is the number of logits y that are greater than y0, where y0 is the
+logit of the row's first id or label. If y or y0 is NaN, y counts as greater.
 """
 
 from typing import NamedTuple
@@ -103,7 +103,7 @@ def fold_values(
     state, y, top, place, W, first, at, mask, ref, rate, y0,
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Returns the state after the columns first + at, which have the logits y.
+    """Returns the state after the columns first + at are added. The logits of these columns are y.
 
     The shape of y is (columns,) for a block of one row, or (rows, columns) for a tile of several
     rows. `top` is the max of y per row. In rows where `top` is larger than the previous max, the
@@ -162,7 +162,7 @@ def fold_span(
 ):  # fmt: skip
     """Returns the state over the columns [lo, hi) of a row's body.
 
-    If lo is 0, the state also covers the fringe. If X_ALIGNED, the body starts on a 16-byte
+    If lo is 0, the state also covers the fringe. If X_ALIGNED is True, the body starts on a 16-byte
     boundary. layout.py defines body and fringe.
     """
     zero = tl.full((), 0.0, tl.float32)
@@ -185,8 +185,8 @@ def reference(Xrow, V, softcap, TOTAL: tl.constexpr, STARTS_ALIGNED: tl.constexp
 
     Kernels subtract this mean to avoid cancellation in Σ y. STARTS_ALIGNED means that the row
     starts on a 16-byte boundary. The order of the additions in the mean depends on the width of the
-    loads. With STARTS_ALIGNED, this width does not depend on the row stride, so the mean has the
-    same bits for every row stride.
+    loads. If STARTS_ALIGNED is True, this width does not depend on the row stride, so the mean has
+    the same bits for every row stride.
     """
     ref = 0.0
     if TOTAL:

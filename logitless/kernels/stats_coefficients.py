@@ -1,9 +1,9 @@
 """Computes the coefficients of the backward formula from gradients of statistics, in one launch.
 
-contract.py defines the backward formula and its coefficients a, b, g_label and g_c. In this file,
-g_c is called g_total. The kernel applies the RULES of eager/stats_coefficients.py. With PyTorch's
-own operations, the coefficients for `ll.score` would take eight launches, which would take most of
-the host time of a small backward.
+contract.py defines the backward formula and its coefficients `a`, `b`, `g_label` and `g_c`. In this
+file, `g_c` is called `g_total`. The kernel applies the RULES of eager/stats_coefficients.py. With
+PyTorch's own operations, the coefficients for `ll.score` would take eight launches. These eight
+launches would take most of the host time of a small backward.
 """
 
 import functools
@@ -54,7 +54,7 @@ class _Sums(NamedTuple):
 
 @triton.constexpr_function
 def sign_of(constants, index, coefficient, times):
-    """The sign of the term that a statistic adds to a coefficient, or 0 without such a term."""
+    """Returns the sign of the term that a statistic adds to a coefficient, or 0 without a term."""
     if index >= len(constants.names):
         return 0
     terms = RULES[constants.names[index]]
@@ -159,7 +159,7 @@ def coefficients(
 ) -> Coefficients:
     """Returns the coefficients of the backward formula.
 
-    `gradients` holds the gradient of each statistic by name. A missing gradient is 0.
+    `gradients` maps the name of each statistic to its gradient. A missing gradient is 0.
     """
     has_ids = reading.ids is not None
     N, K = state.shape[0], reading.ids.shape[-1] if has_ids else 0

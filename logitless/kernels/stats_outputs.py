@@ -45,9 +45,8 @@ def write_row(out, state, arg, ref, row, V, live, inv_t):
     shift = finite(state.m)
     log_s = tl.log(state.s)
     at = out.STATE + row.to(tl.int64) * STATE_WIDTH
-    # One store writes all fields of the state, with 0 in unused fields. If logprob_t1 is requested,
-    # the field LOG_S1 is stored separately. If entropy is requested, the field ENTROPY is stored
-    # separately.
+    # One store writes all fields of the state, with 0 in unused fields. The field LOG_S1 is stored
+    # separately if logprob_t1 is requested, and the field ENTROPY if entropy is requested.
     j = tl.arange(0, 8)
     mask = j < STATE_WIDTH
     if out.LOGPROB_T1 is not None:
@@ -83,7 +82,8 @@ def write_label(
 ):  # fmt: skip
     """Writes the statistics of a row's label.
 
-    If ONLY, there are no ids, and the statistics `picked` and `logprob` are written for the label.
+    If ONLY is True, there are no ids, and the statistics `picked` and `logprob` are written for the
+    label.
     """
     inside = (label >= 0) & (label < V) & live
     none = tl.where(live, float("nan"), 0.0)

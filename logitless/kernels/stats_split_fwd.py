@@ -211,11 +211,12 @@ def above(x: Tensor, reading: Reading, y0: Tensor) -> Tensor:
 def cut_of(
     rows: Rows, device: torch.device, sums: Sums, softcap: float | None, invariant: bool
 ) -> config.Config:
-    """Returns the Config of the forward pass over these rows.
+    """Returns the Config of the forward kernels for these rows.
 
-    If `invariant`, the function always returns the Config for many rows and a heavy kernel (see
-    `config.stats_fwd`). This Config depends only on the vocabulary and the dtype. So a
-    log-probability has the same bits for every number of rows, with or without other statistics.
+    If `invariant` is True, the function chooses the Config as if there were many rows and the
+    kernel were heavy (see `config.stats_fwd`). The chosen Config then depends only on the
+    vocabulary and the dtype. So a log-probability has the same bits for every number of rows, with
+    or without other statistics.
     """
     heavy = invariant or softcap is not None or sums.entropy or sums.argmax or sums.total
     processors = config.processors(device)

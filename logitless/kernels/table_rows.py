@@ -1,11 +1,12 @@
 """Dot products of each hidden state with M rows of a table.
 
-A pair is a hidden state and one of its M rows. The gradient of a row is a sum over all pairs with
-this row. The pairs are sorted by row, so that all pairs of a row are adjacent. The pairs of a row
-are called a run. Each program adds the pairs of one block of LENGTH adjacent pairs, and writes the
-sums of the runs that lie inside its block. A run that crosses the end of a block has one partial
-sum per block. A second kernel adds these partial sums. So no atomic operations are needed, and the
-result is bitwise reproducible.
+A pair consists of a hidden state and one of its M rows of the table. The gradient of a row of the
+table is a sum over all pairs with this row. The pairs are sorted by the row of the table, so that
+all pairs with the same row are adjacent. These adjacent pairs are called a run. A block consists of
+LENGTH adjacent pairs. Each program sums the pairs of one block, and writes the sums of the runs
+that lie inside this block. A run that crosses the end of a block has one partial sum per block. A
+second kernel adds these partial sums. So no atomic operations are needed, and the result is bitwise
+reproducible.
 """
 
 import functools
@@ -32,7 +33,7 @@ def _rows_at_ids(args: Arguments) -> int:
 
 @triton.jit
 def _rows_of(T, rows, stride, ALIGNED: tl.constexpr):
-    """Returns pointers to rows of T. If ALIGNED, every row starts on a 16-byte boundary."""
+    """Returns pointers to rows of T. If ALIGNED is True, every row starts on a 16-byte boundary."""
     if ALIGNED:
         return tl.multiple_of(T + rows * stride, 16)
     else:
@@ -100,7 +101,7 @@ def _row_dots_d_hidden_kernel(
 
 @triton.jit
 def _run_at(RUNS, place, count):
-    """Returns the run of a pair, or -1 if `place` is outside [0, count)."""
+    """Returns the run of the pair at `place`, or -1 if `place` is outside [0, count)."""
     return tl.load(RUNS + place, mask=(place >= 0) & (place < count), other=-1)
 
 
@@ -115,7 +116,7 @@ def _row_dots_d_table_kernel(
     count, stride_h, D, M, rows,  # sizes
     ALIGNED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Each program adds the pairs of one block, in BLOCK_D columns.
+    """Each program sums the pairs of one block, in BLOCK_D columns.
 
     RUNS holds the number of each pair's run, in ascending order. A run outside [0, rows) has no
     output. PARTS[:, 0] is the partial sum of a run that began in an earlier block. PARTS[:, 1] is
@@ -206,12 +207,12 @@ def row_dots(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 def row_dots_gradients(
     hidden: Tensor, weight: Tensor, ids: Tensor, g: Tensor, needs: tuple[bool, bool], sparse: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of hidden and weight, where g is the gradient of `row_dots`.
+    """Returns the gradients of `hidden` and `weight`, where `g` is the gradient of `row_dots`.
 
-    `needs` holds two flags, which select the gradients of hidden and of weight. A gradient that is
-    not selected is None. If `sparse`, the gradient of the weight is a sparse COO tensor, which
-    holds only the rows of `ids`, and the host waits for the number of these rows. A pair (i, j)
-    with g[i, j] = 0 adds 0, even if the hidden state or the row of the table is not finite.
+    `needs` holds two flags, which select the gradients of `hidden` and of `weight`. A gradient that
+    is not selected is None. If `sparse` is True, the gradient of the weight is a sparse COO tensor,
+    which holds only the rows of `ids`, and the host waits for the number of these rows. A pair (i,
+    j) with g[i, j] = 0 adds 0, even if the hidden state or the row of the table is not finite.
     """
     g, ids = g.to(torch.float32).contiguous(), ids.contiguous()
     d_hidden = None

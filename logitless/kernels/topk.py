@@ -1,4 +1,4 @@
-"""The k largest logits of each row, and the mass of the other columns, in one pass.
+"""Computes the k largest logits of each row, and the mass of the other columns, in one pass.
 
 If there are too few rows to fill the GPU, each row is cut into several splits. A first kernel
 computes a list of the k largest logits of each split (topk_stream.py). For each row, a second
@@ -112,8 +112,8 @@ def topk(
     `log_tail` is the log of the softmax mass of all other columns. Ids are sorted by descending
     logit. Equal logits are sorted by ascending id. For k > 256, eager/topk.py computes the results
     on the same device, one chunk of rows at a time, in more than one pass over the logits. If
-    `invariant`, the results of a row have the same bits in every batch, provided that the rows of x
-    start on 16-byte boundaries.
+    `invariant` is True, the results of a row have the same bits in every batch, provided that the
+    rows of x start on 16-byte boundaries.
     """
     if k > MAX_K:
         return topk_by_chunks(x, k, temperature, softcap, invariant)
@@ -127,7 +127,7 @@ def topk(
     x, rows = rows_of(x)
     processors = config.processors(x.device)
     narrow = softcap is not None or (rows.itemsize == 4 and k <= 64)
-    count = RESIDENT * processors if invariant else rows.count  # if invariant, one split per row
+    count = RESIDENT * processors if invariant else rows.count  # many rows, so one split per row
     cut = _cut(count, rows.vocab, processors, narrow)
     splits_in_all = rows.count * cut.splits
     programs = min(splits_in_all, RESIDENT * processors)
@@ -148,8 +148,9 @@ def _log_k(k: int) -> int:
 def _cut(rows: int, vocab: int, processors: int, narrow: bool) -> config.Config:
     """Returns the Config of both kernels. A program has one warp, so reductions need no barrier.
 
-    A row has at most one split per four blocks, rounded up. Block sizes are chosen by register use
-    on sm_90. `narrow` selects smaller blocks for programs that need more registers.
+    The number of splits of a row is at most the number of its blocks divided by four, rounded up.
+    Block sizes are chosen by register use on sm_90. `narrow` selects smaller blocks for programs
+    that need more registers.
     """
     block = min(512 if narrow else 1024, max(128, config.ceil_pow2(vocab)))
     splits = min(

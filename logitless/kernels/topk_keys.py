@@ -55,8 +55,8 @@ def _sort_runs(h, places, runs: tl.constexpr, LOG_K: tl.constexpr):
     """
     for i in tl.static_range(runs):
         # Compares two keys whose indices differ in one bit, and moves the larger key to the lower
-        # index. For each key in h, `other` holds the key with which it is compared. `other` is
-        # computed as the sum of both keys minus h. The sum can overflow, which is harmless, because
+        # index. For each key in h, `other` holds the other key of the comparison. `other` is
+        # computed as the sum of the two keys minus h. An overflow of the sum is harmless, because
         # int64 wraps around.
         other = tl.sum(h, axis=LOG_K - runs + i, keep_dims=True) - h
         second = ((places >> (runs - 1 - i)) & 1) != 0
@@ -68,7 +68,8 @@ def _sort_runs(h, places, runs: tl.constexpr, LOG_K: tl.constexpr):
 def sort_bitonic(keys, LOG_K: tl.constexpr):
     """Sorts a bitonic list in descending order.
 
-    Callers pass the elementwise max of a descending list and an ascending list, which is bitonic.
+    Callers pass the elementwise max of a descending list and an ascending list. Such a max is
+    bitonic.
     """
     h = _sort_runs(tl.reshape(keys, [2] * LOG_K), _places(LOG_K), LOG_K, LOG_K)
     return tl.reshape(h, [1 << LOG_K])

@@ -4,12 +4,12 @@ A program reads its split block by block. A key is one integer that encodes a lo
 (topk_keys.py). The program keeps a sorted list of the largest keys so far. The threshold is the
 logit of the k-th key in the sorted list. Logits above the threshold are appended to a short waiting
 list. The other logits of a block cannot be among the k largest, so their exponentials are added to
-the tail. The exponentials in the tail are relative to the max of the tail, and no mass is ever
-subtracted from the tail. When the waiting list is long enough, its keys are sorted and merged into
-the sorted list. Keys that drop out of the sorted list are added to the tail, and the threshold
-rises. If the logits of a row are in random order, few blocks after the first have logits above the
-threshold. If the logits of a row are in ascending order, every logit is appended to the waiting
-list and merged.
+the tail. The exponentials in the tail are relative to the max of the tail. No mass is ever
+subtracted from the tail, so the tail has no cancellation. When the waiting list is long enough, its
+keys are sorted and merged into the sorted list. Keys that drop out of the sorted list are added to
+the tail, and the threshold rises. If the logits of a row are in random order, few blocks after the
+first have logits above the threshold. If the logits of a row are in ascending order, every logit is
+appended to the waiting list and merged.
 
 Among equal logits, a lower column has a larger key (topk_keys.py). Blocks are read in the order of
 columns, so a later logit that equals the threshold has a smaller key than the k-th key of the
@@ -82,8 +82,8 @@ def _set_aside(
 ):
     """Appends the keys of a block's logits above the threshold to the waiting list.
 
-    The block is read again from the cache, in pieces of BLOCK_S columns, which need few registers.
-    Returns the new length of the waiting list.
+    The block is read again from the cache, in pieces of BLOCK_S columns, so that few registers are
+    needed. Returns the new length of the waiting list.
     """
     for first in range(start, start + BLOCK_V, BLOCK_S):
         x, _ = read_block(Xrow, first, V, None, BLOCK_S)

@@ -33,7 +33,10 @@ def _zero_ignored_kernel(
 
 
 def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
-    """Returns x with 0 in the rows that the reading ignores. Without an ignore_index, returns x."""
+    """Returns a copy of x with 0 in all ignored rows.
+
+    If the reading has no ignore_index, returns x itself.
+    """
     if reading.ignore_index is None or x.numel() == 0:
         return x
     if x.stride(1) != 1:
