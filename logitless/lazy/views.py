@@ -45,7 +45,7 @@ def _rows(
         edge, hidden = get_gradient_edge(moved), moved.detach()
     shape = hidden.shape
     # The result is a view of the logits if the new hidden states are a view of the old hidden
-    # states. Indexing by a tensor copies the hidden states, so its result is not a view.
+    # states. Indexing by a tensor copies the hidden states, so the indexed logits are not a view.
     is_view = memory_of(hidden) == memory_of(before)
 
     def back(parts):
