@@ -204,7 +204,7 @@ PART = 9
 
 
 class Sums(NamedTuple):
-    """One flag per optional field of Partials.state: whether a requested statistic needs the field.
+    """Flags for the optional fields of Partials.state. A flag is True if its fields are needed.
 
     The fields M, S and Y_LABEL are always computed, and have no flag.
     """
@@ -310,9 +310,9 @@ class Slots(NamedTuple):
     )
 
 
-# With these values of `support`, the teacher's p is divided by its sum over the slots.
+# With these values of `support`, the teacher's p is divided by the sum of p over the slots.
 RENORM_TEACHER = ("renorm_teacher", "renorm")
-# With these values of `support`, the student's q is divided by its sum over the slots.
+# With these values of `support`, the student's q is divided by the sum of q over the slots.
 RENORM_STUDENT = ("renorm", "gathered", "gathered_renorm")
 
 # Rounding the teacher's p to 16 bits changes Σ p. Therefore 1 - Σ p can be up to 2^-6, even if the

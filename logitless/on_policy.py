@@ -1,4 +1,4 @@
-"""Completions that a student samples for on-policy distillation.
+"""Samples completions from a student model, for on-policy distillation.
 
 logitless/hf.py exports `sample`, and uses this module in a Trainer of Transformers. The divergence
 between student and teacher on the completions is computed in store/training.py.

@@ -264,7 +264,7 @@ def called(func) -> Iterator[None]:
 
 
 def running(func=None) -> str:
-    """The name of the PyTorch function that the user called, or else the name of `func`."""
+    """The name of the PyTorch function that the user called, or of `func` if no call is known."""
     func = _called.get() or func
     name = torch.overrides.resolve_name(func)
     if name is None:

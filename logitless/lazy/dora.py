@@ -52,7 +52,7 @@ def forward_of(module: Any, x: Tensor) -> Callable[[Tensor], Tensor] | None:
     if module.disable_adapters or module.merged or type(module).__name__ not in SUPPORTED:
         return None
     active = [name for name in module.active_adapters if name in module.lora_A]
-    known = getattr(module, "lora_variant", {})  # missing in old versions of PEFT
+    known = getattr(module, "lora_variant", {})  # old versions of PEFT have no lora_variant
     variants = [type(known[name]).__name__ for name in active if name in known]
     if len(active) != 1 or variants != ["DoraLinearVariant"]:
         return None
@@ -81,7 +81,7 @@ def forward_of(module: Any, x: Tensor) -> Callable[[Tensor], Tensor] | None:
     return forward
 
 
-SUPPORTED = ("Linear", "Linear4bit")  # classes of peft.tuners.lora with a DoRA adapter
+SUPPORTED = ("Linear", "Linear4bit")  # classes of peft.tuners.lora that can have a DoRA adapter
 
 
 def has_plain_weight(base: nn.Module) -> bool:

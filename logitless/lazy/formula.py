@@ -142,9 +142,8 @@ class Constant(Formula):
 class Applied(Formula):
     """The result of a PyTorch function whose arguments are formulas, numbers and tensors.
 
-    The function takes whole rows and returns whole rows. The rows can come in the shape (n, V)
-    instead of (..., V), so the result for a row must not depend on the number of leading
-    dimensions.
+    The function takes whole rows and returns whole rows. The rows can have the shape (n, V) instead
+    of (..., V), so the result for a row must not depend on the number of leading dimensions.
     """
 
     function: Callable[..., Tensor]

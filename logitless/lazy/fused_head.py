@@ -105,7 +105,7 @@ class FusedForward:
         return logits
 
     def stays_plain(self, args: tuple) -> bool:
-        """Whether the head certainly returns plain logits for a call without gradients."""
+        """Whether it is clear before the forward that logits without gradients will be plain."""
         if not self.guard.lazy_inference:
             return True
         width = self.head.__dict__.get("out_features") or width_of(self.head)
@@ -191,7 +191,7 @@ class Products(TorchFunctionMode):
         return lazy_product(tensors, self.options, owner, self.lazy_inference, wanted)
 
     def why_plain(self) -> str:
-        """The reason why the logits are plain, as a phrase to put after the head's name."""
+        """The reason why the logits are plain, as a phrase that follows the head's name."""
         if self.obstacle is not None:
             return f"computes plain logits, because {self.obstacle}"
         if self.found:
@@ -276,9 +276,10 @@ def serves_inference(hidden: Any, weight: Any, module: nn.Module, options: dict)
 
 
 def has_small_logits(hidden: Any, width: int) -> bool:
-    """Whether the logits of `hidden` are certainly small enough to stay plain in inference.
+    """Whether the logits of `hidden` are small enough to stay plain in inference.
 
-    This check must be fast, because decoding calls the head once per token.
+    The result is False if `hidden` is not a plain tensor. This check must be fast, because decoding
+    calls the head once per token.
     """
     if type(hidden) is not Tensor or not hidden.numel():
         return False

@@ -126,7 +126,7 @@ class LazyGradient(Deferred):
         return self.known
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Writes to the materialised gradient, which becomes `of_values` and replaces `parts`."""
+        """Writes to a materialised copy, and keeps the copy as `of_values` without any `parts`."""
         first = args[0] if args else None
         targets = first if isinstance(first, (list, tuple)) else [first]
         known = isinstance(func, torch._ops.OpOverload) or func is Tensor.__setitem__
@@ -233,9 +233,10 @@ def added(a: Tensor, b: Tensor) -> LazyGradient:
 
 
 def added_shares(a: Shares, b: Shares) -> Shares:
-    """Adds the `shares` of two gradients for each Joint.
+    """Returns, for each Joint, the sum of the `shares` of two gradients.
 
-    A Joint whose shares add up to 1 is left out, because the sum of its gradients is complete.
+    The result does not contain a Joint whose shares add up to 1, because the sum of the Joint's
+    gradients is complete.
     """
     sums = {joint: a.get(joint, 0) + b.get(joint, 0) for joint in {**a, **b}}
     return {joint: share for joint, share in sums.items() if share != 1}

@@ -1,4 +1,4 @@
-"""Second forwards for layers of other libraries whose own forward cannot return lazy logits.
+"""Second forwards for third-party layers whose own forward cannot return lazy logits.
 
 A second forward has the same result as the layer's own forward, apart from rounding. The logits of
 a second forward can be lazy.

@@ -6,8 +6,8 @@ logitless and of torch.nn.functional over lazy logits are computed chunk by chun
 Functions that reduce over the vocabulary, such as argmax, are computed chunk by chunk too. Views,
 slices, casts and elementwise functions of lazy logits are lazy logits again (torch_functions.py).
 Any other operation materialises the logits, and returns the same result as for plain logits.
-Writing to lazy logits raises. Only logits that a fused head returned without gradients, outside of
-`lazy_logits()`, can be written to (writes.py).
+Writing to lazy logits raises, unless a fused head returned the logits without gradients and outside
+of `lazy_logits()` (writes.py).
 
 The autograd graph is the same as for plain logits: one node for the head, one node per view, and
 one node for the loss. Only the gradient has an unusual type. A loss computes the gradients of

@@ -79,7 +79,7 @@ def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction,
 
 
 def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
-    """F.cross_entropy with class probabilities as target. The mean is over all rows."""
+    """Returns F.cross_entropy with class probabilities as target. A mean is over all rows."""
     known = type(probs) is Tensor and probs.shape == z.shape and probs.dtype == z.dtype
     if not known or probs.requires_grad or z.recipe.shard is not None or not probs.numel():
         return NotImplemented

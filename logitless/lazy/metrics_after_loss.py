@@ -72,7 +72,7 @@ class Table:
         self.seen: Any = lambda: None  # weak reference to row indices that all have scores
 
     def put(self, places: Tensor, label: Tensor, vocab: int, scores: Scores) -> None:
-        """Stores label[i] and the i-th of the `scores` in row places[i] of the Table, for every i.
+        """For each i, copies label[i] and the scores at index i to row places[i] of the Table.
 
         If the new label of a row is not in [0, vocab), the row keeps its old label and scores.
         `places` can contain a row several times, with different labels. So a scatter first chooses

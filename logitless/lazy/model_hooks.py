@@ -66,8 +66,8 @@ class Guard:
         self.calls = 0  # number of times that `called` has run
         self.unfusable: str | None = None  # the reason why the head cannot be fused
         self.obstacle: str | None = None  # why the last training forward had plain logits
-        # The name of the model's class if its last training forward did not call the head, else
-        # None.
+        # The name of the model's class, if the model's last training forward did not call the head.
+        # Otherwise, None.
         self.idle: str | None = None
 
     def find(self, model: nn.Module) -> nn.Module | None:

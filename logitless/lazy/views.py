@@ -29,8 +29,8 @@ def _rows(
 
     `op` is applied to the hidden states immediately, and must keep their last dimension.
     `on_logits` is the same operation on plain logits, and is `op` by default. Autograd records a
-    graph of `op` for backward. The graph holds no hidden states, because it begins at `leaf`, a
-    tensor without memory of its own.
+    graph of `op` for backward. The graph holds no hidden states, because the graph begins at
+    `leaf`, a tensor without memory of its own.
     """
     recipe = z.recipe
     with torch.inference_mode(False), torch.enable_grad():

@@ -10,8 +10,9 @@ chooses the rows, the scale and the softcap of the logits. TRL's code also compu
 the auxiliary loss of mixture-of-experts models.
 
 Other trainers of TRL call the model's head, and compute log-probabilities from the logits. On a
-GPU, these trainers call a kernel of TRL, which would materialise lazy logits. A `LogitsSwitch`
-replaces this kernel for lazy logits.
+GPU, these trainers call a kernel of TRL. This kernel would materialise lazy logits. So a
+`LogitsSwitch` replaces the kernel. For lazy logits, the `LogitsSwitch` calls this library. For
+plain logits, the `LogitsSwitch` calls the kernel.
 """
 
 import functools
@@ -152,7 +153,7 @@ class Seam(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A replacement in TRL, of a global function (`seam`), an attribute of `owner`, or both."""
+    """What to replace in TRL: a global function (`seam`), an attribute of `owner`, or both."""
 
     owner: Any  # a module or a trainer
     seam: Seam | None

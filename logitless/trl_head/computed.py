@@ -100,7 +100,7 @@ def divergences(
     teacher_scale: float = 1.0,
     teacher_softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the divergence `jsd` of each row, and the detached entropy of the student.
+    """Returns, for each row, the divergence `jsd` and the student's entropy, which is detached.
 
     By default, the logits of both heads are in fp32, as in TRL. The option `logits_dtype` selects
     another dtype.
