@@ -23,8 +23,9 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# These constants say how a tensor is sliced if the logits are sliced. The attribute TENSORS of a
-# struct lists the names of the struct's tensors, each with one of these constants.
+# Each of these constants stands for a way to slice a tensor when the logits are sliced. The
+# attribute TENSORS of a struct lists the names of the struct's tensors, each with one of these
+# constants.
 PER_ROW = "per row"  # shape (...) or (..., K), sliced together with the rows of the logits
 PER_CLASS = "per class"  # shape (V,), never sliced, not even for a shard of the vocabulary
 TEACHER = "teacher"  # shape (..., V), sliced together with the rows and the columns of the logits
@@ -203,7 +204,7 @@ PART = 9
 
 
 class Sums(NamedTuple):
-    """Flags that say which optional fields of Partials.state the requested statistics need.
+    """Flags for the optional fields of Partials.state. A flag is True if its fields are needed.
 
     The fields M, S and Y_LABEL are always computed, and have no flag.
     """
@@ -271,8 +272,9 @@ FIELDS = ("a", "b", "label", "total", "a_ids", "logprob_t1")
 # gradient of the tail has the term p_i / e^tail. If e^tail is very small, p_i underflows to 0 in
 # fp32, and 1 / e^tail overflows to infinity. Let `lift` be min(tail - LEAST_TAIL, 0), or 0 if the
 # tail is -inf. To avoid the underflow and the overflow, a loss with the coefficient "a_ids" uses
-# two other numbers in the columns outside the ids: p_i · e^-lift instead of p_i, and a · e^lift
-# instead of a. The product a · p_i does not change. The field A of such a loss holds a · e^lift.
+# two other numbers in the columns outside the ids: p_i · e^-lift instead of p_i, and `a` · e^lift
+# instead of `a`. The product `a` · p_i does not change. For such a loss, the field A holds the
+# number `a` · e^lift.
 LEAST_TAIL = -32.0
 
 NO_ID = -(2**31)  # the id of a masked slot; a masked slot is not read and has no gradient
@@ -308,9 +310,9 @@ class Slots(NamedTuple):
     )
 
 
-# With these values of `support`, the teacher's p is divided by its sum over the slots.
+# With these values of `support`, the teacher's p is divided by the sum of p over the slots.
 RENORM_TEACHER = ("renorm_teacher", "renorm")
-# With these values of `support`, the student's q is divided by its sum over the slots.
+# With these values of `support`, the student's q is divided by the sum of q over the slots.
 RENORM_STUDENT = ("renorm", "gathered", "gathered_renorm")
 
 # Rounding the teacher's p to 16 bits changes Σ p. Therefore 1 - Σ p can be up to 2^-6, even if the

@@ -1,8 +1,8 @@
 """`ll.hf.DistillTrainer`: distillation with the Trainer of Transformers.
 
-This module needs the package transformers. The loss is computed in store/training.py. on_policy.py
-samples the completions of on-policy distillation, and this module exports its `sample`. The module
-also exports `use_in_trl` and `unuse_in_trl` from trl_head/adapter.py.
+This module needs the package transformers. The loss is computed in store/training.py. The
+completions of on-policy distillation are sampled in on_policy.py. This module also exports `sample`
+from on_policy.py, and `use_in_trl` and `unuse_in_trl` from trl_head/adapter.py.
 """
 
 import os
@@ -40,29 +40,31 @@ class DistillTrainer(Trainer):
     """A Trainer with the loss (ce_weight · cross-entropy + kd_weight · divergence from a teacher).
 
     The teacher is either a model, passed as `teacher`, or a store of captured logits. The argument
-    `store` is a `Store` or its path. With a store, each sample of the dataset must be a document of
-    the store, or the beginning of such a document. With a teacher model, each step captures the
-    model's `k` largest logits per token. The heads of student and teacher are fused, so that no
-    logits are materialised. The arguments `divergence` and `support` are required, and
+    `store` is a `Store`, or the path of a store. With a store, each sample of the dataset must be a
+    document of the store, or the beginning of such a document. With a teacher model, each step
+    captures the model's `k` largest logits per token. The heads of student and teacher are fused,
+    so that no logits are materialised. The arguments `divergence` and `support` are required, and
     docs/distillation.md explains them. `temperature` applies to student and teacher. With a store,
     `temperature` must be the temperature at which the store was captured.
 
-    With a teacher model, `support="whole"` compares whole rows: student and teacher over the whole
-    vocabulary, without `k`. Then `divergence` can also be a mapping from names to weights, such as
-    {"reverse_kl": 0.8, "tvd": 0.2}. The divergence of a token is the weighted sum.
+    With a teacher model and support="whole", the divergence is computed over the whole vocabulary,
+    and `k` has no effect. Then `divergence` can also be a mapping from names to weights, such as
+    {"reverse_kl": 0.8, "tvd": 0.2}. The divergence of a token is then the weighted sum of the named
+    divergences.
 
     `on_policy` is the probability that the student samples a training batch (λ of GKD). For such a
     batch, `sample` draws completions of the batch's prompts with `generation_config`, and the
     teacher model scores these completions. The prompt of a row is all tokens before the first label
     that is not -100. The loss of such a batch is kd_weight · divergence over the sampled tokens.
-    This loss has no cross-entropy, because the labels are the student's own samples. The draws
-    depend only on the seed, the step and the rank. So a resumed run draws the same batches and
-    samples, and all ranks sample in the same steps.
+    This loss has no cross-entropy, because the labels are the student's own samples. Whether the
+    student samples a batch depends only on the seed, the step, and the index of the batch in the
+    step. So all ranks sample in the same steps. The samples also depend on the rank. A resumed run
+    draws the same samples.
 
     Training steps log `ce_loss` and `kd_loss` of batches from the dataset, and `on_policy_kd_loss`
-    of sampled batches. Evaluations read the dataset, and log `eval_ce_loss` and `eval_kd_loss`.
-    With `eval_teacher=False`, evaluation computes only the cross-entropy, so that the evaluation
-    dataset can contain documents that are not in the store.
+    of sampled batches. Evaluations never sample, and log `eval_ce_loss` and `eval_kd_loss`. With
+    `eval_teacher=False`, evaluation computes only the cross-entropy, so that the evaluation dataset
+    can contain documents that are not in the store.
 
     >>> DistillTrainer(model, arguments, train_dataset=data, data_collator=collator,
     ...                store="targets", divergence="forward_kl", support="tail").train()
@@ -121,8 +123,8 @@ class DistillTrainer(Trainer):
         # The teacher's targets of the present batch: the top-k, or the logits of whole rows.
         self._targets: SparseTargets | Tensor | None = None
         self._is_sampled = False  # whether the student sampled the present batch
-        # `_sums` has the keys "", "eval_" and "on_policy_": batches of the dataset in training,
-        # batches of an evaluation, and sampled batches. Each value is a list with one tensor per
+        # `_sums` has three keys: "" for batches of the training dataset, "eval_" for batches of an
+        # evaluation, and "on_policy_" for sampled batches. Each value is a list with one tensor per
         # batch. Each tensor holds three numbers: the cross-entropy summed over the tokens, the
         # divergence summed over the tokens, and the number of tokens.
         self._sums: dict[str, list[Tensor]] = {"": [], "eval_": [], "on_policy_": []}
@@ -155,17 +157,18 @@ class DistillTrainer(Trainer):
         return _vocabulary_of(self.model)
 
     def get_batch_samples(self, epoch_iterator: Iterable, *args: Any, **kwargs: Any):
-        """Returns the batches of one optimizer step, and the number of their labels.
+        """Returns the batches of one optimizer step, and the number of labels in these batches.
 
         The student samples its batches here, so that the number of labels includes the sampled
-        tokens. The weights do not change until the end of the step.
+        tokens. All batches of the step can be sampled here, because the weights change only at the
+        end of the step.
         """
         if self.on_policy:
             epoch_iterator = (self._drawn(i, batch) for i, batch in enumerate(epoch_iterator))
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)  # pyright: ignore
 
     def _drawn(self, i: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the batch, or with the probability `on_policy` the student's samples."""
+        """Returns the student's samples with the probability `on_policy`, else the batch itself."""
         place = self.args.seed, self.state.global_step, i
         if not draws_on_policy(self.on_policy, *place):
             return batch
@@ -239,7 +242,7 @@ class DistillTrainer(Trainer):
         return losses.loss
 
     def _losses(self, logits: Tensor, labels: Tensor, num_items: Any, training: bool):
-        """The loss of a batch against its targets, and its parts if they are logged."""
+        """Returns the loss of a batch, and the parts of the loss if these parts are logged."""
         loss_of: Any = whole_loss if self.whole else distill_loss
         options: dict[str, Any] = {**self.loss_options, "num_items": num_items}
         if not self._is_sampled:

@@ -1,4 +1,4 @@
-"""Completions that a student samples for on-policy distillation.
+"""Samples completions from a student model, for on-policy distillation.
 
 logitless/hf.py exports `sample`, and uses this module in a Trainer of Transformers. The divergence
 between student and teacher on the completions is computed in store/training.py.
@@ -151,8 +151,9 @@ def check_seed(seed: Any) -> None:
 def _complete(config: Any, model: Any) -> Any:
     """Returns a copy of the config, with the eos_token_id and pad_token_id for `generate`.
 
-    Ids that the config does not have are taken from the model's own config. If the model has no
-    pad_token_id, the first end-of-text token is used, or 0.
+    Ids that `config` does not have are taken from the model's own GenerationConfig. If neither
+    config has a pad_token_id, the first end-of-text token is used for padding, or the token 0 if
+    there is no end-of-text token.
     """
     from transformers import GenerationConfig
 
@@ -252,7 +253,7 @@ def _batch(texts: Tensor, is_prompt: Tensor, eos: list[int], pad: int) -> dict[s
     """Returns the sampled texts as a batch whose rows are padded on the right."""
     answer = texts[:, is_prompt.shape[1] :]
     ends = torch.isin(answer, torch.tensor(eos, dtype=answer.dtype, device=answer.device)).int()
-    is_answer = ends.cumsum(-1) - ends == 0  # True up to and including the first end
+    is_answer = ends.cumsum(-1) - ends == 0  # True up to and including the first end-of-text token
     is_token = torch.cat((is_prompt, is_answer), -1)
     order = torch.sort(~is_token, dim=-1, stable=True).indices  # places padding last
     order = order[:, : int(is_token.sum(-1).max())]

@@ -47,7 +47,8 @@ def is_head(head: Any) -> None:
         return
     if not isinstance(head, (list, tuple)):
         raise TypeError(
-            f"head must be a module of the model, its name, or a list of both, got {head!r}."
+            "head must be a module of the model, the name of such a module, or a list of modules"
+            f" and names, got {head!r}."
         )
     for i, each in enumerate(head):
         if not isinstance(each, (str, nn.Module)):

@@ -1,9 +1,10 @@
 """Lazy logits for a fused head whose weight ColwiseParallel shards over ranks.
 
-ColwiseParallel turns a head's weight and hidden states into DTensors, and expects a DTensor of
-logits. The options `output_layouts` and `use_local_output` of ColwiseParallel select the head's
-output: a tensor with all columns, a tensor with only the columns of this rank, or the DTensor. A
-fused head returns a `SpreadLogits` instead of the DTensor, so that each of these outputs is lazy.
+ColwiseParallel turns a head's weight and hidden states into DTensors, and expects the head to
+return the logits as a DTensor. The options `output_layouts` and `use_local_output` of
+ColwiseParallel select the head's output: a tensor with all columns, a tensor with only the columns
+of this rank, or the DTensor. A fused head returns a `SpreadLogits` instead of the DTensor, so that
+each of these outputs is lazy.
 """
 
 from typing import Any, NamedTuple
@@ -37,7 +38,8 @@ class SpreadHead(NamedTuple):
     def own_columns(self) -> LazyLogits:
         """The logits of this rank's columns.
 
-        DTensor sums the gradient of hidden over the ranks, so the head's backward does not.
+        The head's backward does not sum the gradient of `hidden` over the ranks, because DTensor
+        already sums this gradient.
         """
         hidden, weight, bias = self.tensors
         rows = (None if t is None else t.to_local() for t in (weight, bias))
@@ -56,7 +58,7 @@ class SpreadLogits(LazyLogits):
         return self.head.tensors[1].device_mesh
 
     def redistribute(self, device_mesh=None, placements=None, **options) -> Tensor:
-        """Changes the placements.
+        """Returns the logits with new placements.
 
         The logits stay lazy if the new placements replicate the logits or shard their columns.
         """
@@ -85,7 +87,7 @@ def from_the_front(placements, last: int) -> tuple:
 
 
 def placements_of(weight, last: int) -> tuple:
-    """Returns the placements of the logits, for a weight that is sharded by rows."""
+    """Returns the placements of the logits, if the weight is sharded by rows."""
     return tuple(type(p)(last) if p.is_shard() else p for p in weight.placements)
 
 

@@ -73,7 +73,8 @@ def _tracer() -> Any:
         _ = tracer.one_graph, tracer.error_on_graph_break, tracer.export
         return tracer
     except (ImportError, AttributeError):
-        # Dynamo is not tracing, or this version of PyTorch has no such attributes.
+        # Dynamo is not tracing, or its tracer lacks one of these attributes in this PyTorch
+        # version.
         return None
 
 

@@ -53,7 +53,7 @@ class _Absent:
 class Deferred(Tensor):
     """A tensor without memory of its own; see the module's docstring."""
 
-    __dlpack_c_exchange_api__ = _Absent()  # absent, because a Deferred tensor has no memory to read
+    __dlpack_c_exchange_api__ = _Absent()  # a Deferred tensor has no memory that DLPack can read
 
     what = "lazy logits"  # the subject of error messages
     copy = "logits.materialize()"  # an expression that returns a writable tensor
@@ -264,7 +264,7 @@ def called(func) -> Iterator[None]:
 
 
 def running(func=None) -> str:
-    """The name of the PyTorch function that the user called, or else the name of `func`."""
+    """The name of the PyTorch function that the user called, or of `func` if no call is known."""
     func = _called.get() or func
     name = torch.overrides.resolve_name(func)
     if name is None:

@@ -5,15 +5,15 @@ number per column of the logits. For column i, this number is magnitude[i] / nor
 a parameter of the adapter, and norm[i] is the norm of row i of the matrix W + s · B @ A. As in
 PEFT, the norm is a constant in backward.
 
-PEFT multiplies the logits by the scale, which materialises the logits. In this file, the rows of W
-and B are multiplied by the scale instead. The logits are then the sum of two products, as with a
-LoRA adapter (sums.py). The scaled copy of W is as large as W. The gradient of the scale is computed
-from the gradient of this copy. So a loss computes the gradient of the copy, and takes three GEMMs,
-even if W is frozen.
+PEFT multiplies the logits by the scale. This multiplication materialises the logits. In this file,
+the rows of W and B are multiplied by the scale instead. The logits are then the sum of two
+products, as with a LoRA adapter (sums.py). The scaled copy of W is as large as W. The gradient of
+the scale is computed from the gradient of this copy. So a loss computes the gradient of the copy,
+and takes three GEMMs, even if W is frozen.
 
-With dropout, PEFT computes two products with W: one with x, and one with `dropped`, which is x
-after dropout. The term scale · x @ W.T becomes x @ W.T + (scale - 1) · dropped @ W.T. Both products
-have a matrix as large as W, so a loss takes five GEMMs.
+With dropout, PEFT computes two products with W: x @ W.T and dropped @ W.T, where `dropped` is x
+after dropout. The term scale · x @ W.T becomes x @ W.T + (scale - 1) · dropped @ W.T. In both
+products, one matrix is as large as W. So a loss takes five GEMMs.
 """
 
 import sys
@@ -47,12 +47,12 @@ def forward_of(module: Any, x: Tensor) -> Callable[[Tensor], Tensor] | None:
     The adapter must be active, must not be merged, and must be the only active adapter. The base
     layer, the layer B and the magnitude layer must have no hooks and no replaced forward. The base
     layer's weight must be a plain or 4-bit weight on the device of x. With dropout, x must require
-    a gradient, because sums.py would not add the two products of `with_dropout` otherwise.
+    a gradient. Otherwise, sums.py does not add the two products of `with_dropout`.
     """
     if module.disable_adapters or module.merged or type(module).__name__ not in SUPPORTED:
         return None
     active = [name for name in module.active_adapters if name in module.lora_A]
-    known = getattr(module, "lora_variant", {})  # missing in old versions of PEFT
+    known = getattr(module, "lora_variant", {})  # old versions of PEFT have no lora_variant
     variants = [type(known[name]).__name__ for name in active if name in known]
     if len(active) != 1 or variants != ["DoraLinearVariant"]:
         return None
@@ -81,7 +81,7 @@ def forward_of(module: Any, x: Tensor) -> Callable[[Tensor], Tensor] | None:
     return forward
 
 
-SUPPORTED = ("Linear", "Linear4bit")  # classes of peft.tuners.lora with a DoRA adapter
+SUPPORTED = ("Linear", "Linear4bit")  # classes of peft.tuners.lora that can have a DoRA adapter
 
 
 def has_plain_weight(base: nn.Module) -> bool:
@@ -159,7 +159,7 @@ def times_rows(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 class ScaledRows(Node):
-    """The autograd node of `times_rows`, which computes in blocks of rows."""
+    """The autograd node of `times_rows`. Forward and backward take one block of rows at a time."""
 
     @staticmethod
     def forward(ctx, weight, scale):

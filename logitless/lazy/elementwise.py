@@ -167,7 +167,7 @@ def as_constant(a: Argument) -> Argument:
 
 
 def is_differentiable(t: Any, first: LazyLogits, lazy: list[LazyLogits]) -> bool:
-    """Whether the gradient of argument t can be computed, or is not needed."""
+    """Whether argument t needs no gradient, or its gradient can be computed."""
     if is_constant(t):
         return True
     if not isinstance(t, LazyLogits) or not have_same_rows(t.recipe, first.recipe):

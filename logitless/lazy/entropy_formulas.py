@@ -1,8 +1,9 @@
-"""Recognises formulas such as p log p that a loss can sum over the vocabulary.
+"""Recognises formulas, such as p log p, whose row sums follow from the scores of a loss.
 
-Trainers compute the entropy of p = softmax(y) by PyTorch's functions, for example as
--(logp.exp() * logp).sum(-1) or as y.logsumexp(-1) - (p * y).sum(-1). These sums can be computed
-from the entropy and the logsumexp of each row. A loss can compute both (metrics_after_loss.py).
+Trainers compute the entropy of p = softmax(y) with functions of PyTorch. Two examples are
+-(logp.exp() * logp).sum(-1) and y.logsumexp(-1) - (p * y).sum(-1). The sums in these examples can
+be computed from the entropy and the logsumexp of each row. A loss over the same logits can compute
+the entropy and the logsumexp too (metrics_after_loss.py).
 """
 
 from collections.abc import Callable

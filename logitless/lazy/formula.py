@@ -28,7 +28,7 @@ class Rows:
         self.results: dict[Formula, Tensor] = {}
 
     def values(self, formula: "Formula") -> Tensor:
-        """The differentiable values of a formula. They are computed once and then kept."""
+        """The differentiable values of a formula. The values are computed only once."""
         if formula not in self.results:
             self.results[formula] = formula.compute(self)
         return self.results[formula]
@@ -142,9 +142,8 @@ class Constant(Formula):
 class Applied(Formula):
     """The result of a PyTorch function whose arguments are formulas, numbers and tensors.
 
-    The function takes whole rows and returns whole rows. The rows can come in the shape (n, V)
-    instead of (..., V), so the result for a row must not depend on the number of leading
-    dimensions.
+    The function takes whole rows and returns whole rows. The rows can have the shape (n, V) instead
+    of (..., V), so the result for a row must not depend on the number of leading dimensions.
     """
 
     function: Callable[..., Tensor]
@@ -172,7 +171,7 @@ def depth_of(formula: Any) -> int:
 
 @dataclass(frozen=True)
 class Autocast:
-    """The autocast state of a function call. Computing the formula restores this state."""
+    """The autocast state of a function call. The formula is computed later, in the same state."""
 
     kind: str  # type of the device, such as "cuda"
     dtype: torch.dtype | None  # None if autocast was off

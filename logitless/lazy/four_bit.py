@@ -1,9 +1,9 @@
 """The weight of bitsandbytes' 4-bit linear layers, dequantised in blocks of rows.
 
-The forward of a `Linear4bit` calls a function of bitsandbytes, so its logits cannot be lazy. The
-function `forward` in this file has the same result, but calls torch.nn.functional.linear. The
-weight in this call is a `FourBitWeight`, which the GEMMs of a head read like other quantised
-weights (heads/quantized.py).
+The forward of a `Linear4bit` calls a function of bitsandbytes, so the logits of a `Linear4bit`
+cannot be lazy. The function `forward` in this file has the same result, but calls
+torch.nn.functional.linear. The weight in this call is a `FourBitWeight`, which the GEMMs of a head
+read like other quantised weights (heads/quantized.py).
 """
 
 import sys
@@ -36,7 +36,7 @@ class FourBitWeight(Tensor):
 
     @classmethod
     def of(cls, weight: Any, dtype: torch.dtype) -> "FourBitWeight":
-        """Returns the whole weight of a Linear4bit, which is dequantised to `dtype`."""
+        """Returns all rows of a Linear4bit's weight. `dequantize` returns the rows in `dtype`."""
         from bitsandbytes.functional import dequantize_blockwise
 
         state, scales = weight.quant_state, weight.quant_state.absmax
@@ -104,7 +104,8 @@ def is_four_bit(module: nn.Module) -> bool:
     if type(module).forward is not bnb.nn.Linear4bit.forward:
         return False
     state = getattr(module.weight, "quant_state", None)
-    # For inference on some CPUs, bitsandbytes stores the numbers in an order that we cannot read.
+    # For inference on some CPUs, bitsandbytes stores the numbers in an order that this file cannot
+    # read.
     if state is None or getattr(state, "packing_format_for_cpu", False):
         return False
     size = (module.out_features, module.in_features)

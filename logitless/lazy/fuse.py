@@ -1,9 +1,9 @@
-"""`fuse(model)` lets a model with a linear head run without materialising its logits.
+"""`fuse(model)` lets a model with a linear head run without materialising the logits.
 
 Only the head's forward is replaced (fused_head.py). model_hooks.py keeps the state of each fused
 head, such as whether a forward of the model called the head. The head returns LazyLogits
-(logits.py). The loss is computed from the LazyLogits, by the model itself, by a Trainer or by a
-training loop. In inference, logits of at most 32 MiB are plain tensors.
+(logits.py). The model itself, a Trainer or a training loop computes the loss from the LazyLogits.
+In inference, logits of at most 32 MiB are plain tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,10 +36,10 @@ def fuse(
     `head` is a module of the model, or the module's name. By default, the head is the model's
     output embeddings, which every causal language model of Transformers has. For a model with
     several heads, `head` is a list of modules and names. An nn.ModuleList or nn.ModuleDict stands
-    for all modules in it. `options` are options of LinearLogits. Without gradients, as in
-    evaluation and sampling, logits of at most 32 MiB are plain tensors, and larger logits are lazy.
-    If `lazy_inference` is false, all logits without gradients are plain tensors. Calling `fuse`
-    again replaces the heads and the options of the earlier call. `unfuse` undoes `fuse`, and
+    for all modules that it contains. `options` are options of LinearLogits. Without gradients, as
+    in evaluation and sampling, logits of at most 32 MiB are plain tensors, and larger logits are
+    lazy. If `lazy_inference` is false, all logits without gradients are plain tensors. Calling
+    `fuse` again replaces the heads and the options of the earlier call. `unfuse` undoes `fuse`, and
     `is_fused` returns whether `fuse` has an effect. `report` returns the operations that
     materialised lazy logits.
 
@@ -103,7 +103,7 @@ def is_fused(model: nn.Module) -> Fused:
     `fuse` has an effect if the head returns lazy logits in training. Some trainers multiply by the
     head's weight themselves, and never call the head. So the result is false if the last training
     forward did not call the head. `model` can also be a wrapper of the fused model, or a part of
-    the fused model that contains its head.
+    the fused model that contains the head.
 
     >>> found = is_fused(model)
     >>> assert found, found.reason

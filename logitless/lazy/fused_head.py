@@ -2,7 +2,7 @@
 
 A head is often not a plain linear layer. accelerate sets hooks on heads, adapters wrap heads,
 quantisers replace heads, and users set a forward of their own. So a fused head still runs its own
-forward. Inside the head's own forward, `torch.nn.functional.linear` returns lazy logits if its
+forward. Inside the head's own forward, `torch.nn.functional.linear` returns lazy logits if the
 weight has one row per token of the vocabulary. Operations before and after `linear` get the same
 numbers as in the unfused model. A head that does not call `linear` returns the same result as in
 the unfused model. For some layers of other libraries, layers.py has a second forward, which calls
@@ -33,9 +33,9 @@ from .recipe import is_small
 from .report import warn_once
 
 _lazy = ContextVar("lazy", default=False)
-# One item per `with lazy_logits():` block that is running, in any thread. Dynamo cannot read a
-# ContextVar. Dynamo can read this list, and compiles code again if the list becomes empty or
-# non-empty.
+# The list holds one item per `with lazy_logits():` block that is running, in any thread. Dynamo
+# cannot read a ContextVar. Dynamo can read this list, and compiles code again if the list becomes
+# empty or non-empty.
 _contexts: list[None] = []
 
 COMPILED = "torch.compile computed the logits as a plain product inside of its graph."
@@ -48,9 +48,9 @@ def lazy_logits():
     Outside of this context manager, logits without gradients are lazy only if they are large and
     the option `lazy_inference` of `fuse` is true. Inside this context manager, logits of any size
     are lazy. Logits that are created inside this context manager must not be written to. Using
-    these logits raises an error if the weight was written to in the meantime. On a GPU, only writes
-    that change the weight's version counter are detected, because comparing the weight with a copy
-    would make the host wait for the GPU (class Watch).
+    these logits raises an error if the weight was written to after the logits were created. On a
+    GPU, only writes that change the weight's version counter are detected, because comparing the
+    weight with a copy would make the host wait for the GPU (class Watch).
 
     >>> with torch.no_grad(), lazy_logits():
     ...     teacher_logits = teacher(ids).logits
@@ -105,7 +105,7 @@ class FusedForward:
         return logits
 
     def stays_plain(self, args: tuple) -> bool:
-        """Whether the head certainly returns plain logits for a call without gradients."""
+        """Whether it is clear before the forward that logits without gradients will be plain."""
         if not self.guard.lazy_inference:
             return True
         width = self.head.__dict__.get("out_features") or width_of(self.head)
@@ -191,7 +191,7 @@ class Products(TorchFunctionMode):
         return lazy_product(tensors, self.options, owner, self.lazy_inference, wanted)
 
     def why_plain(self) -> str:
-        """The reason why the logits are plain, as a phrase to put after the head's name."""
+        """The reason why the logits are plain, as a phrase that follows the head's name."""
         if self.obstacle is not None:
             return f"computes plain logits, because {self.obstacle}"
         if self.found:
@@ -276,9 +276,10 @@ def serves_inference(hidden: Any, weight: Any, module: nn.Module, options: dict)
 
 
 def has_small_logits(hidden: Any, width: int) -> bool:
-    """Whether the logits of `hidden` are certainly small enough to stay plain in inference.
+    """Whether the logits of `hidden` are small enough to stay plain in inference.
 
-    This check must be fast, because decoding calls the head once per token.
+    The result is False if `hidden` is not a plain tensor. This check must be fast, because decoding
+    calls the head once per token.
     """
     if type(hidden) is not Tensor or not hidden.numel():
         return False

@@ -25,7 +25,7 @@ with torch.inference_mode(False):
 
 
 def outside() -> Any:
-    """Returns a context manager inside which autograd records operations.
+    """Returns a context manager. Inside the context manager, autograd records operations.
 
     The context manager is needed inside __torch_dispatch__, because PyTorch calls
     __torch_dispatch__ with autograd switched off.
@@ -43,10 +43,10 @@ def is_copy(func, args: tuple) -> bool:
 
 
 class Joint:
-    """An operation on several lazy logits, such as torch.cat or a product.
+    """An operation with several LazyLogits as arguments, such as torch.cat or a product.
 
     In backward, each argument gets its own LazyGradient. Only the first LazyGradient holds
-    gradients of weight and bias, which are sums over all arguments. For torch.cat, each
+    gradients of weight and bias. These gradients are sums over all arguments. For torch.cat, each
     LazyGradient holds the gradient of hidden for its own rows. For all other operations, only the
     first LazyGradient holds the gradient of hidden. So the LazyGradient of one argument is
     incomplete, and must not be changed. If n arguments need a gradient, the field `shares` of each
@@ -126,7 +126,7 @@ class LazyGradient(Deferred):
         return self.known
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Writes to the materialised gradient, which becomes `of_values` and replaces `parts`."""
+        """Writes to a materialised copy, and keeps the copy as `of_values` without any `parts`."""
         first = args[0] if args else None
         targets = first if isinstance(first, (list, tuple)) else [first]
         known = isinstance(func, torch._ops.OpOverload) or func is Tensor.__setitem__
@@ -143,7 +143,7 @@ class LazyGradient(Deferred):
         return None if targets is first else first
 
     def materialize(self) -> Tensor:
-        """Returns a copy of the gradient as a plain tensor, which may be written to."""
+        """Returns a copy of the gradient as a plain, writable tensor."""
         return self.plain_values().clone()
 
     def _become(self, other: "LazyGradient") -> None:
@@ -233,9 +233,10 @@ def added(a: Tensor, b: Tensor) -> LazyGradient:
 
 
 def added_shares(a: Shares, b: Shares) -> Shares:
-    """Adds the `shares` of two gradients for each Joint.
+    """Returns, for each Joint, the sum of the `shares` of two gradients.
 
-    A Joint whose shares add up to 1 is left out, because the sum of its gradients is complete.
+    The result does not contain a Joint whose shares add up to 1, because the sum of the Joint's
+    gradients is complete.
     """
     sums = {joint: a.get(joint, 0) + b.get(joint, 0) for joint in {**a, **b}}
     return {joint: share for joint, share in sums.items() if share != 1}
@@ -255,7 +256,7 @@ def added_parts(parts: Parts, others: Parts) -> Parts:
 
 
 def split(g: Tensor) -> tuple[Parts, Tensor | None]:
-    """Returns the fields `parts` and `of_values` of g. The class LazyGradient explains both."""
+    """Returns the fields `parts` and `of_values` of g. LazyGradient explains these fields."""
     if not isinstance(g, LazyGradient):
         return NO_PARTS, g
     if torch.is_grad_enabled() and g.requires_grad:  # g has autograd history, g.parts has none

@@ -1,11 +1,11 @@
-"""Second forwards for layers of other libraries. The layers' own forward cannot return lazy logits.
+"""Second forwards for third-party layers whose own forward cannot return lazy logits.
 
 A second forward has the same result as the layer's own forward, apart from rounding. The logits of
 a second forward can be lazy.
 
 Two kinds of layers have a second forward. A `Linear4bit` of bitsandbytes multiplies by its weight
-in a function of its own (four_bit.py). A DoRA adapter of PEFT multiplies the logits by one number
-per column (dora.py).
+in a function of bitsandbytes (four_bit.py). A DoRA adapter of PEFT multiplies the logits by one
+number per column (dora.py).
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def has_second_forward(module: nn.Module) -> bool:
 
 
 def second_forward(module: nn.Module, args: tuple, kwargs: dict) -> Callable[..., Any] | None:
-    """Returns the second forward of a module for these arguments, or None if there is none.
+    """Returns a module's second forward, or None if the module or its arguments are not supported.
 
     The second forward calls torch.nn.functional.linear.
     """

@@ -71,8 +71,8 @@ class LinearLogits(AsTensor, Logits):
 
     `low_rank` is a pair of tensors a (..., R) and b (V, R). The product a @ b.T is added to the
     logits. For a LoRA adapter with matrices A and B, the pair is (scaling · x @ A.T, B), where x is
-    the adapter's input. The sum of weight and B @ A is never computed. The gradient of `weight` is
-    computed only if `weight` requires a gradient.
+    the adapter's input. The sum of `weight` and B @ A is never computed. The gradient of `weight`
+    is computed only if `weight` requires a gradient.
 
     `workspace` limits the number of bytes of logits that are in memory at the same time. The logits
     of a teacher need memory in addition to the workspace. The default workspace is 1 GiB on a GPU
@@ -85,24 +85,24 @@ class LinearLogits(AsTensor, Logits):
     most 128 and the head is not small (docs/heads.md).
 
     `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
-    to 16 bits. Log-probabilities from fp32 logits are hundreds of times more exact than from 16-bit
-    logits. The gradient of fp32 logits is rounded to 16 bits, and the GEMMs of the backward run in
-    16 bits.
+    to 16 bits. Log-probabilities from fp32 logits are hundreds of times more exact than
+    log-probabilities from 16-bit logits. The gradient of fp32 logits is rounded to 16 bits, and the
+    GEMMs of the backward run in 16 bits.
 
     `accumulate` selects the precision in which the gradient of a bf16 weight is summed over chunks.
     With at most two chunks, accumulate="auto" sums in bf16. With more chunks, accumulate="auto"
     sums in block floating point on Hopper and data-center Blackwell, and in fp32 on other devices.
     Block floating point needs no memory besides the gradient. In block floating point, each number
     is a 16-bit integer of magnitude at most 2^14, and 128 neighbouring numbers share one exponent.
-    accumulate="fp32" sums in fp32, which takes additional memory of the gradient's size.
-    accumulate="weight" sums in bf16, which rounds after every chunk. The gradient of an fp16 weight
-    is always summed in fp32.
+    accumulate="fp32" sums in fp32. The fp32 sum takes additional memory of the gradient's size.
+    accumulate="weight" sums in bf16, so the sum is rounded after every chunk. The gradient of an
+    fp16 weight is always summed in fp32.
 
     `main_grad` is an fp32 tensor of the weight's shape. Every backward adds the weight's gradient
-    to main_grad instead of weight.grad. For a mean or sum, the gradient is added to main_grad once,
-    after the sum over chunks. A sum in bf16 or in block floating point is rounded to bf16 before it
-    is added to main_grad. For a loss with one value per row, the gradient of each chunk is added to
-    main_grad separately.
+    to `main_grad` instead of `weight.grad`. For a loss with reduction="mean" or "sum", the gradient
+    is added to `main_grad` once, after the sum over chunks. A sum in bf16 or in block floating
+    point is rounded to bf16 before the sum is added to `main_grad`. For a loss with one value per
+    row, the gradient of each chunk is added to `main_grad` separately.
 
     Rows that a loss ignores are dropped before the GEMMs, unless the logits are materialised. The
     number of rows that are not ignored is computed on the GPU. The host waits once for this number.
@@ -110,9 +110,9 @@ class LinearLogits(AsTensor, Logits):
     `drop_ignored=False`, the host never waits, and ignored rows cost as much time as other rows. In
     a CUDA graph, ignored rows are not dropped, because the host must not wait.
 
-    If weight is a DTensor sharded by rows, hidden must be a DTensor on the same mesh. In a loss,
-    each rank then computes only the logits that belong to its own rows of the weight, as with a
-    VocabShard.
+    If `weight` is a DTensor sharded by rows, `hidden` must be a DTensor on the same mesh. In a
+    loss, each rank then computes only the logits that belong to its own rows of the weight, as with
+    a VocabShard.
 
     PyTorch's own functions, methods and indexing accept a LinearLogits as a tensor. The logits are
     computed when an operation reads their values.

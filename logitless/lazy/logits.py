@@ -6,16 +6,16 @@ logitless and of torch.nn.functional over lazy logits are computed chunk by chun
 Functions that reduce over the vocabulary, such as argmax, are computed chunk by chunk too. Views,
 slices, casts and elementwise functions of lazy logits are lazy logits again (torch_functions.py).
 Any other operation materialises the logits, and returns the same result as for plain logits.
-Writing to lazy logits raises. There is one exception: logits that a fused head returned without
-gradients, outside of `lazy_logits()`, can be written to (writes.py).
+Writing to lazy logits raises, unless a fused head returned the logits without gradients and outside
+of `lazy_logits()` (writes.py).
 
-The autograd graph is the same as for plain logits: one node for the head, one for each view and one
-for the loss. Only the gradient has an unusual type. A loss computes the gradients of hidden and
-weight, and returns both as a `LazyGradient` of its logits. In backward, views and slices re-index
-the `LazyGradient`, and the head takes the gradients of hidden and weight from the `LazyGradient`.
-Because the autograd graph is the usual graph, hooks run, and DDP and FSDP get the output that they
-expect. A tensor as large as the logits is allocated only if an operation materialises the logits,
-or if the logits are small.
+The autograd graph is the same as for plain logits: one node for the head, one node per view, and
+one node for the loss. Only the gradient has an unusual type. A loss computes the gradients of
+hidden and weight. The loss returns both gradients in a `LazyGradient`, which stands for the
+gradient of the logits. In backward, views and slices re-index the `LazyGradient`, and the head
+takes the gradients of hidden and weight from the `LazyGradient`. Because the autograd graph is the
+usual graph, hooks run, and DDP and FSDP get the output that they expect. A tensor as large as the
+logits is allocated only if an operation materialises the logits, or if the logits are small.
 """
 
 import functools
@@ -56,7 +56,7 @@ class LazyLogits(Deferred, Source):
 
     @classmethod
     def of(cls, recipe: Recipe) -> "LazyLogits":
-        """Lazy logits without autograd history."""
+        """Returns lazy logits without autograd history."""
         z = cls.blank(Like(recipe.shape, recipe.formula.dtype, recipe.device))
         z.cell = Cell(recipe)
         z.origin = Origin(z.cell)
@@ -122,7 +122,7 @@ class LazyLogits(Deferred, Source):
         return self.from_head or (unread and not self.origin.exposed)
 
     def read(self, operation: str | None = None) -> Tensor:
-        """Returns the values. They are materialised if they are not in memory yet.
+        """Returns the values, and materialises them first if they are not in memory yet.
 
         `operation` is the name of the operation that needs the values. The default of `operation`
         is the name of the PyTorch function that is running.
@@ -250,7 +250,7 @@ class LazyLogits(Deferred, Source):
         return None if self.recipe.shard is None else self.recipe.shard.ranks
 
     def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Shows the values of logits for inference, if they are small or already computed."""
+        """Shows the values if the logits are for inference, and are small or already computed."""
         recipe = self.recipe
         small = recipe.inference and recipe.small
         if self.in_memory or (small and not recipe.stale()):

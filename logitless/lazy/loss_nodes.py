@@ -79,7 +79,7 @@ def of_values(loss: RowLoss, recipe: Recipe) -> tuple[RowLoss, float]:
 
 
 class OfValues:
-    """A loss over the head's logits, which first applies a recipe's formula to the logits."""
+    """Base class of losses that first apply a recipe's formula to the head's logits."""
 
     inputs: tuple[RowInput, ...]  # the recipe's inputs
 

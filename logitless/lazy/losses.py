@@ -79,7 +79,7 @@ def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction,
 
 
 def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
-    """F.cross_entropy with class probabilities as target. A mean divides by the number of rows."""
+    """Returns F.cross_entropy with class probabilities as target. A mean is over all rows."""
     known = type(probs) is Tensor and probs.shape == z.shape and probs.dtype == z.dtype
     if not known or probs.requires_grad or z.recipe.shard is not None or not probs.numel():
         return NotImplemented
@@ -92,7 +92,7 @@ def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
 def unlogged(z: LazyLogits) -> LazyLogits:
     """Turns lazy log-probabilities z = log_softmax(logits) back into lazy logits.
 
-    On plain values, the operation returns z unchanged, because z can serve as logits:
+    If the values of z are computed, they are used as logits without a change, because
     log_softmax(z) equals z.
     """
     return values.changed(z, Op(lambda t: t, pull=lambda d: d, projects=True), log=False)

@@ -1,18 +1,18 @@
 """Keeps the scores that a loss over lazy logits computes, so that later metrics take no GEMM.
 
-A trainer computes its loss from the logits, and then metrics, such as the accuracy and the entropy.
-A metric of lazy logits takes one GEMM, and so about a third of the time of a loss and its
-gradients. The scores of a row are its entropy, its logsumexp, its argmax and the log-probability of
-its label. A loss that also computes the scores of each row takes 1.016 times the time of the loss
-alone (benchmarks/results/h200/loss-and-scores.md). So losses compute scores only for heads whose
-metrics are read:
+A trainer computes its loss from the logits. Then the trainer computes metrics, such as the accuracy
+and the entropy, from the same logits. A metric of lazy logits takes one GEMM, and so about a third
+of the time of a loss and its gradients. The scores of a row are its entropy, its logsumexp, its
+argmax and the log-probability of its label. A loss that also computes the scores of each row takes
+1.016 times the time of the loss alone (benchmarks/results/h200/loss-and-scores.md). So losses
+compute scores only for heads whose metrics are read:
 
 1. At first, losses over the logits of a head compute no scores. For each call of the head,
    `Answers` counts the rows of the losses, and the rows of the metrics that follow. If the metrics
    read at least half as many rows as the losses, the head is added to `_READ`.
-2. Losses over all later logits of this head compute scores, and keep them in a `Table`. Metrics of
-   these logits and of their views are read from the Table. The rows that a loss ignored have no
-   scores in the Table. The first metric computes the scores of the ignored rows.
+2. From then on, losses over the logits of this head compute scores, and store the scores in a
+   `Table`. Metrics of these logits and of their views are read from the Table. The rows that a loss
+   ignored have no scores in the Table. The first metric computes the scores of the ignored rows.
 
 Training and evaluation are counted separately, because many trainers read metrics only in
 evaluations.
@@ -63,20 +63,21 @@ class Options(NamedTuple):
 
 
 class Table:
-    """Holds the scores of each row of one head call. Each row has the scores of one label."""
+    """Holds the scores of all rows of one head call. Each row has the scores for one label."""
 
     def __init__(self, rows: int, like: Scores):
         self.label = torch.full((rows,), UNKNOWN, device=like.lse.device)
         self.scores = Scores(*(t.new_zeros(rows) for t in tensors_of(like)))
         self.complete = False  # whether the scores of all rows are known
-        self.seen: Any = lambda: None  # a weak reference to `places` whose rows all have scores
+        self.seen: Any = lambda: None  # weak reference to row indices that all have scores
 
     def put(self, places: Tensor, label: Tensor, vocab: int, scores: Scores) -> None:
-        """Writes the scores of the rows with the indices `places`.
+        """For each i, copies label[i] and the scores at index i to row places[i] of the Table.
 
-        A row whose new label is not in [0, vocab) keeps its old scores. `places` can contain a row
-        several times, with different labels. So a scatter first chooses one entry of `places` per
-        row. The label and the scores of this entry are then copied to the row.
+        If the new label of a row is not in [0, vocab), the row keeps its old label and scores.
+        `places` can contain a row several times, with different labels. So a scatter first chooses
+        one entry of `places` for each row. The label and the scores of this entry are then copied
+        to the row.
         """
         if not len(places):
             return
@@ -108,9 +109,10 @@ class Answers:
 
         With drop_ignored=False, the host must never wait. Such a head has no Answers, because the
         host would have to wait until the device has counted the rows without scores. An FSDP module
-        has no Answers, because all ranks would have to gather its weight together to compute
-        missing scores, and some ranks may have no missing scores. With deterministic algorithms, no
-        head has Answers, because the bits of a loss can change if the loss also computes scores.
+        has no Answers, because computing missing scores would gather the module's weight. All ranks
+        must take part in this gather, but some ranks may have no missing scores. With deterministic
+        algorithms, no head has Answers, because the bits of a loss can change if the loss also
+        computes scores.
         """
         module, device = head.module, head.device
         if module is None or hasattr(type(module), "unshard") or not head.drop_ignored:
@@ -169,7 +171,7 @@ class Answers:
     # --- metrics
 
     def statistics(self, recipe: Recipe, loss: Read) -> tuple[Tensor, ...] | None:
-        """Reads the statistics of a `Read` from the Table. Returns None if this is not possible."""
+        """Reads the statistics of `loss` from the Table. Returns None if this is not possible."""
         reading, options = loss.reading, Options.of(loss.reading)
         scored = set(reading.wants) <= set(SCORES) and reading.ids_per_row <= 1
         if not scored or options is None or not may_wait(recipe.device):
@@ -223,9 +225,9 @@ class Answers:
         computed, `at` and `scores` are None. Computed scores are added to the Table, but not to
         `known`, because `recipe` can contain a row several times, with different ids.
 
-        If `ids` is None and a view of less than half of the head call's rows lacks scores, the
-        missing scores of all rows of the head call are computed. So the host waits only once if a
-        metric is computed from many small views.
+        Let `ids` be None, and let `recipe` be a view of less than half of the head call's rows. If
+        a row of this view has no scores, the missing scores of all rows of the head call are
+        computed at once. So the host waits only once if a metric is computed from many small views.
         """
         known = table.scores
         if ids is None and (table.complete or table.seen() is recipe.places):

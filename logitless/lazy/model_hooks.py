@@ -1,9 +1,9 @@
 """The state of a fused head, and the hooks of a fused model.
 
 `resize_token_embeddings` and adapters can replace the head of a model, and other code can replace
-the forward of the head. So the hooks find the head before each forward of the model, and fuse it
-again if needed. A Guard also counts the calls of its head, and warns if a training forward never
-called the head.
+the forward of the head. So the hooks find the head before each forward of the model, and fuse the
+head again if needed. A Guard also counts the calls of its head, and warns if a training forward
+never called the head.
 """
 
 from typing import Any
@@ -66,8 +66,8 @@ class Guard:
         self.calls = 0  # number of times that `called` has run
         self.unfusable: str | None = None  # the reason why the head cannot be fused
         self.obstacle: str | None = None  # why the last training forward had plain logits
-        # The name of the model's class if its last training forward did not call the head, else
-        # None.
+        # The name of the model's class, if the model's last training forward did not call the head.
+        # Otherwise, None.
         self.idle: str | None = None
 
     def find(self, model: nn.Module) -> nn.Module | None:

@@ -105,7 +105,7 @@ class LazyHead(Node):
             bias=None if bias is None else bias.detach(),
             low_rank=None if low_rank is None else low_rank.detach(),
         )  # fmt: skip
-        # On a GPU, the Watch looks for writes to the weight only after `passed` is set. Backward
+        # On a GPU, the Watch checks for writes to the weight only after `passed` is set. Backward
         # sets `passed`. Logits for inference (`Recipe.inference`) have no backward, so their
         # `passed` is set here.
         ctx.watch = Watch(detached.weight, passed=inference)
@@ -274,7 +274,7 @@ def zeros_if_none(d: Tensor | None, like: Like) -> Tensor:
 
 
 class Materialize(Node):
-    """The autograd node that returns lazy logits as a plain tensor, which may be written to."""
+    """The autograd node that returns lazy logits as a plain, writable tensor."""
 
     @staticmethod
     def forward(ctx, z):

@@ -45,7 +45,7 @@ class Cell:
 
 
 class Record:
-    """Holds the autograd graph of an operation once its result has been computed.
+    """Holds the autograd graph of an operation after the operation's result has been computed.
 
     The operation's autograd node and the `Origin` of its result refer to the same Record. A Record
     holds no values.

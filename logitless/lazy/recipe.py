@@ -189,7 +189,7 @@ class Recipe:
         return recipe.replace(inputs=(), watch=watch)
 
     def flatten(self) -> tuple[Tensors, "Recipe"]:
-        """Returns all tensors, which autograd saves, and a copy of the recipe without tensors."""
+        """Returns the tensors that autograd saves, and a copy of the recipe without tensors."""
         blank: Any = None
         tensors = [*self.head.tensors]
         for row_input in self.inputs:

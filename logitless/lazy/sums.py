@@ -1,10 +1,10 @@
 """The sum of the lazy logits of two heads, such as a linear layer and its LoRA adapter.
 
 The sum hidden1 @ weight1.T + hidden2 @ weight2.T is computed as the logits of a single head. The
-hidden states of this head are hidden1 and hidden2 side by side. Its weight is weight1, and its
-second weight `low_rank` is weight2 (heads/head.py). So a loss over the sum is computed chunk by
-chunk, and never materialises either product. Joining the hidden states copies them. If a head has
-several adapters, the matrices B of the adapters are copied too.
+hidden states of this head are hidden1 and hidden2 side by side. The weight of this head is weight1,
+and its second weight, `low_rank`, is weight2 (heads/head.py). So a loss over the sum is computed
+chunk by chunk, and never materialises either product. Joining the hidden states copies them. If a
+head has several adapters, the matrices B of the adapters are copied too.
 """
 
 from typing import Any
@@ -32,9 +32,9 @@ def summed(a: LazyLogits, b: LazyLogits) -> Any:
     """Returns a + b as lazy logits of a single head, or NotImplemented.
 
     The width of a head is the number of columns of its weight. The wider head is the first head of
-    the sum. If only one of a and b needs a gradient, its head must be the narrower head, like the
-    LoRA adapter of a frozen layer. If neither needs a gradient, the widths must differ.
-    elementwise.py computes all other sums.
+    the sum. If only one of a and b needs a gradient, the head of this argument must be the narrower
+    head. For example, a LoRA adapter is narrower than its frozen layer. If neither needs a
+    gradient, the widths must differ. elementwise.py computes all other sums.
     """
     if not (is_summable(a) and is_summable(b)) or a.shape != b.shape or a.device != b.device:
         return NotImplemented
@@ -120,7 +120,8 @@ def _joined(first: Recipe, second: Recipe) -> Head | None:
 class LazySum(Node):
     """The autograd node of x + y, where x and y are the lazy logits of two heads.
 
-    `recipe` is the recipe of the sum. The last columns of its `low_rank` are the weight of y.
+    `recipe` is the recipe of the sum. The last columns of the sum's `low_rank` are the weight of
+    y's head.
     """
 
     @staticmethod
@@ -159,7 +160,8 @@ class LazySum(Node):
     def divided(ctx, parts: Parts) -> list[Parts]:
         """Splits the gradients of the joined head's tensors.
 
-        The result has two items: the gradients for the head of x, and those for the head of y.
+        The result has two items: the gradients for the head of x, and the gradients for the head of
+        y.
         """
         (hidden, *_, low_rank), (of_y, *_) = ctx.tensors
         d_hidden, d_weight, d_bias, d_low_rank = parts

@@ -1,7 +1,7 @@
 """The functions of PyTorch that keep logits lazy. Models call these functions before the loss.
 
 OPERATIONS maps each function of PyTorch to an operation in lazy/. The operation takes the lazy
-logits and the function's other arguments. It returns lazy logits, a loss, a statistic or
+logits and the function's other arguments. The operation returns lazy logits, a loss, a statistic or
 NotImplemented. If the operation returns NotImplemented, the logits are materialised and PyTorch's
 function is called.
 """

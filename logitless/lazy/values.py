@@ -110,8 +110,8 @@ def negated(z: LazyLogits) -> LazyLogits:
             d_low_rank,
         )
 
-    # The gradient of a weight is Σ d_logits · hidden. It keeps its sign, because d_logits and
-    # hidden both change their sign.
+    # The gradient of a weight is Σ d_logits · hidden. This gradient keeps its sign, because
+    # d_logits and hidden both change their sign.
     return kept(z, recipe.with_head(hidden=hidden, bias=bias), back, scaling(-1.0))
 
 

@@ -29,8 +29,8 @@ def _rows(
 
     `op` is applied to the hidden states immediately, and must keep their last dimension.
     `on_logits` is the same operation on plain logits, and is `op` by default. Autograd records a
-    graph of `op` for backward. The graph holds no hidden states, because it begins at `leaf`, a
-    tensor without memory of its own.
+    graph of `op` for backward. The graph holds no hidden states, because the graph begins at
+    `leaf`, a tensor without memory of its own.
     """
     recipe = z.recipe
     with torch.inference_mode(False), torch.enable_grad():
@@ -45,7 +45,7 @@ def _rows(
         edge, hidden = get_gradient_edge(moved), moved.detach()
     shape = hidden.shape
     # The result is a view of the logits if the new hidden states are a view of the old hidden
-    # states. Indexing by a tensor copies the hidden states, so its result is not a view.
+    # states. Indexing by a tensor copies the hidden states, so the indexed logits are not a view.
     is_view = memory_of(hidden) == memory_of(before)
 
     def back(parts):

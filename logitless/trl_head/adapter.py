@@ -1,17 +1,18 @@
 """`use_in_trl` lets TRL's trainers compute losses and metrics with functions of this library.
 
 Most trainers of TRL do not call the model's head. They have a fused head of their own, which
-multiplies the hidden states by the weight of the model's head. Two autograd functions compute TRL's
-fused head. One function returns log-probabilities, entropies and other statistics of tokens. The
-other function returns divergences from a teacher. `use_in_trl` replaces each function by a
-`Switch`. Inside the forward of an adapted model, the Switch calls this library. Everywhere else,
-the Switch calls TRL's own function. All other code of TRL runs unchanged. TRL's code still chooses
-the rows, the scale and the softcap of the logits. It also computes the metrics, and the auxiliary
-loss of mixture-of-experts models.
+multiplies the hidden states by the weight of the model's head. TRL's fused head consists of two
+autograd functions. One function returns log-probabilities, entropies and other statistics of
+tokens. The other function returns divergences from a teacher. `use_in_trl` replaces each function
+by a `Switch`. Inside the forward of an adapted model, the Switch calls this library. Everywhere
+else, the Switch calls TRL's own function. All other code of TRL runs unchanged. TRL's code still
+chooses the rows, the scale and the softcap of the logits. TRL's code also computes the metrics, and
+the auxiliary loss of mixture-of-experts models.
 
 Other trainers of TRL call the model's head, and compute log-probabilities from the logits. On a
-GPU, these trainers call a kernel of TRL, which would materialise lazy logits. A `LogitsSwitch`
-replaces this kernel for lazy logits.
+GPU, these trainers call a kernel of TRL. This kernel would materialise lazy logits. So a
+`LogitsSwitch` replaces the kernel. For lazy logits, the `LogitsSwitch` calls this library. For
+plain logits, the `LogitsSwitch` calls the kernel.
 """
 
 import functools
@@ -130,7 +131,7 @@ class Switch:
 
 
 class LogitsSwitch(Switch):
-    """Replaces a function of TRL that takes logits. For lazy logits, it calls this library."""
+    """Replaces a function of TRL that takes logits. Lazy logits are passed to this library."""
 
     def __call__(self, logits, *args, **kwargs):
         return (self.ours if is_lazy(logits) else self.original)(logits, *args, **kwargs)
@@ -152,7 +153,7 @@ class Seam(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A replacement in TRL, of a global function (`seam`), an attribute of `owner`, or both."""
+    """What to replace in TRL: a global function (`seam`), an attribute of `owner`, or both."""
 
     owner: Any  # a module or a trainer
     seam: Seam | None
@@ -282,7 +283,7 @@ def _computed_by_us(use: Use, model: nn.Module, **how) -> Iterator[None]:
 def _guard_of(model: nn.Module) -> Guard | None:
     """Returns the Guard (lazy/model_hooks.py) of a fused model or of the model inside a PEFT model.
 
-    Returns None if neither is fused.
+    Returns None if neither of the two models is fused.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
     guards = [g for each in (model, inner) for g in each.__dict__.get(GUARD, ()) if g.active]
@@ -299,7 +300,8 @@ def _adapted_forward(below: Callable, is_method: bool) -> Callable:
     If the caller requests TRL's fused head, logitless computes the results of this head.
     """
 
-    # `wraps` keeps the signature of `below`. `generate` checks its arguments by this signature.
+    # `wraps` keeps the signature of `below`. `generate` checks its arguments against this
+    # signature.
     @functools.wraps(below)
     def forward(self, *args, **kwargs):
         given = (self, *args) if is_method else args

@@ -1,7 +1,7 @@
 """The results of TRL's fused head, computed by functions of this library.
 
 `token_statistics` and `divergences` replace TRL's two autograd functions. Their first argument is a
-`Call`. The other arguments are those of the function that is replaced.
+`Call`. The other arguments are the arguments of the replaced function.
 """
 
 from typing import NamedTuple
@@ -79,7 +79,7 @@ def _log_sum_of_squares(
     """Returns log Σ p².
 
     At half the temperature, the probability of a token is p² / Σ p². So log Σ p² is twice the
-    target's log-probability, minus its log-probability at half the temperature.
+    target's log-probability, minus the target's log-probability at half the temperature.
     """
     half = {**how, "temperature": how["temperature"] / 2}
     return 2 * logprob - token_logprobs(logits, targets, **half)
@@ -100,7 +100,7 @@ def divergences(
     teacher_scale: float = 1.0,
     teacher_softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the divergence `jsd` of each row, and the detached entropy of the student.
+    """Returns, for each row, the divergence `jsd` and the student's entropy, which is detached.
 
     By default, the logits of both heads are in fp32, as in TRL. The option `logits_dtype` selects
     another dtype.
@@ -161,9 +161,9 @@ def gkd_loss(
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, options: dict
 ) -> tuple[LinearLogits, float]:
-    """Returns logits and a positive factor. Their product is `scale` times the head's logits.
+    """Returns logits and a positive factor whose product is `scale` times the head's logits.
 
-    If `scale` is not positive, hidden and bias are multiplied by `scale`, and the factor is 1.
+    If `scale` is not positive, `hidden` and `bias` are multiplied by `scale`, and the factor is 1.
     """
     if hasattr(weight, "ds_id"):
         raise NotImplementedError(
@@ -193,9 +193,9 @@ class LogprobsOfSum(torch.autograd.Function):
     """Returns the log-probabilities of tokens. Backward passes one number to `loss`.
 
     All tokens in `mask` must have the same upstream gradient g, as in TRL's SFTTrainer. If `mask`
-    is None, this applies to all tokens. Backward passes -g to `loss`, which is minus the sum of the
-    log-probabilities. The forward that computed `loss` has already computed its gradients, so
-    backward does not compute the logits again.
+    is None, all tokens must have the same upstream gradient. `loss` is minus the sum of the
+    log-probabilities, so backward passes -g to `loss`. The forward that computed `loss` has already
+    computed the gradients of `loss`. So backward does not compute the logits again.
     """
 
     @staticmethod

@@ -294,7 +294,8 @@ def test_the_report_names_each_head(ids, device):
         (
             {"lm_head": 1},
             TypeError,
-            "head must be a module of the model, its name, or a list of both, got {'lm_head': 1}",
+            "head must be a module of the model, the name of such a module, or a list of modules"
+            " and names, got {'lm_head': 1}",
         ),
         (
             ["lm_head", 3],
