@@ -1,12 +1,11 @@
 """Computes a loss over a head in blocks of columns: first all statistics, then all gradients.
 
 A loss gets a `Blocks` instead of a tensor of logits, and a `BlockBackend` instead of another
-backend. So every loss whose statistics can be merged works on blocks, and needs no code of its own
-for blocks. The logits of a block are computed twice, once for the statistics and once for the
-gradient, unless they are kept in memory. Statistics are computed from the first block to the last.
-Gradients are computed from the last block to the first. So the first rows of the weight's gradient
-are written last. Until then, the memory of these rows can hold the logits of later blocks
-(kept_blocks in choose_cut.py).
+backend. So every loss whose statistics can be merged works on blocks without changes. The logits of
+a block are computed once for the statistics, and again for the gradient, unless these logits are
+kept in memory. Statistics are computed from the first block to the last. Gradients are computed
+from the last block to the first. So the first rows of the weight's gradient are written last. Until
+then, the memory of these rows can hold the logits of later blocks (kept_blocks in choose_cut.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,7 +34,7 @@ class BlockChunks(Chunks):
     """
 
     def begin(self, dtype: torch.dtype) -> Any:
-        """Allocates memory for the logits of one block, in this dtype, and for their gradient.
+        """Allocates memory for one block: for the logits in this dtype, and for their gradient.
 
         Returns the BlockBackend.
         """
@@ -90,7 +89,8 @@ class Blocks:
     def keep(self) -> None:
         """Chooses the blocks whose logits are kept until their gradient is computed.
 
-        The kept logits are stored in the memory of the weight's gradient, which is written later.
+        The kept logits are stored in memory that is allocated for the weight's gradient. The
+        gradient is written to this memory later.
         """
         chunks, (rows, vocab) = self.chunks, self.shape
         if self.sums is not None and chunks.cut.kept:
@@ -143,7 +143,7 @@ class BlockBackend(ReadsNoLogits):
     def read(self, x: Blocks, reading: Reading) -> Statistics:
         """Returns the statistics of whole rows.
 
-        Whenever WAITING partial statistics are in memory, they are merged, which saves memory.
+        To save memory, the partial statistics are merged whenever WAITING of them are in memory.
         """
         x.keep()
         waiting = []
@@ -236,7 +236,7 @@ class BlockSums(GradientSums):
         self.add_weights(index, dz, h)
 
     def end(self, rows: Rows) -> None:
-        """Writes the gradient of hidden for a group of rows, after all blocks have been added."""
+        """Writes the gradient of `hidden` for a group of rows, after all blocks have been added."""
         if self.d_hidden is None:
             return
         sums, self.hidden_sum = self.hidden_sum, None

@@ -49,7 +49,7 @@ class Explanation(NamedTuple):
 
 
 def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Explanation:
-    """Explains how a loss such as cross-entropy over this head is computed.
+    """Explains how a loss over this head, such as cross-entropy, is computed.
 
     If the tensors of the head are on the device "meta", the explanation is for a GPU.
     """

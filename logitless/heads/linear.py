@@ -105,7 +105,7 @@ class HeadLogits(Source):
         return HeadColumns(self.head, shard)
 
     def over_all_tokens(self, gather: Callable[[Tensor], Tensor]) -> "HeadLogits":
-        """Returns the same head with the hidden states of all ranks, which `gather` collects."""
+        """Returns the same head with the hidden states of all ranks. `gather` is an all-gather."""
         own = self.head.hidden
         hidden = gather(own.detach()).flatten(0, 1)
         return HeadLogits(self.head.replace(hidden=hidden, own_hidden=own))

@@ -4,7 +4,7 @@
 and d_weight take one GEMM each. If the head is split by columns, most logits are computed twice.
 `backward` multiplies the gradients by the upstream gradient. `forward` and `backward` are plain
 functions of a `Call`. The autograd functions (ReducedLoss and lazy/loss_nodes.py) and the operator
-(operators.py) call these two functions, and otherwise only save and unpack tensors.
+(operators.py) only save and unpack tensors, and call `forward` and `backward`.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ class Result(NamedTuple):
 
 
 def needs_of(inputs: tuple, row_weight: Any, row_inputs: Sequence[Tensor], grad: bool) -> Needs:
-    """Returns flags that say which tensors need a gradient."""
+    """Returns one flag per tensor, which is True if the tensor needs a gradient."""
     hidden, weight, bias, low_rank, rows = (
         grad and t is not None and t.requires_grad for t in (*inputs, row_weight)
     )
