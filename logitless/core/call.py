@@ -127,7 +127,10 @@ def as_bool(mask: Tensor) -> Tensor:
 
 
 def as_label(mask: Tensor | None) -> Tensor | None:
-    """Converts a mask of rows to labels. Rows whose mask is 0 get the label 0, the ignore_index."""
+    """Converts a mask of rows to labels.
+
+    Rows whose mask is 0 get the label 0, which serves as ignore_index.
+    """
     return None if mask is None else as_bool(mask).view(torch.int8)
 
 

@@ -177,9 +177,10 @@ def total_and_gradient(
 def mass_and_share(
     backend: Backend, like: Tensor, rows: int, loss: RowLoss
 ) -> tuple[Tensor | None, Tensor]:
-    """Returns `mass`, whose sum is the divisor of a mean, and `share`, which is 1 / divisor.
+    """Returns `mass` and `share`, which determine the divisor of a mean.
 
-    If `mass` is None, the divisor is the number of rows that are not ignored.
+    The divisor is the sum of `mass`, or the number of rows that are not ignored if `mass` is None.
+    `share` is 1 / divisor.
     """
     weighted = loss.reading.class_weight is not None
     mass = loss.mass(backend, like.dtype) if weighted else None

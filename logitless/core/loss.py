@@ -95,7 +95,7 @@ class RowLoss:
         raise NotImplementedError
 
     def mass(self, backend: Backend, dtype: torch.dtype) -> Tensor | None:
-        """Returns a tensor (N,) with one number per row. Their sum is the divisor of a mean.
+        """Returns one number per row, as a tensor (N,). The sum over rows is the divisor of a mean.
 
         The result is None if the divisor is the number of rows that are not ignored.
         """
@@ -214,7 +214,7 @@ class RowLoss:
         return (label, ids, class_weight, row_temperature, *self.row_inputs), loss
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> "RowLoss":
-        """Returns the loss with the tensors that `flatten` returned. Other tensors stay None."""
+        """Puts the tensors from `flatten` back into the loss. All other tensors stay None."""
         label, ids, class_weight, row_temperature, *row_inputs = tensors
         loss = self.replace(
             reading=self.reading._replace(

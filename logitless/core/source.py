@@ -97,7 +97,10 @@ class Source:
         raise NotImplementedError
 
     def as_teacher(self) -> Any:
-        """These logits without a gradient, as a Tensor or an object with `materialize(rows)`."""
+        """Returns these logits without a gradient.
+
+        The result is a Tensor, or an object with the method `materialize(rows)`.
+        """
         return self.materialize(slice(None)).view(self.shape)
 
     def in_columns(self, shard: Any) -> "Source":

@@ -208,7 +208,7 @@ class BlockSums(GradientSums):
         return d.view(-1) if free else None
 
     def start(self, rows: Rows, h: Tensor) -> None:
-        """Allocates the gradient of hidden for a group of rows, which is a sum over blocks."""
+        """Allocates the gradient of `hidden` for a group of rows, as a sum over blocks."""
         if self.d_hidden is None:
             return
         dtype, kind = way_to_sum(self.backend, self.blocks, h, self.weight, "auto")

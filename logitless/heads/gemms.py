@@ -117,7 +117,7 @@ def two_parts(t: Tensor, weight: Tensor, low_rank: Tensor) -> tuple[Tensor, Tens
 def hidden_gradient(
     dz: Tensor, weight: Tensor, low_rank: Tensor | None, skips_first: bool, out: Tensor | None
 ) -> Tensor:
-    """Writes the gradient of hidden to `out`. The class Head explains the other arguments.
+    """Writes the gradient of `hidden` to `out`. See Head for `low_rank` and `skips_first`.
 
     `out` can be None if `low_rank` is None.
     """

@@ -247,7 +247,7 @@ class Head:
         return not freed and all(map(is_dense, loss.teachers))
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
-        """A bool mask (N,), which is False for ignored rows. The GEMMs leave out ignored rows.
+        """Returns a bool mask (N,), which is False for the ignored rows that the GEMMs leave out.
 
         The result is None if the GEMMs compute all rows.
         """

@@ -101,7 +101,7 @@ class HeadLogits(Source):
         return ScaledHead(self.head)
 
     def in_columns(self, shard: Any) -> Source:
-        """Returns a Source of all ranks' logits. The head computes only this shard's columns."""
+        """Returns a Source of all ranks' logits. This rank computes only its own columns."""
         return HeadColumns(self.head, shard)
 
     def over_all_tokens(self, gather: Callable[[Tensor], Tensor]) -> "HeadLogits":

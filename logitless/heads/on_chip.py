@@ -101,7 +101,7 @@ class OnChipSums(GradientSums):
         self.adds = into is not None  # whether the weight's gradient is added to `into`
 
     def hidden_memory(self, rows: Rows, h: Tensor) -> Tensor | None:
-        """Returns memory for the gradient of hidden in these rows, or None if not needed."""
+        """Returns memory for these rows of the gradient of `hidden`, or None if not needed."""
         if self.d_hidden is None:
             return None
         if isinstance(rows, slice):

@@ -47,10 +47,10 @@ def row_loss(
 
     The formula can also return a tuple (loss, *more) of tensors of shape (n,), for example to
     compute metrics. If the formula returns a tuple, the result of row_loss is a tuple (loss, *more)
-    too. In the result of row_loss, each tensor of `more` has one number per row, and the dtype that
-    the formula returns. The tensors of `more` are detached, and are neither multiplied by
-    row_weight nor reduced. In ignored rows, a tensor of `more` is 0, or -1 if its dtype is a signed
-    integer.
+    too. In the result of row_loss, each tensor of `more` has one number per row. Its dtype is the
+    dtype of the tensor that the formula returned. The tensors of `more` are detached. They are
+    neither multiplied by row_weight nor reduced. In ignored rows, a tensor of `more` is 0, or -1 if
+    its dtype is a signed integer.
 
     The formula can be called several times, each time for some of the rows. So the formula must not
     mix rows, for example by a mean over rows, or by sorting rows. With LOGITLESS_CHECK=1, row_loss
@@ -194,7 +194,7 @@ def check_formula(formula: Any) -> None:
 
 
 def constant_where(ignored: Tensor | None, t: Tensor) -> Tensor:
-    """Detaches the ignored rows of t, because their gradient could be 0 · inf = NaN."""
+    """Detaches the ignored rows of t, because the gradient of these rows could be 0 · inf = NaN."""
     if ignored is None or not t.requires_grad:
         return t
     ignored = ignored if t.dim() == ignored.dim() else ignored.unsqueeze(-1)
@@ -217,7 +217,7 @@ def _times_rows(d: Tensor, scale: Tensor, ignored: Tensor | None) -> Tensor:
 
 
 def _checked(results: Any, rows: int, hint: str) -> tuple[Tensor, ...]:
-    """Checks the results of a formula: the loss, or a tuple of loss and extras. Returns a tuple."""
+    """Checks the results of a formula, and returns them as a tuple (loss, *extras)."""
     several = isinstance(results, tuple)
     if several and len(results) < 2:
         raise ValueError(
