@@ -123,7 +123,7 @@ class Backend(Protocol):
         ...
 
     def label_mass(self, reading: Reading, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor (N,): the class weight of each row's label, or 0 for ignored rows."""
+        """Returns the class weight of each row's label, with 0 for ignored rows, of shape (N,)."""
         ...
 
     # --- reductions of rows to one number

@@ -203,8 +203,8 @@ def cross_entropy_and_scores(
     the same options. The scores are the results of the function `score`: log p[target], entropy,
     logsumexp and argmax of each row. The scores use the temperature and the softcap of the loss.
     Class weights, row weights, label smoothing and z_loss change the loss, but not the scores. The
-    scores of an ignored row are 0, except that argmax is -1. With rank=True, the scores include the
-    rank of the target, as in `row_stats`.
+    scores of an ignored row are 0, except that argmax and rank are -1. With rank=True, the scores
+    include the rank of the target, as in `row_stats`.
 
     The scores are detached, so no gradient flows through the scores. For a loss that differentiates
     log p or the entropy, use `score` or `row_loss`. Over a LinearLogits, a mean or sum takes three

@@ -101,7 +101,10 @@ class Formula(RowLoss):
         return RowStats(**statistics), row_inputs
 
     def hints(self, argument: Any) -> list[str]:
-        """Returns a hint for each field of the argument that is None: the option to request it."""
+        """Returns one hint per field that is None.
+
+        The hint names the option of the public function that requests the field.
+        """
         by = {"picked": "ids", "logprob": "ids"}
         names = [name for name, t in argument._asdict().items() if t is None]
         return [f"stats.{name} (pass {by.get(name, f'{name}=True')} to row_loss)" for name in names]
@@ -242,7 +245,7 @@ def _checked(results: Any, rows: int, hint: str) -> tuple[Tensor, ...]:
 def _check_row_by_row(
     call: Callable[..., tuple[Tensor, ...]], statistics: dict[str, Tensor], rows: list
 ) -> None:
-    """Raises if the formula returns other numbers for two rows together than for each row alone."""
+    """Raises if the results for two rows together differ from the results for each row alone."""
 
     def call_for(at: slice) -> Tensor:
         results = call({name: t[at] for name, t in statistics.items()}, [t[at] for t in rows])
