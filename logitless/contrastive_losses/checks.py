@@ -129,7 +129,7 @@ def positive_columns(a: Tensor, b: Tensor, positives: Any) -> None:
 
 
 def pair_mask(mask: Tensor, a: Tensor, total: int) -> None:
-    """Checks a mask. `total` is the number of rows of b on all ranks."""
+    """Checks a mask. `total` is the number of rows of `b` on all ranks."""
     if mask.dtype != torch.bool:
         raise TypeError(
             f"mask must be torch.bool, True for pairs that are left out, got {mask.dtype}."

@@ -2,7 +2,7 @@
 
 Forward computes the similarities once, in chunks, and keeps two numbers per row. The symmetric loss
 also keeps two numbers per column. Backward computes the similarities again, overwrites each chunk
-with its gradient, and adds the chunk's contributions to the gradients of a and b. Forward and
+with its gradient, and adds the chunk's contributions to the gradients of `a` and `b`. Forward and
 backward together take four GEMMs. This number is the same for the loss of one direction and for the
 symmetric loss.
 
@@ -50,35 +50,35 @@ def contrastive(
 
         log Σ_j e^(z_ij) - z_ip      where p is the positive of row i
 
-    With symmetric=True, a and b must have the same number of rows, and the positive of row i is
+    With symmetric=True, `a` and `b` must have the same number of rows, and the positive of row i is
     column i. The loss of pair i is the mean of the cross-entropies of row i and of column i. With
-    symmetric=False, the loss has one direction, and b can have more rows than a. For example, the
-    additional rows can be hard negatives. `positives` (N,) holds the index of the positive in b for
-    each row of a. By default, the positive of row i is row i of b. A row whose positive is
-    `ignore_index` does not count.
+    symmetric=False, the loss has one direction, and `b` can have more rows than `a`. For example,
+    the additional rows can be hard negatives. `positives` (N,) holds the index of the positive in
+    `b` for each row of `a`. By default, the positive of row i is row i of `b`. A row whose positive
+    is `ignore_index` does not count.
 
     `scale` is 1 / temperature. `scale` is a number, or a tensor with one number. The tensor can
-    require a gradient. The function does not normalise a and b. For cosine similarities, normalise
-    a and b before the call.
+    require a gradient. The function does not normalise `a` and `b`. For cosine similarities,
+    normalise `a` and `b` before the call.
 
     Some pairs are not real negatives, and should be left out of the sum over j. `mask` (N, M) is
     True for pairs that are left out. With `labels`, all pairs with equal labels are left out, and
-    no mask is in memory. `labels` is one integer tensor for the rows of a and of b, or a pair of
-    such tensors. A pair of a row and its positive is never left out.
+    no mask is in memory. `labels` is one integer tensor for the rows of `a` and of `b`, or a pair
+    of such tensors. A pair of a row and its positive is never left out.
 
     `reduction` is "mean", "sum", or "none" for one loss per row. The loss is fp32 (fp64 for fp64
     embeddings). Neither the logits nor their gradient are materialised. `workspace` bounds the
     bytes of logits in memory. Forward and backward together take four GEMMs. In one process, the
     mean or sum of one direction takes three GEMMs.
 
-    If `group` is a process group or a DeviceMesh, each rank passes its own rows of a and b. The
-    rows of b on all ranks are negatives of each row of a. "mean" and "sum" include the rows of all
-    ranks, and their values are the same on all ranks. `positives` are indices of rows of this
-    rank's b. `mask` has one column for every row of b on all ranks, in the order of the ranks.
-    Every rank must call `backward`. Each rank gets the gradients of its own rows of a and b, and
-    its own part of the gradient of `scale`. With averaged=True, the gradients for "mean" and "sum"
-    are multiplied by the number of ranks, because DDP and FSDP average gradients over ranks. With
-    averaged=False, the sum of the ranks' gradients is the gradient of the loss.
+    If `group` is a process group or a DeviceMesh, each rank passes its own rows of `a` and `b`. The
+    rows of `b` on all ranks are negatives of each row of `a`. "mean" and "sum" include the rows of
+    all ranks, and their values are the same on all ranks. `positives` are indices of rows of this
+    rank's `b`. `mask` has one column for every row of `b` on all ranks, in the order of the ranks.
+    Every rank must call `backward`. Each rank gets the gradients of its own rows of `a` and `b`,
+    and its own part of the gradient of `scale`. With averaged=True, the gradients for "mean" and
+    "sum" are multiplied by the number of ranks, because DDP and FSDP average gradients over ranks.
+    With averaged=False, the sum of the ranks' gradients is the gradient of the loss.
 
     torch.compile breaks the graph at this function, so fullgraph=True raises an error.
 
@@ -301,7 +301,7 @@ def _sums(
     by_row: Tensor | None,  # (N,), the upstream gradient, or None for ones
     needs: Sequence[bool],  # whether a, b, scale and the other arguments need a gradient
 ) -> Sums:
-    """Computes the similarities again, and returns the gradients of a, b and scale."""
+    """Computes the similarities again, and returns the gradients of `a`, `b` and `scale`."""
     for_a, for_b, for_scale, *_ = needs
     backend, gradients = similarities.backend, Gradients(similarities, for_a)
     d_scale = torch.zeros_like(pairs.scale) if for_scale else None
@@ -331,7 +331,7 @@ def _sums(
 def _scaled(
     sums: Sums, pairs: Pairs, how: How, share: Tensor | None, upstream: Tensor, scale: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Multiplies the sums by their factors, and returns the gradients of a, b and `scale`."""
+    """Multiplies the sums by their factors, and returns the gradients of `a`, `b` and `scale`."""
     factor = pairs.scale.new_full((), 0.5 if how.symmetric else 1.0)
     if share is not None:
         factor = factor * share * upstream

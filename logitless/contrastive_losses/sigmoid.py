@@ -36,22 +36,22 @@ def sigmoid_contrastive(
     averaged: bool = True,
     workspace: int | None = None,
 ) -> Tensor:
-    """Computes the sigmoid loss of SigLIP over all pairs of rows of a and b.
+    """Computes the sigmoid loss of SigLIP over all pairs of rows of `a` and `b`.
 
     Let z = scale · a bᵀ + bias be the logits of all pairs. Let y be 1 for positives, and -1 for all
     other pairs. The loss of row i is
 
         Σ_j log(1 + e^(-y_ij z_ij))
 
-    `positives` (N,) holds the index of the positive in b for each row of a. By default, the
-    positive of row i is row i of b. reduction="mean" divides the sum by the number of rows of a.
-    "none" returns one loss per row. `scale` and `bias` are numbers, or tensors with one number. The
-    tensors can require gradients. SigLIP starts with scale 10 and bias -10, because most pairs are
-    negatives.
+    `positives` (N,) holds the index of the positive in `b` for each row of `a`. By default, the
+    positive of row i is row i of `b`. reduction="mean" divides the sum by the number of rows of
+    `a`. "none" returns one loss per row. `scale` and `bias` are numbers, or tensors with one
+    number. The tensors can require gradients. SigLIP starts with scale 10 and bias -10, because
+    most pairs are negatives.
 
     Forward and backward together take three GEMMs for "mean" and "sum", and four GEMMs for "none".
-    The other arguments have the same meaning as in `contrastive`. With `group`, the rows of b on
-    all ranks form pairs with each row of a.
+    The other arguments have the same meaning as in `contrastive`. With `group`, the rows of `b` on
+    all ranks form pairs with each row of `a`.
 
     torch.compile breaks the graph at this function, so fullgraph=True raises an error.
 

@@ -165,7 +165,7 @@ class BlockBackend(ReadsNoLogits):
         into: Tensor | None = None,
         start: int | None = None,
     ) -> None:
-        """Adds the gradients of hidden, weight and bias to x.sums, and returns None.
+        """Adds the gradients of `hidden`, `weight` and `bias` to x.sums, and returns None.
 
         The gradient of the logits is computed block by block, from the last block to the first.
         """
@@ -186,7 +186,7 @@ class BlockBackend(ReadsNoLogits):
 class BlockSums(GradientSums):
     """The gradients of hidden, weight and bias of a head that is computed in blocks of columns.
 
-    The gradient of hidden is summed over blocks. The gradient of the weight is summed over groups
+    The gradient of `hidden` is summed over blocks. The gradient of the weight is summed over groups
     of rows.
     """
 

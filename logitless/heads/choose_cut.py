@@ -275,7 +275,7 @@ class Slot(NamedTuple):
 def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
     """Returns the size of a chunk's memory, and the slots of the chunk (see Slot).
 
-    The size is counted in rows of logits in the dtype of hidden.
+    The size is counted in rows of logits in the dtype of `hidden`.
 
     If the gradient has the dtype of the logits, one slot holds the logits of all rows, and the
     gradient overwrites them. The 16-bit gradient of fp32 logits is written from the left end of the

@@ -7,8 +7,8 @@ method `flatten` separates the options from the tensors, because autograd saves 
 
 A head can have a second weight, `low_rank`, such as the matrix B of a LoRA adapter. The two weights
 act like one weight of shape (V, D + R), but are stored as two tensors. The hidden states are one
-tensor of shape (..., D + R). So operations on the rows of hidden, such as a view, a split or a sum
-over ranks, need no additional code for adapters.
+tensor of shape (..., D + R). So operations on the rows of `hidden`, such as a view, a split or a
+sum over ranks, need no additional code for adapters.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ HeadTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # in the orde
 class Head:
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,).
 
-    With `low_rank`, hidden has the shape (..., D + R) or is wider. The first D columns of hidden
+    With `low_rank`, hidden has the shape (..., D + R) or is wider. The first D columns of `hidden`
     are multiplied by `weight`, the next R columns by `low_rank`, and all other columns are padding.
     """
 

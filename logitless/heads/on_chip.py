@@ -81,7 +81,7 @@ class OnChipBackend(ReadsNoLogits):
         into: Tensor | None = None,
         start: int | None = None,
     ) -> None:
-        """Writes the gradients of hidden, weight and bias to x.sums."""
+        """Writes the gradients of `hidden`, `weight` and `bias` to x.sums."""
         sums = x.sums
         assert sums is not None
         d_hidden = sums.hidden_memory(x.rows, x.h)
@@ -94,7 +94,7 @@ class OnChipBackend(ReadsNoLogits):
 
 
 class OnChipSums(GradientSums):
-    """The gradients of hidden, weight and bias. The kernels write each gradient only once."""
+    """The gradients of `hidden`, `weight` and `bias`. The kernels write each gradient only once."""
 
     def __init__(self, head: Head, hidden, needs: Needs, chunks: int, all_rows, blocks, into):
         super().__init__(head, hidden, needs, chunks, all_rows, blocks, into)

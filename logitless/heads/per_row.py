@@ -31,7 +31,7 @@ def forward(call: Call) -> tuple[tuple[Tensor, ...], list[Saved]]:
 
 
 def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGradients:
-    """Returns the gradients of hidden, weight, bias and row_inputs.
+    """Returns the gradients of `hidden`, `weight`, `bias` and `row_inputs`.
 
     `known` holds the tensors that forward saved for each tile. If `known` is None, backward
     recomputes the statistics from chunks of whole rows. When `backward` returns, the memory of the

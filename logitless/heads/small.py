@@ -161,7 +161,7 @@ def _gradients(
     bias: Tensor | None,
     dz: Tensor,  # the gradient of the logits
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the gradients of hidden, weight and bias."""
+    """Returns the gradients of `hidden`, `weight` and `bias`."""
     needs_hidden, _, needs_bias = ctx.needs_input_grad[:3]
     d_hidden = d_weight = d_bias = None
     if hidden.dim() != 2:

@@ -110,7 +110,7 @@ def _values_and_gradients(
 ) -> HeadGradients:
     """Writes the loss of each row to `values`, and the extras of each row to `extras`.
 
-    Returns the gradients of hidden, weight, bias and row_inputs.
+    Returns the gradients of `hidden`, `weight`, `bias` and `row_inputs`.
     """
     head, loss, needs = call.head, call.loss, call.needs
     wanted = needs.head

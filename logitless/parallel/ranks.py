@@ -96,7 +96,7 @@ class Ranks:
         checks.same_call([bytes(text[:size]).decode() for text, size in pairs])
 
     def refuse(self, error: Exception) -> None:
-        """Sends an error of this rank to the other ranks, which wait in `agree` and raise.
+        """Sends an error of this rank to the ranks that wait in `agree`. These ranks then raise.
 
         On this rank, the error of `agree` is suppressed, because the caller raises the original
         error.

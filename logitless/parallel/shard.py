@@ -231,7 +231,7 @@ class Shard(Source):
         )  # fmt: skip
 
     def head_backend(self, like: Tensor, gathered: bool) -> ColumnBackend:
-        """Returns a backend that also sums the gradient of the hidden states over ranks.
+        """Returns a backend for a head, which can also sum the gradient of `hidden` over ranks.
 
         If `gathered` is True, the hidden states were gathered from all ranks. Each rank then needs
         only the gradient of its own hidden states.
