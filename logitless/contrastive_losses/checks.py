@@ -143,7 +143,7 @@ def pair_mask(mask: Tensor, a: Tensor, total: int) -> None:
 
 
 def split_labels(labels: Any) -> tuple[Any, Any]:
-    """Returns the labels of a and of b. `labels` is None, one tensor for a and b, or a pair."""
+    """Returns the labels of `a` and of `b`. `labels` is None, one tensor, or a pair of tensors."""
     if labels is None or isinstance(labels, Tensor):
         return labels, labels
     if isinstance(labels, (tuple, list)) and len(labels) == 2:

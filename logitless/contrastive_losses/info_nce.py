@@ -57,9 +57,9 @@ def contrastive(
     `b` for each row of `a`. By default, the positive of row i is row i of `b`. A row whose positive
     is `ignore_index` does not count.
 
-    `scale` is 1 / temperature. `scale` is a number, or a tensor with one number. The tensor can
-    require a gradient. The function does not normalise `a` and `b`. For cosine similarities,
-    normalise `a` and `b` before the call.
+    `scale` is 1 / temperature. The argument is a number, or a tensor with one number, and the
+    tensor can require a gradient. The function does not normalise `a` and `b`. For cosine
+    similarities, normalise `a` and `b` before the call.
 
     Some pairs are not real negatives, and should be left out of the sum over j. `mask` (N, M) is
     True for pairs that are left out. With `labels`, all pairs with equal labels are left out, and
@@ -161,7 +161,7 @@ class Pairs(NamedTuple):
     def of(a, b, scale, positives, mask, of_a, of_b, how: How) -> "Pairs":
         ignored = bad = None
         if positives is not None:
-            # Ignored rows of a are replaced by 0, because their embeddings can be inf or NaN.
+            # Ignored rows of `a` are replaced by 0, because their embeddings can be inf or NaN.
             ignored = positives == how.ignore_index
             positives = torch.where(ignored, -1, positives.long())
             bad = (positives < 0) | (positives >= len(b))
@@ -171,7 +171,7 @@ class Pairs(NamedTuple):
         return Pairs(a, b, scale, positives, ignored, bad, mask, labels, how.ring)
 
     def block(self, owner: int, labels: Sequence[Tensor]) -> Block:
-        """Returns the options of the similarities of this rank's a with the b of rank `owner`."""
+        """Returns the Block of this rank's rows of `a` and the rows of `b` of rank `owner`."""
         own, mask = owner == self.ring.index, self.mask
         if mask is not None:
             start = self.ring.columns_before(owner)

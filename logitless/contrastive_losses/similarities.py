@@ -67,7 +67,7 @@ class Similarities:
         return t.contiguous()
 
     def chunks(self, b: Tensor, block: Block) -> Iterator[Chunk]:
-        """Computes the similarities with `b`, one chunk of rows of a at a time."""
+        """Computes the similarities with `b`, one chunk of rows of `a` at a time."""
         m, width = len(b), _padded(len(b))
         for start in range(0, len(self.a), self.step):
             rows = slice(start, min(start + self.step, len(self.a)))

@@ -84,7 +84,7 @@ class RowLoss:
         raise NotImplementedError
 
     def coefficients(self, saved: Saved, upstream: Upstream) -> tuple[Coefficients, Tensor]:
-        """Returns the coefficients of the backward formula, and a factor that multiplies them.
+        """Returns the coefficients of the backward formula, and a factor for the coefficients.
 
         The factor is one number or one number per row, and is usually the upstream gradient.
         """

@@ -80,7 +80,7 @@ class Blocks:
         self.chunks, self.rows, self.sums = chunks, rows, sums
         self.h = h  # (n, D)
         self.shape, self.device = (len(self.h), len(chunks.weight)), self.h.device
-        self.kept: dict[int, int] = {}  # maps a kept block to its slot (choose_cut.kept_blocks)
+        self.kept: dict[int, int] = {}  # maps a kept block to its slot (see choose_cut.kept_blocks)
         self.kept_in: Tensor | None = None
         # Maps each slot of memory to the block whose logits are in this slot. The key None stands
         # for the workspace.
@@ -184,7 +184,7 @@ class BlockBackend(ReadsNoLogits):
 
 
 class BlockSums(GradientSums):
-    """The gradients of hidden, weight and bias of a head that is computed in blocks of columns.
+    """The gradients of `hidden`, `weight` and `bias`, for a head that is computed in blocks.
 
     The gradient of `hidden` is summed over blocks. The gradient of the weight is summed over groups
     of rows.

@@ -85,7 +85,7 @@ class Work(NamedTuple):
     vocab: int
     width: int  # the size D of the hidden states
     itemsize: int  # bytes per element of the hidden states
-    wide: bool  # whether logits are fp32 and hidden states are not
+    wide: bool  # whether the logits are fp32 and the hidden states are not
     merges: bool  # whether the loss can be computed from merged partial statistics
     gemms: int  # extra GEMMs of a split by columns, 0 or 1
     sums: bool  # whether the weight needs a gradient, and `accumulate` is not "weight"

@@ -20,7 +20,7 @@ class Explanation(NamedTuple):
     workspace: int  # bytes of logits in memory at once
     gemms: float  # number of GEMMs; a GEMM over some of the logits counts as a fraction
     floor: int  # the least number of GEMMs for this reduction
-    share: float  # estimated speed, as a fraction of the speed of a loss that takes `floor` GEMMs
+    share: float  # estimated speed, relative to a loss that takes `floor` GEMMs
     rest: int  # number of last columns that a small GEMM computes (see gemms.gemm)
     title: str
 

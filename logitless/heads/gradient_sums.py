@@ -109,7 +109,7 @@ class GradientSums:
         if needs.hidden:
             # If ignored rows are dropped, they are in no chunk, so their gradient stays 0.
             blank = torch.empty_like if all_rows else torch.zeros_like
-            # d_hidden is always contiguous, even if hidden is not.
+            # d_hidden is always contiguous, even if `hidden` is not.
             self.d_hidden = blank(hidden, memory_format=torch.contiguous_format)
             self.put = partial(put, self.d_hidden)
             if head.columns is not None:

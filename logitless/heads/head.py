@@ -49,8 +49,9 @@ HeadTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # in the orde
 class Head:
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,).
 
-    With `low_rank`, hidden has the shape (..., D + R) or is wider. The first D columns of `hidden`
-    are multiplied by `weight`, the next R columns by `low_rank`, and all other columns are padding.
+    With `low_rank`, `hidden` has the shape (..., D + R) or is wider. The first D columns of
+    `hidden` are multiplied by `weight`, the next R columns by `low_rank`, and all other columns are
+    padding.
     """
 
     hidden: Tensor

@@ -163,7 +163,7 @@ def put_outputs(results: list[Tensor], outputs: Sequence[Tensor], rows: Rows, co
 
 
 def outputs_of_no_rows(call: Call) -> tuple[Tensor, ...]:
-    """Returns outputs with zero rows. The dtypes and all other sizes are as for other batches."""
+    """Returns outputs with zero rows. Their dtypes and other sizes do not depend on the batch."""
     head, loss = call.head, call.loss
     nothing = head.hidden.detach().new_empty((0, len(head.weight)), dtype=head.dtype)
     return loss.rows(slice(0, 0), head.lead).forward(head.backend(), nothing)[0]

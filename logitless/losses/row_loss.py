@@ -94,7 +94,7 @@ class Formula(RowLoss):
 
     function: Callable[..., Any]  # RowStats, *row_inputs -> (n,), or a tuple of tensors (n,)
     row_inputs: tuple[Tensor, ...]
-    differentiable: bool = True  # whether the loss that `function` returns must require grad
+    differentiable: bool = True  # whether the loss from `function` must require grad
 
     def first_argument(self, statistics: dict[str, Tensor], row_inputs) -> tuple[Any, Sequence]:
         """Returns the first argument of the function, and the row_inputs that follow."""

@@ -180,7 +180,7 @@ def stats_reading(
     return call.reading_of(logits, temperature, softcap, wants=tuple(wants), **fields)
 
 
-NO_CLASS = -(2**31)  # the ignore_index if a mask is given without ignore_index; never a valid id
+NO_CLASS = -(2**31)  # ignore_index if only a mask is given; never a valid id
 
 
 def _label_and_ids(logits, ids, ignore_index, mask) -> dict:

@@ -1,10 +1,10 @@
 """A backend for logits whose columns are sharded over ranks.
 
 `ColumnBackend` has the functions of a backend (core/backend.py), so every RowLoss works without
-changes. Every function that reads logits computes the partial statistics of this rank's columns.
-Then the function gathers the partial statistics of all ranks, and merges them into statistics of
-whole rows. Gradients need no communication, because the underlying backend computes the gradient of
-this rank's columns from the statistics of whole rows.
+changes. Every function that reads logits first computes the partial statistics of this rank's
+columns. The function then gathers the partial statistics of all ranks, and merges these into
+statistics of whole rows. Gradients need no communication, because the underlying backend computes
+the gradient of this rank's columns from the statistics of whole rows.
 """
 
 from collections.abc import Callable
