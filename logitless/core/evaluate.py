@@ -130,7 +130,7 @@ def _by_single_rows(
 def single_row(loss: RowLoss, row: int, lead: torch.Size) -> RowLoss:
     """Returns the loss for a batch that consists of this row alone.
 
-    The row of the teacher is copied, so that it has the same alignment in all batches.
+    The row of the teacher is copied, so that the row has the same alignment in all batches.
     """
     one = loss.rows(slice(row, row + 1), lead)
     return one.map_tensors({TEACHER: lambda t: t.clone(memory_format=torch.contiguous_format)})

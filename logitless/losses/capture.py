@@ -60,10 +60,10 @@ def capture_sampled(
     With proposal=1, the weight is count / n. With `proposal` < 1, rare ids are drawn more often
     than with proposal=1.
 
-    With proposal=1, the expected value of the weights is p. So the gradient of `topk_distill(...,
-    divergence="forward_kl", support="truncate")` is an unbiased estimate of the gradient of the
-    forward KL over the whole vocabulary. With any other `proposal`, the weights are divided by
-    their sum, so the estimate has a bias of order 1 / n.
+    With proposal=1, the expected value of the weights is p. Therefore, the gradient of
+    `topk_distill(..., divergence="forward_kl", support="truncate")` is an unbiased estimate of the
+    gradient of the forward KL over the whole vocabulary. With any other `proposal`, the weights are
+    divided by their sum, so the estimate has a bias of order 1 / n.
 
     The result has n slots per row. The ids are in ascending order. The slots after the last
     distinct id are masked, and hold id 0. The targets have no tail. If all logits of a row are
@@ -74,9 +74,9 @@ def capture_sampled(
     `generator` must be on the device of the logits. The function draws n sorted uniform numbers per
     row from the generator, and each number determines one id. Equal logits and equal generators
     give equal ids, even if the columns are sharded over ranks. The ranks of a VocabShard use the
-    uniform numbers of the first rank. If two GEMMs round the logits differently, a draw can differ
-    if its uniform number is close to the boundary between two ids. The uniform numbers of a row
-    depend on the position of the row in the batch.
+    uniform numbers of the first rank. If two GEMMs round the logits differently, draws whose
+    uniform numbers are close to the boundary between two ids can differ. The uniform numbers of a
+    row depend on the position of the row in the batch.
 
     On a GPU, one pass over the logits computes the max and the sums of each row, and a second pass
     reads only the blocks of 512 columns that contain a draw.

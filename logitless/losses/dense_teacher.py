@@ -179,8 +179,8 @@ def tvd(
     the temperature T grows, the gradient shrinks only in proportion to 1/T. So t_squared=True is
     rarely useful.
 
-    Speculative sampling accepts a token of the draft model with the probability 1 - TVD. With d =
-    ll.tvd(draft, target, reduction="none"), `-torch.log1p(-d.clamp(max=1 - 1e-6))` is
+    Speculative sampling accepts a token of the draft model with the probability 1 - TVD. If d is
+    `ll.tvd(draft, target, reduction="none")`, then `-torch.log1p(-d.clamp(max=1 - 1e-6))` is
     -log(acceptance rate) per row. If the distance of a row is rounded to 1, the acceptance rate is
     0. Without the clamp, the loss of this row would be infinite, and its gradient would be NaN.
 

@@ -147,8 +147,8 @@ def row_stats(
     logits stay equal. A NaN counts as greater than every logit. So the rank is V if the logit of
     the id is NaN. On a GPU, an id outside [0, V) raises no error, and its rank is also V. The
     logits of a 16-bit head are rounded to 16 bits. So a logit that is slightly greater than the
-    logit of the id can become equal to it. The rank is then too small. For metrics, pass
-    logits_dtype=torch.float32 to LinearLogits.
+    logit of the id can become equal to the logit of the id. The rank is then too small. For
+    metrics, pass logits_dtype=torch.float32 to LinearLogits.
 
     Logits are fp16, bf16, fp32 or fp64. The temperature is one number, or a tensor with one number
     per row. Statistics are fp32 (fp64 for fp64 logits), and gradients have the dtype of the logits.
