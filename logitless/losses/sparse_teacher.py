@@ -1,7 +1,7 @@
 """Distillation from a sparse teacher, which has probabilities for K ids per row.
 
-A loss compares the teacher's probabilities p at the ids with the student's probabilities q =
-softmax(z). Here, z are the logits after softcap and temperature. `support` selects which
+A loss compares the probabilities p of the teacher at the ids with the probabilities q = softmax(z)
+of the student. Here, z are the logits after softcap and temperature. `support` selects which
 probabilities are compared. `divergence` selects the formula that compares them, such as forward KL.
 The arguments `support` and `divergence` are required. The loss needs at most three statistics of a
 row: the student's log-probabilities at the ids, the student's mass outside the ids, and the label's
