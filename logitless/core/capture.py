@@ -21,7 +21,7 @@ class Capture(Protocol):
 
     @property
     def options(self) -> tuple:
-        """The options of the capture, which must be equal on all ranks."""
+        """The options of the capture. These options must be equal on all ranks."""
         ...
 
     def of(

@@ -1,4 +1,4 @@
-"""Chooses how a head's logits are computed: by rows, by columns, by both, or on the chip.
+"""Chooses how a head's logits are computed: by rows, by columns, by rows and columns, or on chip.
 
 If `stays_on_chip` is True, the logits of a head are never written to memory (on_chip.py). For all
 other heads, the logits are split into chunks of rows or blocks of columns that fit into a
@@ -52,7 +52,7 @@ SMALL = {"cuda": 512 << 20, "cpu": 1 << 20}
 # For a small head, rows · vocabulary · (width + READ_WIDTH) is at most SMALL_WORK, where `width` is
 # the size D of the hidden states. For a head at this limit, a GPU takes about 2 ms for the loss,
 # and the host takes at least as long. READ_WIDTH accounts for the time of reading and writing the
-# logits, which equals the time of three GEMMs of a head with D = READ_WIDTH.
+# logits. This time equals the time of three GEMMs of a head with D = READ_WIDTH.
 SMALL_WORK = {"cuda": 2e11, "cpu": math.inf}
 READ_WIDTH = 200
 
@@ -202,10 +202,10 @@ def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, in
     """Returns a dict {block: slot} of the blocks whose logits are kept in memory.
 
     A slot is a part of the memory of the weight's gradient, and holds the rows · columns logits of
-    one block. Each block writes `columns` rows of the weight's gradient, which take columns · width
-    numbers. The last block writes first, and block 0 writes last. While block b writes its rows of
-    the weight's gradient, the slot of block b is still read. So the slot must end before these rows
-    begin in memory.
+    one block. Each block writes `columns` rows of the weight's gradient. These rows hold columns ·
+    width numbers. The last block writes first, and block 0 writes last. While block b writes its
+    rows of the weight's gradient, the slot of block b is still read. So the slot must end before
+    these rows begin in memory.
     """
     kept: dict[int, int] = {}
     for block in range(1, -(-vocab // columns)):

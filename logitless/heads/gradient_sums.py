@@ -1,10 +1,10 @@
 """The gradients of `hidden`, `weight` and `bias`, for a head that is computed in chunks of rows.
 
-The gradient of a bf16 weight can be summed in three formats. A sum in bf16, which has 8 bits of
-precision, is rounded after every chunk. Over many chunks, a bf16 sum drifts away from the result of
-one large GEMM. A sum in fp32 takes twice the memory of a bf16 gradient. A sum in block floating
-point (int16 with one exponent per 128 values, kernels/blockfp_gemm.py) is as exact as one GEMM, and
-takes no more memory than a bf16 gradient.
+The gradient of a bf16 weight can be summed in three formats. A sum in bf16 is rounded to 8 bits of
+precision after every chunk. Over many chunks, a bf16 sum drifts away from the result of one large
+GEMM. A sum in fp32 takes twice the memory of a bf16 gradient. A sum in block floating point (int16
+with one exponent per 128 values, kernels/blockfp_gemm.py) is as exact as one GEMM, and takes no
+more memory than a bf16 gradient.
 """
 
 from collections.abc import Callable, Iterable, Sequence

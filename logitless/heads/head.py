@@ -107,7 +107,7 @@ class Head:
         return self.hidden.device
 
     def describe(self) -> str:
-        """Describes the shapes and options in one line of text, which is the same on all ranks."""
+        """Describes the shapes and options in one line. The line must be equal on all ranks."""
         needs = tuple(t is not None and t.requires_grad for t in self.inputs)
         options = (self.workspace, self.logits_dtype, self.accumulate, self.drop_ignored)
         hidden = (*self.hidden.shape, str(self.hidden.dtype))

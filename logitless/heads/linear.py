@@ -144,7 +144,7 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
         quantized = any(is_quantized(h.weight) for h in (head, *teachers))
         if head.main_grad is None and not quantized:
             return evaluate_compiled(head, loss, reduction, row_weight)
-        # The backward adds to main_grad in place, which is not possible in a compiled graph. A
+        # Backward adds to main_grad in place. A compiled graph cannot add to main_grad in place. A
         # quantised weight cannot be an argument of our operators, because its class intercepts
         # every operator.
         return torch.compiler.disable(evaluate_head)(head, loss, reduction, row_weight)  # pyright: ignore

@@ -66,7 +66,7 @@ def row_blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tens
 
 
 def storage_of(t: Tensor) -> tuple:
-    """Identifies the memory of a quantised tensor, which consists of several plain tensors."""
+    """Identifies the memory of a quantised tensor. Several plain tensors hold this memory."""
     flatten = getattr(t, "__tensor_flatten__", None)
     if flatten is None:
         return (id(t),)

@@ -150,7 +150,7 @@ def _values_and_gradients(
 
 
 def put_outputs(results: list[Tensor], outputs: Sequence[Tensor], rows: Rows, count: int) -> None:
-    """Writes the outputs of some rows to the tensors in `results`, which have `count` rows.
+    """Writes the outputs of some rows to `results`, a list of tensors with `count` rows.
 
     The first call allocates `results`. Dropped rows are never written, and hold `ignored_value`.
     """

@@ -108,9 +108,10 @@ def kl_div(
     multiplied by T², so that the gradient does not shrink as T grows.
 
     `temperature` (T) is one number, or a tensor with one number per row. Rows for which `mask` is
-    False are not read, and their loss and gradient are 0. `row_weight` holds one number per row,
-    which multiplies the loss of the row. "mean" divides the sum by the number of rows for which
-    `mask` is not False. The teacher gets no gradient. The loss is fp32 (fp64 for an fp64 student).
+    False are not read, and their loss and gradient are 0. `row_weight` holds one number per row.
+    The loss of each row is multiplied by this number. "mean" divides the sum by the number of rows
+    for which `mask` is not False. The teacher gets no gradient. The loss is fp32 (fp64 for an fp64
+    student).
 
     >>> kl_div(torch.zeros(1, 4), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]),
     ...        direction="forward")

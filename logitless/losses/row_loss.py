@@ -58,8 +58,8 @@ def row_loss(
     differ.
 
     `ids`, `entropy`, `total`, `argmax`, `rank`, `ignore_index` and `mask` have the same meaning as
-    in `row_stats`. `row_weight` holds one number per row, which multiplies the result of the
-    formula. "mean" divides the sum by the number of rows that are not ignored, even with a
+    in `row_stats`. `row_weight` holds one number per row. The loss of each row is multiplied by
+    this number. "mean" divides the sum by the number of rows that are not ignored, even with a
     row_weight. Over a LinearLogits, a mean or sum takes three GEMMs.
 
     >>> def grpo(stats, old, advantage):
@@ -84,7 +84,7 @@ class Formula(RowLoss):
     """A loss that a user's function computes from row statistics and from `row_inputs`.
 
     The `row_inputs` are tensors of the user, with one or several numbers per row. The function gets
-    tensors of shape (n,) or (n, k), which hold n rows. The number n can differ between calls.
+    n rows of each tensor, in shape (n,) or (n, k). The number n can differ between calls.
     """
 
     names: ClassVar[tuple[str, str]] = ("ids", "ids")

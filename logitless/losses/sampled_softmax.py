@@ -63,9 +63,9 @@ def sampled_softmax(
 
         row_weight · (log (e^z_target + Σ e^z_negative) - z_target)
 
-    Let q_j be the probability of item j under the sampler, which draws each of the K negatives
-    independently. With log_q = log(K · q), without target_log_q, and with remove_hits=True, the sum
-    of exponentials is an unbiased estimate of the sum over all V items.
+    Let the sampler draw each of the K negatives independently, and let q_j be its probability of
+    drawing item j. With log_q = log(K · q), without target_log_q, and with remove_hits=True, the
+    sum of exponentials is an unbiased estimate of the sum over all V items.
 
     A hit is a negative that is equal to the target of the row. With remove_hits=True, hits are left
     out of the sum. A negative that occurs several times counts several times.

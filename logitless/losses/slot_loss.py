@@ -82,7 +82,7 @@ class SlotFormula(Formula):
 
 
 def _compared(student: Tensor, teacher: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns both log-probabilities.
+    """Returns the log-probabilities of student and teacher.
 
     Both log-probabilities are NOTHING where both probabilities are 0. Both are also NOTHING where
     `real` is False, that is, in masked slots and ignored rows. Where the student's probability is

@@ -61,7 +61,7 @@ def shard_of(source: Any, mesh: Any, dim: int, vocab: int) -> Shard:
 def source_of_dtensor(logits: Any) -> Source | None:
     """Returns the source for DTensor logits, or for a LinearLogits of DTensors.
 
-    Returns None for other logits.
+    Returns None for all other logits.
     """
     if is_dtensor(logits):
         return DTensorLogits(logits)

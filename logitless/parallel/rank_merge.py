@@ -57,7 +57,8 @@ class ColumnBackend:
     ):
         self.backend, self.join = backend, gather
         # `all_reduce` or `reduce_scatter` sums the gradient of the hidden states over ranks. At
-        # most one of these functions is set. Both are None if logitless does not sum this gradient.
+        # most one of the two functions is set. If logitless does not sum this gradient,
+        # `all_reduce` and `reduce_scatter` are None.
         self.all_reduce: Callable[[Tensor], Any] | None = None
         self.reduce_scatter: Callable[[Tensor], Any] | None = None
         self.start, self.width, self.vocab, self.widest = start, width, vocab, widest

@@ -205,7 +205,7 @@ class Shard(Source):
         return self.source.in_columns(self)
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        """Returns the weighted and reduced loss, which is the same on all ranks."""
+        """Returns the weighted and reduced loss. The result is the same on all ranks."""
         if torch.compiler.is_compiling():  # this call breaks the graph of torch.compile
             return torch.compiler.disable(_evaluate)(self, loss, reduction, row_weight)  # pyright: ignore[reportCallIssue]
         return _evaluate(self, loss, reduction, row_weight)
@@ -217,7 +217,7 @@ class Shard(Source):
         return self.whole().evaluate_in_place(loss, reduction, row_weight)
 
     def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
-        """Returns the results of a capture, which are the same on all ranks."""
+        """Returns the results of a capture. The results are the same on all ranks."""
         whole = self.whole()
         if thorough():
             self.ranks.agree(same_call.text_of_capture(self, capture, temperature, softcap))
