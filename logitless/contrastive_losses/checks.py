@@ -92,7 +92,7 @@ def number(name: str, value: Any, a: Tensor) -> None:
 
 
 def module_scale(scale: Any, max_scale: Any) -> None:
-    """Checks the first scale of a module, and the largest scale, which can be None."""
+    """Checks the initial scale of a module, and `max_scale`, which can be None."""
     for name, value in (("scale", scale), ("max_scale", max_scale)):
         if name == "scale" or value is not None:
             option_checks.between(name, value, option_checks.LEAST, option_checks.MOST)
@@ -129,7 +129,7 @@ def positive_columns(a: Tensor, b: Tensor, positives: Any) -> None:
 
 
 def pair_mask(mask: Tensor, a: Tensor, total: int) -> None:
-    """Checks a mask. `total` is the number of rows of b on all ranks."""
+    """Checks a mask. `total` is the number of rows of `b` on all ranks."""
     if mask.dtype != torch.bool:
         raise TypeError(
             f"mask must be torch.bool, True for pairs that are left out, got {mask.dtype}."
@@ -143,7 +143,7 @@ def pair_mask(mask: Tensor, a: Tensor, total: int) -> None:
 
 
 def split_labels(labels: Any) -> tuple[Any, Any]:
-    """Returns the labels of a and of b. `labels` is None, one tensor for both, or a pair."""
+    """Returns the labels of `a` and of `b`. `labels` is None, one tensor, or a pair of tensors."""
     if labels is None or isinstance(labels, Tensor):
         return labels, labels
     if isinstance(labels, (tuple, list)) and len(labels) == 2:

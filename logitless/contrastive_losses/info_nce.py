@@ -2,8 +2,9 @@
 
 Forward computes the similarities once, in chunks, and keeps two numbers per row. The symmetric loss
 also keeps two numbers per column. Backward computes the similarities again, overwrites each chunk
-with its gradient, and adds the chunk's contributions to the gradients of a and b. Both passes
-together take four GEMMs, for one direction and for the symmetric loss.
+with its gradient, and adds the chunk's contributions to the gradients of `a` and `b`. Forward and
+backward together take four GEMMs. This number is the same for the loss of one direction and for the
+symmetric loss.
 
 The gradient of one direction needs only the statistics of whole rows. In one process, each chunk
 contains whole rows. So the mean or sum of one direction computes its gradients in forward, in three
@@ -49,34 +50,35 @@ def contrastive(
 
         log Σ_j e^(z_ij) - z_ip      where p is the positive of row i
 
-    With `symmetric`, a and b have the same number of rows, and the positive of row i is column i.
-    The loss of pair i is the mean of the cross-entropies of row i and of column i. With
-    symmetric=False, the loss has one direction, and b can have more rows than a, for example hard
-    negatives. `positives` (N,) holds the index of the positive in b for each row of a. By default,
-    the positive of row i is row i of b. A row whose positive is `ignore_index` does not count.
+    With symmetric=True, `a` and `b` must have the same number of rows, and the positive of row i is
+    column i. The loss of pair i is the mean of the cross-entropies of row i and of column i. With
+    symmetric=False, the loss has one direction, and `b` can have more rows than `a`. For example,
+    the additional rows can be hard negatives. `positives` (N,) holds the index of the positive in
+    `b` for each row of `a`. By default, the positive of row i is row i of `b`. A row whose positive
+    is `ignore_index` does not count.
 
-    `scale` is 1 / temperature, as a number, or as a tensor with one number, which can require a
-    gradient. The function does not normalise a and b. For cosine similarities, normalise a and b
-    before the call.
+    `scale` is 1 / temperature. The argument is a number, or a tensor with one number, and the
+    tensor can require a gradient. The function does not normalise `a` and `b`. For cosine
+    similarities, normalise `a` and `b` before the call.
 
-    Some pairs are not real negatives. `mask` (N, M) is True for pairs that are left out of the sum
-    over j. `labels` leaves out all pairs with equal labels, and needs no mask in memory. `labels`
-    is one integer tensor for the rows of both a and b, or a pair of tensors. A positive is never
-    left out.
+    Some pairs are not real negatives, and should be left out of the sum over j. `mask` (N, M) is
+    True for pairs that are left out. With `labels`, all pairs with equal labels are left out, and
+    no mask is in memory. `labels` is one integer tensor for the rows of `a` and of `b`, or a pair
+    of such tensors. A pair of a row and its positive is never left out.
 
     `reduction` is "mean", "sum", or "none" for one loss per row. The loss is fp32 (fp64 for fp64
     embeddings). Neither the logits nor their gradient are materialised. `workspace` bounds the
     bytes of logits in memory. Forward and backward together take four GEMMs. In one process, the
     mean or sum of one direction takes three GEMMs.
 
-    If `group` is a process group or a DeviceMesh, each rank passes its own rows of a and b. The
-    rows of b on all ranks are negatives of each row of a. "mean" and "sum" include the rows of all
-    ranks, and their values are the same on all ranks. `positives` are indices of rows of this
-    rank's b. `mask` has one column for every row of b on all ranks, in the order of the ranks.
-    Every rank must call `backward`. Each rank gets the gradients of its own rows of a and b, and
-    its own part of the gradient of `scale`. For "mean" and "sum", the gradients are multiplied by
-    the number of ranks if `averaged`, because DDP and FSDP average gradients over ranks. With
-    averaged=False, the sum of the ranks' gradients is the gradient of the loss.
+    If `group` is a process group or a DeviceMesh, each rank passes its own rows of `a` and `b`. The
+    rows of `b` on all ranks are negatives of each row of `a`. "mean" and "sum" include the rows of
+    all ranks, and their values are the same on all ranks. `positives` are indices of rows of this
+    rank's `b`. `mask` has one column for every row of `b` on all ranks, in the order of the ranks.
+    Every rank must call `backward`. Each rank gets the gradients of its own rows of `a` and `b`,
+    and its own part of the gradient of `scale`. With averaged=True, the gradients for "mean" and
+    "sum" are multiplied by the number of ranks, because DDP and FSDP average gradients over ranks.
+    With averaged=False, the sum of the ranks' gradients is the gradient of the loss.
 
     torch.compile breaks the graph at this function, so fullgraph=True raises an error.
 
@@ -135,7 +137,7 @@ class How(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The gradients of the sum of all losses. `_scaled` multiplies these gradients by factors."""
+    """The gradients of the sum of all losses, before `_scaled` multiplies them by factors."""
 
     a: Tensor | None
     b: Tensor | None
@@ -159,7 +161,7 @@ class Pairs(NamedTuple):
     def of(a, b, scale, positives, mask, of_a, of_b, how: How) -> "Pairs":
         ignored = bad = None
         if positives is not None:
-            # Ignored rows of a are replaced by 0, because their embeddings can be inf or NaN.
+            # Ignored rows of `a` are replaced by 0, because their embeddings can be inf or NaN.
             ignored = positives == how.ignore_index
             positives = torch.where(ignored, -1, positives.long())
             bad = (positives < 0) | (positives >= len(b))
@@ -169,7 +171,7 @@ class Pairs(NamedTuple):
         return Pairs(a, b, scale, positives, ignored, bad, mask, labels, how.ring)
 
     def block(self, owner: int, labels: Sequence[Tensor]) -> Block:
-        """Returns the options of the similarities of this rank's a with the b of rank `owner`."""
+        """Returns the Block of this rank's rows of `a` and the rows of `b` of rank `owner`."""
         own, mask = owner == self.ring.index, self.mask
         if mask is not None:
             start = self.ring.columns_before(owner)
@@ -221,8 +223,8 @@ def _losses(
 ) -> tuple[Tensor, Tensor, Tensor | None, Sums | None]:
     """Returns the loss of each row, the normalisers of rows and columns, and the gradients.
 
-    The normalisers of columns are None if the loss has one direction. The gradients are None if
-    `needs` is None.
+    If the loss has one direction, the normalisers of columns are None. If `needs` is None, the
+    gradients are None.
     """
     backend, gradients = similarities.backend, None
     rows, columns = (_no_logits(len(t), pairs.scale) for t in (pairs.a, pairs.b))
@@ -266,7 +268,8 @@ def _finished(
     """Returns the losses and the normalisers of some rows.
 
     The loss of an ignored row is 0. The normaliser of an ignored row is inf, so that the row's
-    gradient is 0. If the positive of a row is out of range, loss and normaliser of the row are NaN.
+    gradient is 0. If the positive of a row is out of range, the loss and the normaliser of this row
+    are NaN.
     """
     loss, lse = backend.contrastive_finish(rows[at], of_positives[at], pairs.scale)
     if pairs.bad is not None and pairs.ignored is not None:
@@ -277,7 +280,7 @@ def _finished(
 
 
 def _reduced(losses: Tensor, ignored: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
-    """Returns the sum or mean of the losses of all ranks, and the factor of each loss in the sum.
+    """Returns the sum or mean of the losses of all ranks, and the factor of each loss in it.
 
     The factor is 1 for a sum, and 1 / count for a mean.
     """
@@ -298,7 +301,7 @@ def _sums(
     by_row: Tensor | None,  # (N,), the upstream gradient, or None for ones
     needs: Sequence[bool],  # whether a, b, scale and the other arguments need a gradient
 ) -> Sums:
-    """Computes the similarities again, and returns the gradients of a, b and scale."""
+    """Computes the similarities again, and returns the gradients of `a`, `b` and `scale`."""
     for_a, for_b, for_scale, *_ = needs
     backend, gradients = similarities.backend, Gradients(similarities, for_a)
     d_scale = torch.zeros_like(pairs.scale) if for_scale else None
@@ -328,7 +331,7 @@ def _sums(
 def _scaled(
     sums: Sums, pairs: Pairs, how: How, share: Tensor | None, upstream: Tensor, scale: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Multiplies the sums by their factors, and returns the gradients of a, b and scale."""
+    """Multiplies the sums by their factors, and returns the gradients of `a`, `b` and `scale`."""
     factor = pairs.scale.new_full((), 0.5 if how.symmetric else 1.0)
     if share is not None:
         factor = factor * share * upstream

@@ -13,7 +13,7 @@ from .sigmoid import sigmoid_contrastive
 
 
 class _Group:
-    """Holds a process group. A copy of a module shares the group, which cannot be copied."""
+    """Holds a process group. A process group cannot be copied, so copies of a module share it."""
 
     def __init__(self, group):
         self.group = group
@@ -31,7 +31,7 @@ class _Group:
 
 
 class _ContrastiveModule(nn.Module):
-    """Base class of contrastive losses. The scale is exp(log_scale). log_scale can be trained."""
+    """Base class of contrastive losses. The scale is exp(log_scale), and can be trained."""
 
     log_scale: Tensor
 
@@ -58,7 +58,7 @@ class _ContrastiveModule(nn.Module):
             self.register_buffer(name, number)
 
     def _scale(self) -> Tensor:
-        """Returns exp(log_scale), at most max_scale.
+        """Returns the scale exp(log_scale), which is at most max_scale.
 
         As in CLIP, the parameter log_scale is clamped in place. So a later step of the optimiser
         can reduce the scale again.
@@ -81,9 +81,9 @@ class ContrastiveLoss(_ContrastiveModule):
     """`logitless.contrastive` as a module, with a scale that can be trained.
 
     The scale is exp(log_scale). The scale starts at `scale`, and is at most `max_scale`. As in
-    CLIP, the parameter is the logarithm, so that a step of the optimiser multiplies the scale by a
-    factor. With trainable=False, the scale is constant. The module does not normalise the
-    embeddings. `group` is not stored in a state_dict. Copies of a module share the group, and a
+    CLIP, the parameter is the logarithm of the scale. So a step of the optimiser multiplies the
+    scale by a factor. With trainable=False, the scale is constant. The module does not normalise
+    the embeddings. `group` is not stored in a state_dict. Copies of a module share the group, and a
     module with a group cannot be pickled. The other options are the same as in
     `logitless.contrastive`.
 
@@ -127,8 +127,9 @@ class ContrastiveLoss(_ContrastiveModule):
 class SigmoidContrastiveLoss(_ContrastiveModule):
     """`logitless.sigmoid_contrastive` as a module, with a scale and a bias that can be trained.
 
-    The scale is exp(log_scale). By default, training starts at scale 10 and bias -10, as in SigLIP,
-    and the scale has no upper bound. The other options are the same as in `ContrastiveLoss`.
+    The scale is exp(log_scale). By default, training starts at scale 10 and bias -10, as in SigLIP.
+    By default, the scale has no upper bound. The other options are the same as in
+    `ContrastiveLoss`.
 
     >>> loss = SigmoidContrastiveLoss()(images, texts)
     """

@@ -1,13 +1,13 @@
 """A ring of ranks, in which each rank sends blocks of embeddings to the next rank.
 
-Each rank keeps its own rows of a. The rows of b on a rank are a block. In each step, a rank
-computes the similarities of its own rows of a with one block, and sends the block to the next rank.
-With R ranks, R steps compute the similarities of all pairs. A rank holds at most two blocks at a
-time, so the memory of a rank does not grow with the number of ranks.
+Each rank keeps its own rows of `a`. The rows of `b` on a rank are a block. In each step, a rank
+computes the similarities of its own rows of `a` with one block, and sends the block to the next
+rank. With R ranks, R steps compute the similarities of all pairs. A rank holds at most two blocks
+at a time, so the memory of a rank does not grow with the number of ranks.
 
-Some sums have one entry per row of b, such as the gradient of b. These sums are sent together with
-the block. Every rank adds its own contribution. After the last step, the sums are sent to the rank
-that owns the block. The order of the additions is fixed.
+Some sums, such as the gradient of `b`, have one entry per row of `b`. These sums are sent together
+with the block. Every rank adds its own contribution to the sums. After the last step, the sums are
+sent to the rank that owns the block. The order of the additions is fixed.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ Visit = Callable[[int, Sequence[Tensor], Sequence[Tensor]], None]
 
 
 class Ring:
-    """The ranks of a group, and the numbers of rows of a and b on each rank.
+    """The ranks of a group, and the numbers of rows of `a` and `b` on each rank.
 
     If the group is None, this process computes the loss alone.
     """
@@ -40,10 +40,10 @@ class Ring:
 
     @contextlib.contextmanager
     def same_call(self, name: str, *args: Any) -> Iterator[None]:
-        """A block that checks the arguments of a call.
+        """Context manager for the code that checks the arguments of a call.
 
-        With LOGITLESS_CHECK=1, all ranks raise if the block raises on one rank, or if the ranks
-        pass different options.
+        With LOGITLESS_CHECK=1, all ranks raise if the code in the `with` block raises on one rank,
+        or if the ranks pass different options.
         """
         compares = self.count > 1 and thorough()
         try:
@@ -63,18 +63,19 @@ class Ring:
 
     @property
     def largest(self) -> int:
-        """The largest number of rows of b on any rank."""
+        """The largest number of rows of `b` on any rank."""
         return max(self.columns)
 
     def columns_before(self, owner: int) -> int:
-        """The number of rows of b on all ranks before `owner`."""
+        """The number of rows of `b` on all ranks before `owner`."""
         return sum(self.columns[:owner])
 
     def around(self, given: Sequence[Tensor], sums: Sequence[Tensor], visit: Visit) -> list[Tensor]:
         """Calls visit(owner, given, sums) for the block of each rank, and returns this rank's sums.
 
-        `given` and `sums` belong to this rank's block. Each tensor has one entry per row of b.
-        `visit` adds to `sums` in place. The next block is sent while `visit` computes.
+        The arguments `given` and `sums` belong to this rank's block. Each of their tensors has one
+        entry per row of `b`. `visit` adds to `sums` in place. The next block is sent while `visit`
+        computes.
         """
         given, sums = list(given), list(sums)
         for step in range(self.count):

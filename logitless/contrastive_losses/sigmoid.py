@@ -1,8 +1,8 @@
 """The sigmoid loss of SigLIP, in which every pair is one binary classification.
 
-The loss has no normaliser, so the loss and the gradient of a chunk are computed from the chunk
-alone. With reduction="mean" or "sum", forward computes the gradients too, in three GEMMs, and
-backward multiplies the gradients by the upstream gradient. With reduction="none", the upstream
+The loss has no normaliser. So the loss and the gradient of a chunk depend only on the similarities
+of this chunk. With reduction="mean" or "sum", forward computes the gradients too, in three GEMMs,
+and backward multiplies the gradients by the upstream gradient. With reduction="none", the upstream
 gradient differs between rows. So backward computes the similarities again, and the loss takes four
 GEMMs.
 """
@@ -36,22 +36,22 @@ def sigmoid_contrastive(
     averaged: bool = True,
     workspace: int | None = None,
 ) -> Tensor:
-    """Computes the sigmoid loss of SigLIP over all pairs of rows of a and b.
+    """Computes the sigmoid loss of SigLIP over all pairs of rows of `a` and `b`.
 
-    Let z = scale · a bᵀ + bias be the logits of all pairs, and y = 1 for positives and -1 for all
+    Let z = scale · a bᵀ + bias be the logits of all pairs. Let y be 1 for positives, and -1 for all
     other pairs. The loss of row i is
 
         Σ_j log(1 + e^(-y_ij z_ij))
 
-    `positives` (N,) holds the index of the positive in b for each row of a. By default, the
-    positive of row i is row i of b. reduction="mean" divides the sum by the number of rows of a.
-    "none" returns one loss per row. `scale` and `bias` are numbers, or tensors with one number,
-    which can require gradients. SigLIP starts with scale 10 and bias -10, because most pairs are
-    negatives.
+    `positives` (N,) holds the index of the positive in `b` for each row of `a`. By default, the
+    positive of row i is row i of `b`. reduction="mean" divides the sum by the number of rows of
+    `a`. "none" returns one loss per row. `scale` and `bias` are numbers, or tensors with one
+    number. The tensors can require gradients. SigLIP starts with scale 10 and bias -10, because
+    most pairs are negatives.
 
     Forward and backward together take three GEMMs for "mean" and "sum", and four GEMMs for "none".
-    The other arguments have the same meaning as in `contrastive`. With `group`, the rows of b on
-    all ranks form pairs with each row of a.
+    The other arguments have the same meaning as in `contrastive`. With `group`, the rows of `b` on
+    all ranks form pairs with each row of `a`.
 
     torch.compile breaks the graph at this function, so fullgraph=True raises an error.
 
@@ -108,7 +108,7 @@ class Inputs(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Flags that say which tensors need a gradient."""
+    """Flags, each of which is True if a tensor needs a gradient."""
 
     a: bool
     b: bool
@@ -121,7 +121,7 @@ class Needs(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The gradients of the sum of all losses. `_scaled` multiplies these gradients by factors."""
+    """The gradients of the sum of all losses, before `_scaled` multiplies them by factors."""
 
     a: Tensor | None
     b: Tensor | None
@@ -161,7 +161,8 @@ def _pass(
 ) -> tuple[Tensor, Sums | None]:
     """Returns the loss of each row, and the gradients of the sum of all losses.
 
-    Without `needs`, no gradients are computed. `upstream` (N,) multiplies the gradient of each row.
+    If `needs` is None, no gradients are computed. If `upstream` (N,) is given, the gradient of each
+    row is multiplied by `upstream`.
     """
     ring, a, b = how.ring, inputs.a, inputs.b
     similarities = Similarities(a, ring.largest, how.workspace)  # backends share the same units
@@ -171,7 +172,8 @@ def _pass(
     losses, numbers = scale.new_zeros(len(a)), scale.new_zeros(2)
     own, bad = inputs.positives, None
     if own is not None:
-        # On a GPU, a positive out of range does not raise. The row's loss and gradient are NaN.
+        # On a GPU, a positive out of range does not raise. Instead, the row's loss and gradient are
+        # NaN.
         bad = (own < 0) | (own >= len(b))
         upstream = torch.where(bad, torch.nan, 1.0 if upstream is None else upstream)
 
@@ -199,7 +201,7 @@ def _pass(
 
 
 def _reduced(losses: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    """Returns the sum or mean of the losses of all ranks, and the factor of each loss in the sum.
+    """Returns the sum or mean of the losses of all ranks, and the factor of each loss in it.
 
     The factor is 1 for a sum, and 1 / rows for a mean.
     """

@@ -1,4 +1,4 @@
-"""Similarities a @ b.T in chunks of rows, and the GEMMs of their gradients.
+"""Similarities a @ b.T in chunks of rows, and the GEMMs for the gradients of `a` and `b`.
 
 One chunk of similarities is in memory at a time. A backend reads the chunk, or overwrites the chunk
 with its gradient. All chunks use the same memory.
@@ -21,8 +21,8 @@ from ..heads.gradient_sums import Sum, clear_padding
 # Rows of similarities are padded to a multiple of PACK columns. The kernels then read 16 bytes at a
 # time, because Triton vectorises a load only if the stride is a multiple of 16.
 PACK = 16
-# In the eager backend, up to five tensors of the size of a chunk are in memory at once, including
-# the chunk. So a chunk gets only a part of the workspace.
+# In the eager backend, up to five tensors of the size of a chunk are in memory at once. The chunk
+# is one of the five. So a chunk gets only a part of the workspace.
 EAGER_PART = 8
 # The largest number of rows of a chunk. CUDA allows 65,535 programs along the second dimension of a
 # grid, and a program of the kernels computes at least 64 rows.
@@ -30,7 +30,7 @@ MOST_ROWS = 1 << 21
 
 
 class Chunk(NamedTuple):
-    """The similarities of some rows of a and of all rows of b."""
+    """The similarities of some rows of `a` and of all rows of `b`."""
 
     rows: slice
     x: Tensor  # (n, m)
@@ -38,12 +38,12 @@ class Chunk(NamedTuple):
 
 
 class Similarities:
-    """The similarities of a with one or several blocks of b."""
+    """The similarities of `a` with one or several blocks of `b`."""
 
     def __init__(self, a: Tensor, most: int, workspace: int | None, backend: Any = None):
         """Allocates the memory of a chunk.
 
-        `most` is the largest number of rows of b in a block. Backward passes the backend of
+        `most` is the largest number of rows of `b` in a block. Backward passes the backend of
         forward, because the normalisers of the backends have different units.
         """
         self.backend: Any = backend_of(a) if backend is None else backend
@@ -58,7 +58,7 @@ class Similarities:
         self.memory = torch.empty(size, device=a.device, dtype=self.a.dtype)
 
     def working(self, t: Tensor) -> Tensor:
-        """Returns embeddings in the dtype of the GEMMs, in contiguous memory.
+        """Converts embeddings to the dtype of the GEMMs and to contiguous memory.
 
         On a CPU, GEMMs of 16-bit tensors are slow, so the eager backend computes in fp32.
         """
@@ -67,7 +67,7 @@ class Similarities:
         return t.contiguous()
 
     def chunks(self, b: Tensor, block: Block) -> Iterator[Chunk]:
-        """Computes the similarities with b, one chunk of rows of a at a time."""
+        """Computes the similarities with `b`, one chunk of rows of `a` at a time."""
         m, width = len(b), _padded(len(b))
         for start in range(0, len(self.a), self.step):
             rows = slice(start, min(start + self.step, len(self.a)))
@@ -77,7 +77,7 @@ class Similarities:
 
 
 class Gradients:
-    """Sums of the gradients of a, and of one block of b at a time, in fp32 or fp64.
+    """Sums the gradients of `a`, and of one block of `b` at a time, in fp32 or fp64.
 
     These gradients are not yet multiplied by `scale`.
     """
@@ -92,7 +92,7 @@ class Gradients:
         return torch.zeros(t.shape, device=t.device, dtype=self.full)
 
     def add(self, chunk: Chunk, b: Tensor, d_b: Tensor | None) -> None:
-        """Adds the contributions of a chunk to the gradient of a, and to `d_b`.
+        """Adds the contributions of a chunk to the gradient of `a`, and to `d_b`.
 
         `chunk.x` holds the gradient of the similarities.
         """
@@ -114,16 +114,16 @@ def times(total: Tensor | None, factor: Tensor, like: Tensor) -> Tensor | None:
 
 
 def cast_embeddings(a: Any, b: Any) -> tuple[Any, Any]:
-    """Casts embeddings to the dtype of autocast, if autocast is on and both are tensors."""
+    """Casts `a` and `b` to the dtype of autocast, if autocast is on and `a` and `b` are tensors."""
     if isinstance(a, Tensor) and isinstance(b, Tensor) and autocasts(a.device):
         return cast_by_autocast(a), cast_by_autocast(b)
     return a, b
 
 
 def picked(chunk: Chunk, valid: Tensor | None) -> Tensor | None:
-    """Returns the similarities of the positives of a chunk, or None if the block has no positives.
+    """Returns each row's similarity with its positive, or None if the block has no positives.
 
-    `valid` is True for rows that have a positive. Other rows get an arbitrary similarity.
+    `valid` is True for rows that have a positive. The result is arbitrary for all other rows.
     """
     x, block = chunk.x, chunk.block
     if block.positives is not None:

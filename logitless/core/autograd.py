@@ -1,6 +1,7 @@
 """The base class of most autograd functions of this package.
 
-These functions support neither forward-mode differentiation nor vmap. Both raise an error.
+These functions support neither forward-mode differentiation nor vmap. Forward-mode differentiation
+and vmap raise an error.
 """
 
 from collections.abc import Sequence

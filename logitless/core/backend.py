@@ -22,7 +22,7 @@ class Backend(Protocol):
     # --- statistics of rows, and the backward formula
 
     def read(self, x: Any, reading: Reading) -> Statistics:
-        """Returns the statistics that `reading.wants` names, and the state that backward needs."""
+        """Returns the statistics listed in `reading.wants`, and the state that backward needs."""
         ...
 
     def gradient(
@@ -47,12 +47,12 @@ class Backend(Protocol):
     ) -> Coefficients:
         """Computes the coefficients of the backward formula from the gradients of the statistics.
 
-        `gradients` holds the gradient of each statistic by name. A missing gradient is 0.
+        `gradients` maps the name of each statistic to its gradient. A missing gradient means 0.
         """
         ...
 
     def partial(self, x: Tensor, reading: Reading, start: int = 0) -> Partials:
-        """Returns the partial statistics of x.
+        """Returns the partial statistics of each row over the columns of x.
 
         The first column of x is the column `start` of the logits.
         """
@@ -96,7 +96,7 @@ class Backend(Protocol):
 
     @property
     def one_pass(self) -> Any:
-        """The function that computes -log p of the label and the gradient in one pass, or None.
+        """A function that computes -log p of the label and the gradient in one pass, or None.
 
         The signature of the function is (x, reading, coefficients, factor, into, mean=False). The
         function writes the gradient to `into` and returns -log p of each row's label. If one pass
@@ -108,7 +108,7 @@ class Backend(Protocol):
     def cross_entropy(
         self, statistics: Statistics, reading: Reading, label_smoothing: float, z_loss: float
     ) -> tuple[Tensor, Coefficients]:
-        """Returns the cross-entropy of each row, and the coefficients of its gradient."""
+        """Returns each row's cross-entropy, and the coefficients of the backward formula."""
         ...
 
     def label_coefficients(self, reading: Reading, dtype: torch.dtype) -> Coefficients:
@@ -123,7 +123,7 @@ class Backend(Protocol):
         ...
 
     def label_mass(self, reading: Reading, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor (N,): the class weight of each row's label, or 0 for ignored rows."""
+        """Returns the class weight of each row's label, with 0 for ignored rows, of shape (N,)."""
         ...
 
     # --- reductions of rows to one number
@@ -147,13 +147,13 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the sum or mean of `value`, and the factor of each row in this sum or mean.
 
-        Backward multiplies the gradient of each row by this factor. The factor is one number, one
-        number per row, or None, which means 1.
+        Backward multiplies the gradient of each row by this factor. The factor is one number for
+        all rows, or one number per row. None means a factor of 1.
         """
         ...
 
     def scale_(self, x: Tensor, g: Tensor) -> None:
-        """Multiplies x in place by g, which is a scalar tensor or holds one number per row."""
+        """Multiplies x in place by g. g is a scalar tensor, or holds one number per row."""
         ...
 
     def scale_two_(self, x: Tensor, y: Tensor, g: Tensor) -> None:
@@ -228,9 +228,11 @@ class Backend(Protocol):
         softcap: float | None,
         invariant: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The top k ids of each row, their log-probabilities, and the log of the remaining mass.
+        """Returns the top k ids of each row, their log-probabilities, and the log of the tail mass.
 
-        If `invariant`, the results of a row have the same bits in every batch.
+        The tail mass is the probability of all other ids.
+
+        If `invariant` is True, the results of a row have the same bits in every batch.
         """
         ...
 
@@ -242,7 +244,7 @@ class Backend(Protocol):
         join: Callable[[Tensor], Tensor] | None = None,
         start: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Distinct ids that are drawn at random, their log-weights, and a mask.
+        """Draws ids at random. Returns the distinct ids of each row, their log-weights, and a mask.
 
         If the columns are sharded over ranks, x holds the columns from `start` on, and `join` is an
         all-gather.
@@ -267,9 +269,9 @@ class Backend(Protocol):
         needs: tuple[bool, bool],
         sparse: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the gradients of hidden and weight, where g is the gradient of `row_dots`.
+        """Returns the gradients of `hidden` and `weight`. `g` is the gradient of the dot products.
 
-        If `sparse`, the gradient of the weight is a sparse COO tensor.
+        If `sparse` is True, the gradient of the weight is a sparse COO tensor.
         """
         ...
 
@@ -278,19 +280,20 @@ class Backend(Protocol):
     def row_gemm(
         self,
         a: Tensor,  # (M, K)
-        b: Tensor,  # (K, N), or (N, K) if `transposed`
+        b: Tensor,  # (K, N), or (N, K) if `transposed` is True
         out: Tensor,  # (M, N)
         bias: Tensor | None = None,  # (N,)
         transposed: bool = False,
     ) -> Tensor:
-        """Writes a @ b + bias to `out`. The bits of a row do not depend on the number of rows M.
+        """Writes `a @ b + bias` to `out`. The bits of a row do not depend on the number of rows M.
 
-        If `transposed`, the product is a @ b.T. If a and b are 16-bit tensors, `out` can be fp32.
+        If `transposed` is True, the function writes `a @ b.T + bias`. If a and b are 16-bit
+        tensors, `out` can be fp32.
         """
         ...
 
     def can_accumulate(self, hidden: Tensor, weight: Tensor) -> bool:
-        """Whether the backend can store the sum for this weight's gradient in block floating point.
+        """Whether the backend can sum this weight's gradient in block floating point.
 
         The function `accumulate` (kernels/blockfp_gemm.py) computes the sum, one chunk of rows per
         call.

@@ -1,11 +1,11 @@
 """The first steps of every call: check arguments, detect transforms.
 
-Checks read shapes, dtypes, devices and Python numbers, which are the same in every step of a
-training loop. Therefore `check_once` checks each combination of shapes, dtypes, devices and numbers
-only once. Each folder with public functions has a file that holds the rules for the arguments of
-these functions, for example losses/checks.py. Only `check_values` reads the values of tensors.
-Tensors on a CPU are always read, because reading them needs no synchronisation. Tensors on a GPU
-are read only if LOGITLESS_CHECK=1 is set.
+Checks read shapes, dtypes, devices and Python numbers. These are usually the same in every step of
+a training loop. Therefore `check_once` checks each combination of shapes, dtypes, devices and
+numbers only once. Each folder with public functions has a file that holds the rules for the
+arguments of these functions, for example losses/checks.py. Only `check_values` reads the values of
+tensors. Tensors on a CPU are always read, because reading them needs no synchronisation. Tensors on
+a GPU are read only if LOGITLESS_CHECK=1 is set.
 """
 
 import functools
@@ -106,7 +106,7 @@ def named(*others: Callable) -> Callable[[F], F]:
 
 
 def as_ids(ids: Tensor, ignore_index: int | None = None, mask: Tensor | None = None) -> Tensor:
-    """Converts ids to int64. However, int32 ids stay int32 if ignore_index fits into int32.
+    """Converts ids to int64. If ignore_index fits into int32, int32 ids stay int32.
 
     If `mask` is given, the ids of rows whose mask is False become ignore_index.
     """
@@ -127,7 +127,10 @@ def as_bool(mask: Tensor) -> Tensor:
 
 
 def as_label(mask: Tensor | None) -> Tensor | None:
-    """Converts a mask of rows to labels. Rows whose mask is 0 get the label 0, the ignore_index."""
+    """Converts a mask of rows to labels.
+
+    Rows whose mask is 0 get the label 0, which serves as ignore_index.
+    """
     return None if mask is None else as_bool(mask).view(torch.int8)
 
 
@@ -163,7 +166,7 @@ def reads_values(ids: Tensor) -> bool:
 
 
 def check_values(loss) -> None:
-    """Raises if a row that is not ignored has an id or a temperature out of bounds.
+    """Raises if an id or a temperature is out of bounds in a row that is not ignored.
 
     The error message names the row.
     """
@@ -211,8 +214,8 @@ def in_func() -> bool:
 
 
 # The attribute _dynamo_marked_constant makes torch.compile treat the result of in_func as a
-# constant. torch.compiler.assume_constant_result would set the same attribute, but would also
-# import the compiler.
+# constant. The function torch.compiler.assume_constant_result sets the same attribute, but also
+# imports the compiler.
 in_func._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 

@@ -15,13 +15,13 @@ Captured = tuple[Tensor, ...]  # the results of a Capture; each has the leading 
 
 
 class Capture(Protocol):
-    """Computes results of each row of logits x (..., V)."""
+    """Computes some results for each row of logits x (..., V)."""
 
     name: str  # the name of the public function
 
     @property
     def options(self) -> tuple:
-        """The options of the capture, which must be equal on all ranks."""
+        """The options of the capture. These options must be equal on all ranks."""
         ...
 
     def of(
@@ -29,17 +29,17 @@ class Capture(Protocol):
     ) -> Captured:
         """Returns the results for the logits x. Every result has the leading shape of x.
 
-        If `invariant`, the results of a row have the same bits in every batch.
+        If `invariant` is True, the results of a row have the same bits in every batch.
         """
         ...
 
     def rows(self, rows: slice | Tensor) -> "Capture":
-        """Returns the same capture for some of the rows."""
+        """Returns the same capture for only these rows."""
         ...
 
 
 class TopK(NamedTuple):
-    """Captures ids (..., k), log-probabilities (..., k) and the log of the remaining mass (...)."""
+    """Captures ids (..., k), log-probabilities (..., k) and the log of the tail mass (...)."""
 
     k: int
     name = "capture_topk"

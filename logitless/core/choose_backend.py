@@ -54,7 +54,7 @@ def on_gpu(x: Tensor) -> bool:
 
 
 def backend_of(x: Tensor) -> Backend:
-    """Returns the backend for this tensor, which is the module `kernels` or `eager`."""
+    """Returns the backend for this tensor: the module `kernels` or the module `eager`."""
     name = _chosen or (IMPL in variables and os.environ["LOGITLESS_IMPL"])
     if not name:
         return _kernels() if on_gpu(x) and x.dtype != torch.float64 else eager
@@ -66,7 +66,7 @@ def backend_of(x: Tensor) -> Backend:
 
 
 def captured(x: Tensor, capture: Capture, temperature: float, softcap: float | None) -> Captured:
-    """Returns the results of a capture of plain logits."""
+    """Returns the results of a capture, computed from a plain tensor of logits."""
     invariant = is_invariant()
     x = aligned(x) if invariant else x
     return capture.of(backend_of(x), x, temperature, softcap, invariant)

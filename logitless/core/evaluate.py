@@ -14,12 +14,12 @@ by `evaluate_in_place`. If several conditions are true, the first route in this 
 - The route "single rows" is used inside `invariant` if the backend is `eager`. Each row is
   evaluated as a batch of one row.
 - The route "values alone" is used if no gradient is needed.
-- The route "gradient in forward" is used if the loss has saves_gradient=True, which means that its
-  forward always computes the gradient. On a GPU, this route is also used for the reductions "mean"
-  and "sum" if there are at most SMALL logits, the loss has no row_inputs, and row_weight requires
-  no gradient. Inside `invariant`, this route is used only for saves_gradient=True. Forward computes
-  the gradient for an upstream gradient of 1. Backward multiplies this gradient by the upstream
-  gradient.
+- The route "gradient in forward" is used if the loss has saves_gradient=True. The forward of such a
+  loss always computes the gradient. On a GPU, this route is also used for the reductions "mean" and
+  "sum", if three conditions hold: there are at most SMALL logits, the loss has no row_inputs, and
+  row_weight requires no gradient. Inside `invariant`, this route is used only if the loss has
+  saves_gradient=True. Forward computes the gradient for an upstream gradient of 1. Backward
+  multiplies this gradient by the upstream gradient.
 - The route "gradient in backward" is used in all other cases. Backward computes the gradient from
   the logits and from the tensors that forward saved.
 
@@ -130,7 +130,7 @@ def _by_single_rows(
 def single_row(loss: RowLoss, row: int, lead: torch.Size) -> RowLoss:
     """Returns the loss for a batch that consists of this row alone.
 
-    The teacher's row is copied, so that the teacher's rows have the same alignment in all batches.
+    The row of the teacher is copied, so that the row has the same alignment in all batches.
     """
     one = loss.rows(slice(row, row + 1), lead)
     return one.map_tensors({TEACHER: lambda t: t.clone(memory_format=torch.contiguous_format)})
@@ -177,9 +177,10 @@ def total_and_gradient(
 def mass_and_share(
     backend: Backend, like: Tensor, rows: int, loss: RowLoss
 ) -> tuple[Tensor | None, Tensor]:
-    """Returns `mass`, whose sum is the divisor of a mean, and `share`, which is 1 / divisor.
+    """Returns `mass` and `share`, which determine the divisor of a mean.
 
-    If `mass` is None, the divisor is the number of rows that are not ignored.
+    The divisor is the sum of `mass`, or the number of rows that are not ignored if `mass` is None.
+    `share` is 1 / divisor.
     """
     weighted = loss.reading.class_weight is not None
     mass = loss.mass(backend, like.dtype) if weighted else None
@@ -247,7 +248,8 @@ class GradientInForward(Node):
 class GradientInBackward(Node):
     """Computes the gradient in backward.
 
-    Autograd saves all tensors that backward reads, and raises if one of them is changed in place.
+    Autograd saves all tensors that backward reads. If one of these tensors is changed in place
+    before backward, autograd raises an error.
     """
 
     @staticmethod
@@ -280,8 +282,9 @@ def finish(
 ) -> tuple[Tensor | None, tuple]:
     """Computes the gradients in backward. `tensors` holds all tensors that forward saved, except x.
 
-    Returns the gradient of the logits (None if not `wanted`), and the gradients of row_inputs. The
-    gradient of the logits is written to `into` if possible.
+    Returns the gradient of the logits, and the gradients of row_inputs. The gradient of the logits
+    is None if `wanted` is False. Otherwise, the gradient of the logits is written to `into` if
+    possible.
     """
     factor, saved = tensors[0], tuple(tensors[ctx.count :])
     loss = ctx.loss.rebuild(tensors[1 : ctx.count])
@@ -301,6 +304,7 @@ def finish(
 
 # torch.autograd.Function.apply contains code that is needed only under torch.func. The two
 # functions below are never called under torch.func, because `evaluate_traced` is called instead. So
-# both functions are the `apply` of Function's base class, which is faster.
+# both functions are the `apply` of the base class of Function. The `apply` of the base class is
+# faster.
 _gradient_in_forward = super(torch.autograd.Function, GradientInForward).apply  # pyright: ignore[reportAttributeAccessIssue]
 _gradient_in_backward = super(torch.autograd.Function, GradientInBackward).apply  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,8 +5,8 @@ Usually, the number of rows in a batch determines how a kernel splits a row, and
 uses. Inside `invariant`, every split depends only on the vocabulary, the dtype and the options:
 
 - Triton kernels compute every row in one program (kernels/stats_split_fwd.py, `cut_of`).
-- Inside a program, the blocks of a row start on 16-byte boundaries. So logits are copied if their
-  rows do not all start on 16-byte boundaries (`aligned`).
+- Inside a program, the blocks of a row start on 16-byte boundaries. So logits are copied if at
+  least one row does not start on a 16-byte boundary (`aligned`).
 - The eager backend computes one row at a time (core/evaluate.py), because PyTorch's operations on a
   CPU can round the same row differently if the row is at another position in the tensor.
 - The GEMMs of a head add the terms of each sum in a fixed order (kernels/row_gemm.py,
@@ -94,7 +94,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def starts_aligned(x: Tensor) -> bool:
-    """Whether all rows of x start on 16-byte boundaries, and kernels can read x without a copy."""
+    """Whether all rows of x start on 16-byte boundaries. If so, kernels read x without a copy."""
     *sizes, vocab = x.shape
     *steps, last = x.stride()
     if x.dim() > 3 or (last != 1 and vocab > 1) or x.data_ptr() % 16:
@@ -106,7 +106,7 @@ def starts_aligned(x: Tensor) -> bool:
 def aligned_memory(x: Tensor) -> Tensor | None:
     """Allocates memory (N, V) for the gradient of x, with rows that start on 16-byte boundaries.
 
-    The result is None if no padding is needed, because each row has a multiple of 16 bytes.
+    If the size of a row is a multiple of 16 bytes, no padding is needed, and the result is None.
     """
     vocab, pad = x.shape[-1], -x.shape[-1] % (16 // x.element_size())
     if not pad:

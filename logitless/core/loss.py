@@ -1,16 +1,16 @@
 """A loss as data: the statistics that the loss needs, and the methods that compute the loss.
 
 evaluate.py evaluates a `RowLoss` over a tensor. A source (source.py) evaluates the loss over logits
-that are not a tensor. evaluate.py and sources call two methods of the loss, which do not use
-autograd:
+that are not a tensor. evaluate.py and sources call two methods of the loss. These methods do not
+use autograd:
 
     forward(backend, x) returns the outputs of each row, and the tensors that backward needs.
     backward(backend, x, saved, upstream) returns the gradient of the logits.
 
-The first output is the value of the loss, which is weighted and reduced. All further outputs are
-called `extras`. The extras are results per row. They have no gradient, and are neither weighted nor
-reduced. The result of a loss is the value, or a tuple (value, *extras). If `multiple_outputs` is
-True, there are no extras. All outputs are then results per row, which are never reduced, and every
+The first output is the value of the loss. The value is weighted and reduced. All further outputs
+are called `extras`. The extras are results per row. They have no gradient, and are neither weighted
+nor reduced. The result of a loss is the value, or a tuple (value, *extras). If `multiple_outputs`
+is True, there are no extras. All outputs are then results per row. No output is reduced, and every
 floating-point output is differentiable.
 
 Most losses need only statistics of each row. A loss over statistics implements `value`, which
@@ -24,9 +24,9 @@ statistics. ColumnBackend (parallel/rank_merge.py) merges the statistics of rank
 (heads/on_chip.py) merges the statistics of a narrow head's ranges of columns. See Backend in
 backend.py.
 
-`flatten` removes the tensors that backward reads from a loss and returns them, and `rebuild` puts
-them back. `map_tensors` applies a different function to each of three kinds of tensors: PER_ROW,
-PER_CLASS and TEACHER (contract.py).
+`flatten` removes from a loss the tensors that backward reads, and returns these tensors. `rebuild`
+puts the tensors back into the loss. `map_tensors` applies a different function to each of three
+kinds of tensors: PER_ROW, PER_CLASS and TEACHER (contract.py).
 """
 
 import math
@@ -50,12 +50,12 @@ Upstream = tuple[Tensor | None, ...]  # the gradients of the outputs: scalars, o
 
 @dataclass(eq=False)
 class RowLoss:
-    """A loss with one value per row. Each value depends only on its own row."""
+    """A loss with one value per row. The value of a row depends only on this row."""
 
     reading: Reading
 
-    # True if the loss has several results per row, none of which is ever reduced. Every
-    # floating-point result is then differentiable.
+    # Whether the loss has several results per row. Such a loss is never reduced, and every
+    # floating-point result is differentiable.
     multiple_outputs: ClassVar[bool] = False
     # The names of the extras. The extras "argmax" and "rank" are int64. `extras` is None if the
     # number of extras is known only after forward.
@@ -84,7 +84,7 @@ class RowLoss:
         raise NotImplementedError
 
     def coefficients(self, saved: Saved, upstream: Upstream) -> tuple[Coefficients, Tensor]:
-        """Returns the coefficients of the backward formula, and a factor that multiplies them.
+        """Returns the coefficients of the backward formula, and a factor for the coefficients.
 
         The factor is one number or one number per row, and is usually the upstream gradient.
         """
@@ -95,7 +95,7 @@ class RowLoss:
         raise NotImplementedError
 
     def mass(self, backend: Backend, dtype: torch.dtype) -> Tensor | None:
-        """Returns a tensor (N,) with one number per row. Their sum is the divisor of a mean.
+        """Returns one number per row, as a tensor (N,). The sum over rows is the divisor of a mean.
 
         The result is None if the divisor is the number of rows that are not ignored.
         """
@@ -139,8 +139,8 @@ class RowLoss:
     def mean_and_gradient(self, backend: Backend, x: Tensor, into: Tensor) -> Tensor | None:
         """Returns the mean over rows, and writes its gradient to `into`, in one kernel launch.
 
-        The result is None if one launch is not possible. `mean_and_gradient` is for small tensors,
-        where a launch takes longer than reading the logits.
+        The result is None if one launch is not possible. `mean_and_gradient` is for tensors so
+        small that a launch takes longer than reading the logits.
         """
         return None
 
@@ -214,7 +214,7 @@ class RowLoss:
         return (label, ids, class_weight, row_temperature, *self.row_inputs), loss
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> "RowLoss":
-        """Returns the loss with the tensors that `flatten` returned. Other tensors stay None."""
+        """Puts the tensors from `flatten` back into the loss. All other tensors stay None."""
         label, ids, class_weight, row_temperature, *row_inputs = tensors
         loss = self.replace(
             reading=self.reading._replace(
@@ -224,7 +224,7 @@ class RowLoss:
         return loss.replace(row_inputs=tuple(row_inputs)) if row_inputs else loss
 
     def replace(self, **changed) -> "RowLoss":
-        """A copy of the loss with changed fields."""
+        """Returns a copy of the loss with changed fields."""
         copy = object.__new__(type(self))  # dataclasses.replace takes four times as long
         copy.__dict__ = {**self.__dict__, **changed}
         return copy

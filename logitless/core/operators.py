@@ -110,8 +110,8 @@ class Operator:
         check_values(loss)
         outputs, saved = loss.forward(backend_of(x), x)
         saved = [x.new_empty(0) if t is None else t for t in saved]
-        # An operator must not return a tensor that another call also returns. Saved tensors with
-        # one row can be cached constants, which every call returns, so they are cloned.
+        # An operator must not return a tensor that another call also returns. A saved tensor with
+        # one row can be a cached constant, which every call returns. So such tensors are cloned.
         saved = [t.clone() if t.shape[:1] == (1,) else t for t in saved]
         return [*outputs, *saved]
 

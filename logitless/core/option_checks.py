@@ -56,14 +56,14 @@ def fraction(name: str, value: Any) -> None:
 
 
 def skew(value: Any) -> None:
-    """Checks α of the skewed KL. With α = 1, the divergence would be 0 for every student."""
+    """Checks the α of the skewed KL. With α = 1, the divergence would be 0 for every student."""
     _number("skew", value)
     if not 0 <= value < 1:
         raise ValueError(f"skew must be in [0, 1), got {value}.")
 
 
 def factor(name: str, value: Any) -> None:
-    """Checks `ce_weight` or `kd_weight`, each of which multiplies one term of a loss."""
+    """Checks `ce_weight` or `kd_weight`. Each of them multiplies one term of a loss."""
     between(name, value, -MOST, MOST)
 
 

@@ -32,8 +32,8 @@ F = TypeVar("F", bound=Callable)
 class Logits:
     """Base class of the public classes that represent logits (..., V)."""
 
-    # Every loss reads these attributes several times. A slot takes less time than a property, and
-    # help() lists both.
+    # Every loss reads these attributes several times. Reading a slot takes less time than reading a
+    # property. help() lists slots and properties.
     __slots__ = ("_source", "device", "dtype", "requires_grad", "shape")
     shape: torch.Size
     """The shape (..., V) of the logits."""
@@ -73,7 +73,7 @@ class Source:
         return len(self.shape)
 
     def evaluate(self, loss: Any, reduction: str, row_weight: Tensor | None) -> Any:
-        """Returns the weighted and reduced loss, which is differentiable. `loss` is a RowLoss.
+        """Returns the weighted and reduced loss of a RowLoss. The result is differentiable.
 
         The result is one number per row for reduction "none", and a scalar for "sum" and "mean".
         For a RowLoss with multiple outputs, the result is a tuple. For a RowLoss with extras, the
@@ -86,7 +86,7 @@ class Source:
         return self.evaluate(loss, reduction, row_weight)
 
     def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
-        """Returns the results of a capture of all rows. capture.py lists the captures."""
+        """Returns the results of a capture for all rows. capture.py defines the captures."""
         raise NotImplementedError
 
     def materialize(self, rows: slice | Tensor | None = None) -> Tensor:
@@ -97,7 +97,10 @@ class Source:
         raise NotImplementedError
 
     def as_teacher(self) -> Any:
-        """These logits without a gradient, as a Tensor or an object with `materialize(rows)`."""
+        """Returns these logits without a gradient.
+
+        The result is a Tensor, or an object with the method `materialize(rows)`.
+        """
         return self.materialize(slice(None)).view(self.shape)
 
     def in_columns(self, shard: Any) -> "Source":
@@ -124,7 +127,7 @@ def is_dtensor(t: Any) -> bool:
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether one of the tensors requires a gradient. any() with a generator would be slower."""
+    """Whether any of the tensors requires a gradient. any() with a generator would be slower."""
     for t in tensors:  # noqa: SIM110
         if t is not None and t.requires_grad:
             return True
@@ -184,7 +187,7 @@ def is_over_ranks(logits: Any) -> bool:
     return over_ranks or is_dtensor(logits)
 
 
-# --- dense teachers; a teacher is a Tensor, or a ScaledHead, which computes some rows at a time
+# --- dense teachers; a teacher is a Tensor, or a ScaledHead that computes some rows at a time
 
 
 def is_dense(t: Any) -> bool:
@@ -193,7 +196,7 @@ def is_dense(t: Any) -> bool:
 
 
 def teacher_of(teacher: Any, student: Any) -> Any:
-    """A dense teacher without gradients, as a Tensor or an object with `materialize(rows)`."""
+    """Returns the teacher without gradients, as a Tensor or an object with `materialize(rows)`."""
     if not isinstance(teacher, (Logits, Source)):
         return teacher.detach()
     source: Any = source_of(teacher)
@@ -224,7 +227,7 @@ def flat_teacher(teacher: Any) -> tuple[tuple[Tensor | None, ...], Any]:
 
 
 def scaled_teacher(teacher: Any, factor: float) -> Any:
-    """Returns a dense teacher with its logits multiplied by `factor`, or None.
+    """Returns a dense teacher whose logits are multiplied by `factor`, or None.
 
     The result is None if the teacher is a Tensor, because the product would be a copy.
     """

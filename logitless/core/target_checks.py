@@ -1,4 +1,4 @@
-"""Checks of targets and ids, which hold integers in [0, V), one per row or K per row.
+"""Checks of targets and ids. Targets and ids are integers in [0, V), one or K per row.
 
 All checks read only shapes and dtypes, except `in_range`, which reads values. call.py explains when
 the checks run.
@@ -17,7 +17,7 @@ def target(t: Any, x: Tensor) -> None:
 
 
 def classes(name: str, t: Any, x: Tensor) -> None:
-    """Checks the dtype, shape and device of t, which has one class per row.
+    """Checks the dtype, shape and device of t. t must have one class per row.
 
     The error messages also say where logitless differs from F.cross_entropy.
     """
@@ -49,7 +49,7 @@ def ids(t: Any, x: Tensor) -> None:
 
 
 def has_first_id(t: Tensor | None, x: Tensor) -> None:
-    """Checks that every row has an id, for the statistic "rank"."""
+    """Checks that every row has an id. The statistic "rank" needs an id."""
     if t is None:
         raise ValueError("ids must be given if rank=True, got None.")
     if t.dim() == len(x.shape) and t.shape[-1] == 0:
@@ -57,7 +57,7 @@ def has_first_id(t: Tensor | None, x: Tensor) -> None:
 
 
 def ids_of_rows(name: str, t: Any, x: Tensor) -> None:
-    """Checks the dtype, shape and device of t, which has K ids per row in the last dimension."""
+    """Checks the dtype, shape and device of t. t must have K ids per row in the last dimension."""
     _integer(name, t)
     if t.dim() != len(x.shape) or t.shape[:-1] != x.shape[:-1]:
         several = ", ".join([*map(str, x.shape[:-1]), "K"])

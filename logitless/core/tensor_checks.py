@@ -36,7 +36,7 @@ def logits(x: Any, name: str = "logits") -> None:
 
 
 def some_logits(x: Any, name: str) -> None:
-    """Checks the type, dtype and number of dimensions of logits, which can have 0 columns."""
+    """Checks the type, dtype and number of dimensions of logits. The logits can have 0 columns."""
     if not is_source(x):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}.")
     if is_dtensor(x):
@@ -320,7 +320,7 @@ def how_many(k: Any, x: Tensor) -> None:
 
 
 def draws(n: Any, x: Tensor) -> None:
-    """Checks n, the number of draws per row, and the number of columns to draw from."""
+    """Checks n, the number of draws per row, and checks the number of columns of x."""
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"n must be an int, got {n!r}.")
     if not 1 <= n <= MOST_DRAWS:

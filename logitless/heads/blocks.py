@@ -1,12 +1,11 @@
 """Computes a loss over a head in blocks of columns: first all statistics, then all gradients.
 
 A loss gets a `Blocks` instead of a tensor of logits, and a `BlockBackend` instead of another
-backend. So every loss whose statistics can be merged works on blocks, and needs no code of its own
-for blocks. The logits of a block are computed twice, once for the statistics and once for the
-gradient, unless they are kept in memory. Statistics are computed from the first block to the last.
-Gradients are computed from the last block to the first. So the first rows of the weight's gradient
-are written last. Until then, the memory of these rows can hold the logits of later blocks
-(kept_blocks in choose_cut.py).
+backend. So every loss whose statistics can be merged works on blocks without changes. The logits of
+a block are computed once for the statistics, and again for the gradient, unless these logits are
+kept in memory. Statistics are computed from the first block to the last. Gradients are computed
+from the last block to the first. So the first rows of the weight's gradient are written last. Until
+then, the memory of these rows can hold the logits of later blocks (kept_blocks in choose_cut.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,7 +34,7 @@ class BlockChunks(Chunks):
     """
 
     def begin(self, dtype: torch.dtype) -> Any:
-        """Allocates memory for the logits of one block, in this dtype, and for their gradient.
+        """Allocates memory for one block: for the logits in this dtype, and for their gradient.
 
         Returns the BlockBackend.
         """
@@ -81,7 +80,7 @@ class Blocks:
         self.chunks, self.rows, self.sums = chunks, rows, sums
         self.h = h  # (n, D)
         self.shape, self.device = (len(self.h), len(chunks.weight)), self.h.device
-        self.kept: dict[int, int] = {}  # maps a kept block to its slot (choose_cut.kept_blocks)
+        self.kept: dict[int, int] = {}  # maps a kept block to its slot (see choose_cut.kept_blocks)
         self.kept_in: Tensor | None = None
         # Maps each slot of memory to the block whose logits are in this slot. The key None stands
         # for the workspace.
@@ -90,7 +89,8 @@ class Blocks:
     def keep(self) -> None:
         """Chooses the blocks whose logits are kept until their gradient is computed.
 
-        The kept logits are stored in the memory of the weight's gradient, which is written later.
+        The kept logits are stored in memory that is allocated for the weight's gradient. The
+        gradient is written to this memory later.
         """
         chunks, (rows, vocab) = self.chunks, self.shape
         if self.sums is not None and chunks.cut.kept:
@@ -143,7 +143,7 @@ class BlockBackend(ReadsNoLogits):
     def read(self, x: Blocks, reading: Reading) -> Statistics:
         """Returns the statistics of whole rows.
 
-        Whenever WAITING partial statistics are in memory, they are merged, which saves memory.
+        To save memory, the partial statistics are merged whenever WAITING of them are in memory.
         """
         x.keep()
         waiting = []
@@ -165,7 +165,7 @@ class BlockBackend(ReadsNoLogits):
         into: Tensor | None = None,
         start: int | None = None,
     ) -> None:
-        """Adds the gradients of hidden, weight and bias to x.sums, and returns None.
+        """Adds the gradients of `hidden`, `weight` and `bias` to x.sums, and returns None.
 
         The gradient of the logits is computed block by block, from the last block to the first.
         """
@@ -184,9 +184,9 @@ class BlockBackend(ReadsNoLogits):
 
 
 class BlockSums(GradientSums):
-    """The gradients of hidden, weight and bias of a head that is computed in blocks of columns.
+    """The gradients of `hidden`, `weight` and `bias`, for a head that is computed in blocks.
 
-    The gradient of hidden is summed over blocks. The gradient of the weight is summed over groups
+    The gradient of `hidden` is summed over blocks. The gradient of the weight is summed over groups
     of rows.
     """
 
@@ -208,7 +208,7 @@ class BlockSums(GradientSums):
         return d.view(-1) if free else None
 
     def start(self, rows: Rows, h: Tensor) -> None:
-        """Allocates the gradient of hidden for a group of rows, which is a sum over blocks."""
+        """Allocates the gradient of `hidden` for a group of rows, as a sum over blocks."""
         if self.d_hidden is None:
             return
         dtype, kind = way_to_sum(self.backend, self.blocks, h, self.weight, "auto")
@@ -236,7 +236,7 @@ class BlockSums(GradientSums):
         self.add_weights(index, dz, h)
 
     def end(self, rows: Rows) -> None:
-        """Writes the gradient of hidden for a group of rows, after all blocks have been added."""
+        """Writes the gradient of `hidden` for a group of rows, after all blocks have been added."""
         if self.d_hidden is None:
             return
         sums, self.hidden_sum = self.hidden_sum, None

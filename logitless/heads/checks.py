@@ -55,9 +55,10 @@ def head(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
 
 
 def table(hidden: Any, weight: Any, bias: Any, casts: bool) -> None:
-    """Checks hidden (..., D), and weight (V, D) and bias (V,) of a table whose rows are gathered.
+    """Checks `hidden` (..., D), and the `weight` (V, D) and `bias` (V,) of a table of items.
 
-    If `casts`, the dtypes can differ, because autocast chooses the dtype of products.
+    If `casts` is True, the tensors can have different dtypes, because autocast casts the tensors
+    before the products are computed.
     """
     for name, t in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if name == "bias" and t is None:
@@ -74,7 +75,7 @@ def table(hidden: Any, weight: Any, bias: Any, casts: bool) -> None:
         if t is not None and (t.dtype == torch.float64) != (hidden.dtype == torch.float64):
             # Autocast does not change the dtype of fp64 tensors.
             raise TypeError(f"{name} must be {hidden.dtype} like hidden, got {t.dtype}.")
-    # `head` reads only shapes and dtypes.
+    # `head` reads only shapes and dtypes, so tensors on the device "meta" are enough.
     wide = [None if t is None else t.to("meta", torch.float32) for t in (hidden, weight, bias)]
     head(wide[0], wide[1], wide[2], None)
 
@@ -137,7 +138,7 @@ def logits_dtype(dtype: Any, hidden: Tensor) -> None:
 
 
 def main_grad(t: Any, weight: Tensor) -> None:
-    """Checks main_grad, the tensor to which backward adds the weight's gradient."""
+    """Checks `main_grad`, the tensor to which backward adds the weight's gradient."""
     if t is None:
         return
     full = torch.promote_types(weight.dtype, torch.float32)

@@ -1,21 +1,21 @@
-"""Chooses how a head's logits are computed: by rows, by columns, by both, or on the chip.
+"""Chooses how a head's logits are computed: by rows, by columns, by rows and columns, or on chip.
 
 If `stays_on_chip` is True, the logits of a head are never written to memory (on_chip.py). For all
 other heads, the logits are split into chunks of rows or blocks of columns that fit into a
 workspace.
 
-A split by rows takes three GEMMs. It computes the loss and the gradients of some whole rows at
-once. The weight's gradient (V, D) is summed over chunks, so every chunk reads and writes this sum.
-A split by columns takes four GEMMs. It first computes the statistics of all rows, block by block.
-It then computes the logits of every block again, for the gradients. It writes each row of the
-weight's gradient only once. Only the gradient of hidden (N, D) is summed over blocks, and this
-gradient is smaller than the weight's gradient.
+A split by rows takes three GEMMs. A split by rows computes the loss and the gradients of some whole
+rows at once. The weight's gradient (V, D) is summed over chunks, so every chunk reads and writes
+this sum. A split by columns takes four GEMMs. A split by columns first computes the statistics of
+all rows, block by block. Then the logits of every block are computed again, for the gradients. Each
+row of the weight's gradient is written only once. Only the gradient of `hidden` (N, D) is summed
+over blocks. The gradient of `hidden` is smaller than the weight's gradient.
 
 The unit of all costs is the time of one GEMM over all logits. A GEMM over SUM_ROWS rows takes as
 long as reading and writing the sum of the weight's gradient. STATISTICS_COST is the cost of reading
 the logits a second time. A split by columns computes some logits only once. These logits are kept
-in the memory of the weight's gradient until their own gradient is computed (blocks.py). The number
-`kept` is the fraction of all logits that are computed only once.
+in the memory of the weight's gradient until their own gradient is computed (blocks.py). In the
+formulas below, `kept` is the fraction of the logits that are computed only once.
 
     Chunks of n whole rows cost 3 + SUM_ROWS / n.
     Blocks of c columns of all rows cost 4 + STATISTICS_COST - kept + SUM_ROWS / c.
@@ -52,14 +52,14 @@ SMALL = {"cuda": 512 << 20, "cpu": 1 << 20}
 # For a small head, rows · vocabulary · (width + READ_WIDTH) is at most SMALL_WORK, where `width` is
 # the size D of the hidden states. For a head at this limit, a GPU takes about 2 ms for the loss,
 # and the host takes at least as long. READ_WIDTH accounts for the time of reading and writing the
-# logits, which equals the time of three GEMMs of a head with D = READ_WIDTH.
+# logits. This time equals the time of three GEMMs of a head with D = READ_WIDTH.
 SMALL_WORK = {"cuda": 2e11, "cpu": math.inf}
 READ_WIDTH = 200
 
-# Limits for heads that are computed on the chip. Each key is the largest D, the size of the hidden
-# states, and its value is the largest vocabulary for this D. Only 16-bit heads within these limits
-# are computed on the chip. On an H200, heads with a larger D are faster with logits in memory
-# (benchmarks/results/h200/narrow.md).
+# Limits for heads that are computed on the chip. D is the size of the hidden states. Each key is an
+# upper limit of D. The value of a key is the largest vocabulary for heads up to this D. Only 16-bit
+# heads within these limits are computed on the chip. On an H200, heads with a larger D are faster
+# with logits in memory (benchmarks/results/h200/narrow.md).
 ON_CHIP_VOCAB = {128: 1 << 31}
 # The kernels need sorted pairs (row, id): one pair per row for the label, and one pair for each
 # further id of the row. Sorting takes time, and 64 bytes of memory per pair. So a head is computed
@@ -85,10 +85,10 @@ class Work(NamedTuple):
     vocab: int
     width: int  # the size D of the hidden states
     itemsize: int  # bytes per element of the hidden states
-    wide: bool  # whether logits are fp32 and hidden states are not
+    wide: bool  # whether the logits are fp32 and the hidden states are not
     merges: bool  # whether the loss can be computed from merged partial statistics
-    gemms: int  # number of extra GEMMs if the head is split by columns, 0 or 1
-    sums: bool  # whether the weight needs a gradient, and accumulate is not "weight"
+    gemms: int  # extra GEMMs of a split by columns, 0 or 1
+    sums: bool  # whether the weight needs a gradient, and `accumulate` is not "weight"
     keeps: bool  # whether logits can use the memory of d_weight until d_weight is written
     narrow: bool = False  # whether the backend has kernels that write no logits for this head
     ids: int = 0  # the number of ids per row, besides the label
@@ -143,7 +143,7 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
 
 
 def default_workspace(row: int, device: str) -> int:
-    """The default workspace in bytes. `row` is the size of a row of logits in bytes.
+    """Returns the default workspace in bytes. `row` is the size of a row of logits in bytes.
 
     On a GPU, the default workspace has room for at least 1,024 rows, unless 1,024 rows need more
     than 2 · WORKSPACE. With fewer rows per chunk, summing the weight's gradient would take much of
@@ -154,7 +154,7 @@ def default_workspace(row: int, device: str) -> int:
 
 
 def extra_cost(work: Work, cut: Cut, device: str) -> float:
-    """The estimated cost of a split, in addition to the GEMMs that every split takes."""
+    """Returns the estimated cost of a split, without the GEMMs that every split takes."""
     # A sum in the weight's own dtype costs half the time of a sum in fp32, because the GEMM adds
     # directly to the sum.
     cost = SUM_ROWS.get(device, 0.0) * (1 if work.sums else 0.5)
@@ -202,10 +202,10 @@ def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, in
     """Returns a dict {block: slot} of the blocks whose logits are kept in memory.
 
     A slot is a part of the memory of the weight's gradient, and holds the rows · columns logits of
-    one block. Each block writes `columns` rows of the weight's gradient, which take columns · width
-    numbers. The last block writes first, and block 0 writes last. While block b writes its rows of
-    the weight's gradient, the slot of block b is still read. So the slot must end before these rows
-    begin in memory.
+    one block. Each block writes `columns` rows of the weight's gradient. These rows hold columns ·
+    width numbers. The last block writes first, and block 0 writes last. While block b writes its
+    rows of the weight's gradient, the slot of block b is still read. So the slot must end before
+    these rows begin in memory.
     """
     kept: dict[int, int] = {}
     for block in range(1, -(-vocab // columns)):
@@ -217,11 +217,11 @@ def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, in
 def even_chunk(rows: int, room: int) -> int:
     """Returns the number of rows per chunk, in a workspace with room for `room` rows.
 
-    The function first rounds `room` down: to a power of two if `room` is at least 8 · TILE,
-    otherwise to a multiple of TILE if `room` is at least TILE. In most batches, the number of rows
-    is a power of two. If `room` is a power of two as well, all chunks of such a batch have the same
-    size. Other batches are split into chunks of nearly equal size, because even a short last chunk
-    would read the whole weight.
+    If `room` is at least 8 · TILE, the function first rounds `room` down to a power of two. If
+    `room` is smaller, but at least TILE, the function rounds `room` down to a multiple of TILE. In
+    most batches, the number of rows is a power of two. If `room` is a power of two as well, all
+    chunks of such a batch have the same size. Other batches are split into chunks of nearly equal
+    size, because even a short last chunk would read the whole weight.
     """
     most = max(room, 1)
     if most >= 8 * TILE:
@@ -235,8 +235,7 @@ def even_chunk(rows: int, room: int) -> int:
 def even_columns(vocab: int, room: int) -> int:
     """Returns the number of columns per block, a multiple of TILE.
 
-    The result is 0 if TILE columns do not fit into the workspace, which has room for `room`
-    columns.
+    The workspace has room for `room` columns. The result is 0 if `room` is less than TILE.
 
     All blocks have the same size, except the last block.
     """
@@ -276,7 +275,7 @@ class Slot(NamedTuple):
 def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
     """Returns the size of a chunk's memory, and the slots of the chunk (see Slot).
 
-    The size is counted in rows of logits in the dtype of hidden.
+    The size is counted in rows of logits in the dtype of `hidden`.
 
     If the gradient has the dtype of the logits, one slot holds the logits of all rows, and the
     gradient overwrites them. The 16-bit gradient of fp32 logits is written from the left end of the

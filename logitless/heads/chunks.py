@@ -24,8 +24,8 @@ class Tile:
     """Some rows of a head, and the loss of these rows.
 
     The caller loops over tiles, and computes the loss of each tile from `logits`. If a gradient is
-    needed, the caller computes the gradient of `logits`, and sets the field `gradient`. The
-    gradient is written to `into`, or to a new tensor if this is not possible.
+    needed, the caller computes the gradient of `logits`, and sets the field `gradient`. The caller
+    writes the gradient to `into` if possible, and to a new tensor otherwise.
     """
 
     loss: Any  # the RowLoss of these rows
@@ -41,7 +41,7 @@ class Tile:
 
 
 class Chunks:
-    """Computes the logits one chunk of rows at a time, and can leave out ignored rows.
+    """Computes the logits of one chunk of rows at a time. Ignored rows can be left out.
 
     The number of rows that are not ignored is computed on the GPU. The host queues the first GEMM
     before it waits for this number, so that the GPU has work while the host waits.
@@ -99,7 +99,7 @@ class Chunks:
         return self.head.backend()
 
     def gradients(self, needs: Needs, into: Tensor | None = None) -> GradientSums:
-        """Allocates the sums to which the method `tiles` adds the gradients of all chunks."""
+        """Allocates the sums of the gradients over chunks. The method `tiles` adds to the sums."""
         all_rows = self.index is None
         return GradientSums(
             self.head, self.hidden, needs, len(self.slices), all_rows, self.blocks, into
@@ -160,7 +160,7 @@ class Chunks:
         choose_cut.layout).
         """
         saved = whole.saved
-        if saved is not None:  # a tensor that is the same for all rows is not sliced
+        if saved is not None:  # a saved tensor that is shared by all rows is not sliced
             saved = tuple(t if t is None or len(t) != count else t[at] for t in saved)
         loss, rows = whole.loss.rows(at, torch.Size((count,))), rows_at(whole.rows, at)
         return Tile(loss, saved, rows, whole.logits[at], whole.into[at])

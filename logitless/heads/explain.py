@@ -20,7 +20,7 @@ class Explanation(NamedTuple):
     workspace: int  # bytes of logits in memory at once
     gemms: float  # number of GEMMs; a GEMM over some of the logits counts as a fraction
     floor: int  # the least number of GEMMs for this reduction
-    share: float  # estimated speed, as a fraction of the speed of a loss that takes `floor` GEMMs
+    share: float  # estimated speed, relative to a loss that takes `floor` GEMMs
     rest: int  # number of last columns that a small GEMM computes (see gemms.gemm)
     title: str
 
@@ -49,7 +49,7 @@ class Explanation(NamedTuple):
 
 
 def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Explanation:
-    """Explains how a loss such as cross-entropy over this head is computed.
+    """Explains how a loss over this head, such as cross-entropy, is computed.
 
     If the tensors of the head are on the device "meta", the explanation is for a GPU.
     """
@@ -86,9 +86,9 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
         memory = rows * cut.columns * (size + work.itemsize * work.wide)
     if cut.on_chip:
         # For the mean of a cross-entropy, two GEMMs compute the logits: one for the loss and the
-        # gradient of hidden, and one for the gradient of the weight. Two more GEMMs compute the two
-        # gradients. For results per row, a fifth GEMM computes the logits once more in backward,
-        # for the gradient of hidden.
+        # gradient of `hidden`, and one for the gradient of the weight. Two more GEMMs compute the
+        # two gradients. For results per row, a fifth GEMM computes the logits once more in
+        # backward, for the gradient of `hidden`.
         way, memory, again = "on the chip", 0, (4 if mean else 5) - floor if gradient else 0
         extra = again
     else:

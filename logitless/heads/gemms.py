@@ -25,8 +25,8 @@ def product(
     """
     if low_rank is None:
         return add_product(h, weight, bias, out)
-    # The small product is computed first. Then the large product is added in one GEMM, and its sums
-    # are rounded only once.
+    # The small product is computed first. Then one GEMM computes the large product and adds the
+    # small product. So the sums of the large product are rounded only once.
     first, second = two_parts(h, weight, low_rank)
     add_product(second, low_rank.to(h.dtype), bias, out)
     return add_product(first, weight, out, out)
@@ -95,7 +95,7 @@ def plain_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def side_by_side(hidden: Tensor, *others: Tensor) -> Tensor:
-    """Joins hidden states along the last dimension, and pads them with zeros.
+    """Joins hidden states along the last dimension, and pads the result with zeros.
 
     The padding makes the number of columns a multiple of PADDED, so that the rows of 16-bit and
     32-bit hidden states start on 16-byte boundaries.
@@ -108,7 +108,7 @@ def side_by_side(hidden: Tensor, *others: Tensor) -> Tensor:
 def two_parts(t: Tensor, weight: Tensor, low_rank: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the columns of t that belong to `weight`, and the columns that belong to `low_rank`.
 
-    t is hidden, or the gradient of hidden.
+    t is `hidden`, or the gradient of `hidden`.
     """
     width, rank = weight.shape[1], low_rank.shape[1]
     return t[..., :width], t[..., width : width + rank]
@@ -117,7 +117,7 @@ def two_parts(t: Tensor, weight: Tensor, low_rank: Tensor) -> tuple[Tensor, Tens
 def hidden_gradient(
     dz: Tensor, weight: Tensor, low_rank: Tensor | None, skips_first: bool, out: Tensor | None
 ) -> Tensor:
-    """Writes the gradient of hidden to `out`. The class Head explains the other arguments.
+    """Writes the gradient of `hidden` to `out`. See Head for `low_rank` and `skips_first`.
 
     `out` can be None if `low_rank` is None.
     """
@@ -185,10 +185,10 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
 def aligned_part(t: Tensor, dim: int) -> int:
     """Returns how many rows (dim=0) or columns (dim=1) of t the large GEMM uses.
 
-    If two conditions hold, the result is t.shape[dim] rounded down to a multiple of UNIT.
-    Otherwise, the result is t.shape[dim]. The first condition is that the rows (dim=1) or the
-    columns (dim=0) of t start on 16-byte boundaries, but do not end on 16-byte boundaries. The
-    second condition is that t.shape[dim] is larger than UNIT.
+    The result is t.shape[dim] rounded down to a multiple of UNIT, if two conditions hold. First,
+    the rows (dim=1) or the columns (dim=0) of t start on 16-byte boundaries, but do not end on
+    16-byte boundaries. Second, t.shape[dim] is larger than UNIT. Otherwise, the result is
+    t.shape[dim].
     """
     size, pack = t.shape[dim], 16 // t.element_size()
     padded = size % pack and t.stride(dim) == 1 and t.stride(1 - dim) % pack == 0
@@ -196,7 +196,7 @@ def aligned_part(t: Tensor, dim: int) -> int:
 
 
 def reads_vectors(t: Tensor) -> bool:
-    """Whether unaligned rows make GEMMs of this tensor several times slower."""
+    """Whether GEMMs of this tensor are several times slower if its rows are unaligned."""
     return t.is_cuda
 
 

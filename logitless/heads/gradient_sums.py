@@ -1,10 +1,10 @@
-"""The gradients of hidden, weight and bias, for a head that is computed in chunks of rows.
+"""The gradients of `hidden`, `weight` and `bias`, for a head that is computed in chunks of rows.
 
-The gradient of a bf16 weight can be summed in three formats. A sum in bf16, which has 8 bits of
-precision, is rounded after every chunk. Over many chunks, a bf16 sum drifts away from the result of
-one large GEMM. A sum in fp32 takes twice the memory of a bf16 gradient. A sum in block floating
-point (int16 with one exponent per 128 values, kernels/blockfp_gemm.py) is as exact as one GEMM, and
-takes no more memory than a bf16 gradient.
+The gradient of a bf16 weight can be summed in three formats. A sum in bf16 is rounded to 8 bits of
+precision after every chunk. Over many chunks, a bf16 sum drifts away from the result of one large
+GEMM. A sum in fp32 takes twice the memory of a bf16 gradient. A sum in block floating point (int16
+with one exponent per 128 values, kernels/blockfp_gemm.py) is as exact as one GEMM, and takes no
+more memory than a bf16 gradient.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ from .head import Head, Rows
 
 
 class Needs(NamedTuple):
-    """Flags that say which tensors need a gradient."""
+    """Flags, each of which is True if a tensor needs a gradient."""
 
     hidden: bool
     weight: bool
@@ -57,14 +57,14 @@ class HeadGradients(NamedTuple):
         return self._replace(hidden=hidden, weight=weight, bias=bias, low_rank=low_rank)
 
     def like(self, tensors: tuple) -> "HeadGradients":
-        """Returns the gradients with the shapes and dtypes of the head's tensors."""
+        """Converts each gradient to the shape and the dtype of its tensor."""
         return self.with_tensors(
             None if d is None else d.view(t.shape).to(t.dtype)
             for d, t in zip(self.tensors, tensors, strict=True)
         )
 
     def scale_(self, backend: Backend, number: Tensor) -> None:
-        """Multiplies the gradients of the head's tensors in place by a scalar tensor."""
+        """Multiplies the gradients of the head's tensors in place by the scalar tensor `number`."""
         hidden, weight, bias, low_rank = self.hidden, self.weight, self.bias, self.low_rank
         if hidden is None or weight is None or hidden.dtype != weight.dtype:
             rest = (hidden, weight, bias, low_rank)
@@ -86,9 +86,9 @@ class HeadGradients(NamedTuple):
 class GradientSums:
     """The gradients of the head's tensors, collected over all chunks of rows.
 
-    Each chunk writes the gradient of hidden for its own rows. The gradients of all other tensors
-    are summed over chunks. A gradient that is not needed is None. If `into` is given, the weight's
-    gradient is added to `into`.
+    Each chunk writes the gradient of `hidden` for the rows of the chunk. The gradients of all other
+    tensors are summed over chunks. A gradient that is not needed is None. If `into` is given, the
+    weight's gradient is added to `into`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class GradientSums:
         if needs.hidden:
             # If ignored rows are dropped, they are in no chunk, so their gradient stays 0.
             blank = torch.empty_like if all_rows else torch.zeros_like
-            # d_hidden is always contiguous, even if hidden is not.
+            # d_hidden is always contiguous, even if `hidden` is not.
             self.d_hidden = blank(hidden, memory_format=torch.contiguous_format)
             self.put = partial(put, self.d_hidden)
             if head.columns is not None:
@@ -157,7 +157,11 @@ class GradientSums:
             self.low_rank_sums[block].add(dz, second)
 
     def result(self) -> HeadGradients:
-        """Returns the sums. The gradients of 16-bit tensors other than hidden can be fp32."""
+        """Returns the gradients.
+
+        The gradient of `hidden` has the dtype of `hidden`. All other gradients can be fp32, even if
+        their tensors have 16 bits.
+        """
         d_hidden = self.d_hidden if self.over_ranks is None else self.over_ranks.result()
         return HeadGradients(d_hidden, self.d_weight, self.d_bias, low_rank=self.d_low_rank)
 

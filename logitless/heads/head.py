@@ -3,12 +3,12 @@
 `Head` represents the logits hidden @ weight.T + bias. LinearLogits and lazy logits hold a Head. A
 VocabShard holds a Head if a head computes the logits of the shard. `ScaledHead` represents a
 teacher's logits, without gradients. A ScaledHead can apply a scale and a softcap to the logits. The
-method `flatten` separates the options from the tensors, which autograd saves.
+method `flatten` separates the options from the tensors, because autograd saves the tensors.
 
-A head can have a second weight, `low_rank`, such as the matrix B of a LoRA adapter. Both weights
-together act as one weight of shape (V, D + R), but are never stored as one tensor. The hidden
-states are one tensor of shape (..., D + R). So operations on the rows of hidden, such as a view, a
-split or a sum over ranks, need no additional code for adapters.
+A head can have a second weight, `low_rank`, such as the matrix B of a LoRA adapter. The two weights
+act like one weight of shape (V, D + R), but are stored as two tensors. The hidden states are one
+tensor of shape (..., D + R). So operations on the rows of `hidden`, such as a view, a split or a
+sum over ranks, need no additional code for adapters.
 """
 
 import contextlib
@@ -49,8 +49,9 @@ HeadTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # in the orde
 class Head:
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,).
 
-    With `low_rank`, hidden has the shape (..., D + R) or is wider. The first D columns of hidden
-    are multiplied by `weight`, the next R columns by `low_rank`, and all other columns are padding.
+    With `low_rank`, `hidden` has the shape (..., D + R) or is wider. The first D columns of
+    `hidden` are multiplied by `weight`, the next R columns by `low_rank`, and all other columns are
+    padding.
     """
 
     hidden: Tensor
@@ -106,14 +107,14 @@ class Head:
         return self.hidden.device
 
     def describe(self) -> str:
-        """Describes the shapes and options in one line of text, which is the same on all ranks."""
+        """Describes the shapes and options in one line. The line must be equal on all ranks."""
         needs = tuple(t is not None and t.requires_grad for t in self.inputs)
         options = (self.workspace, self.logits_dtype, self.accumulate, self.drop_ignored)
         hidden = (*self.hidden.shape, str(self.hidden.dtype))
         return f"hidden {hidden}, {needs}, {options}"
 
     def replace(self, **changed) -> "Head":
-        """A copy of the head with changed fields."""
+        """Returns a copy of the head with changed fields."""
         if torch.compiler.is_compiling():
             return replace(self, **changed)
         copy = object.__new__(type(self))  # dataclasses.replace takes several times as long
@@ -157,7 +158,7 @@ class Head:
     def product(self, h: Tensor, out: Tensor, steady: bool = False) -> Tensor:
         """Writes the logits (n, V) of h (n, D) to `out`.
 
-        If the head is invariant or `steady` is true, a row of `out` has the same bits for every n.
+        If the head is invariant or `steady` is True, a row of `out` has the same bits for every n.
         """
         weight, bias, low_rank = (None if t is None else t.detach() for t in self.tensors[1:])
         assert weight is not None
@@ -166,7 +167,7 @@ class Head:
         return product(h, weight, bias, low_rank, out)
 
     def d_hidden(self, dz: Tensor, out: Tensor) -> Tensor:
-        """Writes the gradient of hidden to `out`. dz (n, V) is the gradient of the logits."""
+        """Writes the gradient of `hidden` to `out`. dz (n, V) is the gradient of the logits."""
         weight = self.weight.detach()
         low_rank = None if self.low_rank is None else self.low_rank.detach()
         if self.invariant:
@@ -219,7 +220,7 @@ class Head:
         return Cut(cut.rows)
 
     def is_small(self, loss: RowLoss) -> bool:
-        """Whether all logits are computed at once (small.py), because the logits are few.
+        """Whether there are so few logits that all logits are computed at once (small.py).
 
         Some heads are always computed in chunks. A head with fp16 logits is computed in chunks,
         because chunks sum the gradients in fp32. A head with a main_grad is computed in chunks,
@@ -247,7 +248,7 @@ class Head:
         return not freed and all(map(is_dense, loss.teachers))
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
-        """A bool mask (N,), which is False for ignored rows. The GEMMs leave out ignored rows.
+        """Returns a bool mask (N,), which is False for the ignored rows that the GEMMs leave out.
 
         The result is None if the GEMMs compute all rows.
         """
@@ -262,8 +263,8 @@ class Head:
         """Disables autocast, and keeps the weights of this head and of teacher heads in memory."""
         heads = (self, *(t.head for t in loss.teachers if isinstance(t, ScaledHead)))
         with without_autocast(self.hidden.device), contextlib.ExitStack() as stack:
-            # FSDP gathers a weight once per call, not once per chunk, because all ranks must gather
-            # the weight equally often, and the number of chunks can differ between ranks.
+            # FSDP gathers a weight once per call, and not once per chunk. All ranks must gather the
+            # weight equally often, but the number of chunks can differ between ranks.
             for head in heads:
                 if is_freed(head.weight):
                     stack.enter_context(in_memory(head.weight, head.module))
@@ -322,7 +323,7 @@ class ScaledHead:
         return self
 
     def replace(self, **changed) -> "ScaledHead":
-        """A copy of the ScaledHead with changed fields."""
+        """Returns a copy of the ScaledHead with changed fields."""
         return replace(self, **changed)
 
     def flatten(self) -> tuple[tuple[Tensor | None, ...], "ScaledHead"]:

@@ -101,11 +101,11 @@ class HeadLogits(Source):
         return ScaledHead(self.head)
 
     def in_columns(self, shard: Any) -> Source:
-        """Returns a Source of all ranks' logits. The head computes only this shard's columns."""
+        """Returns a Source of all ranks' logits. This rank computes only its own columns."""
         return HeadColumns(self.head, shard)
 
     def over_all_tokens(self, gather: Callable[[Tensor], Tensor]) -> "HeadLogits":
-        """Returns the same head with the hidden states of all ranks, which `gather` collects."""
+        """Returns the same head with the hidden states of all ranks. `gather` is an all-gather."""
         own = self.head.hidden
         hidden = gather(own.detach()).flatten(0, 1)
         return HeadLogits(self.head.replace(hidden=hidden, own_hidden=own))
@@ -144,7 +144,7 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
         quantized = any(is_quantized(h.weight) for h in (head, *teachers))
         if head.main_grad is None and not quantized:
             return evaluate_compiled(head, loss, reduction, row_weight)
-        # The backward adds to main_grad in place, which is not possible in a compiled graph. A
+        # Backward adds to main_grad in place. A compiled graph cannot add to main_grad in place. A
         # quantised weight cannot be an argument of our operators, because its class intercepts
         # every operator.
         return torch.compiler.disable(evaluate_head)(head, loss, reduction, row_weight)  # pyright: ignore

@@ -2,11 +2,11 @@
 
 A loss gets an `OnChip` instead of a tensor of logits, and an `OnChipBackend` instead of another
 backend. So every loss whose statistics can be merged works without changes. Each kernel computes
-the logits again. If D, the size of the hidden states, is small, computing the logits takes less
-time than writing them to memory. So choose_cut.py chooses these kernels for a small D. The gradient
-of the weight takes two GEMMs. For a cross-entropy, the statistics and the gradient of the hidden
-states together take two GEMMs. For other losses, the statistics take one GEMM, and the gradient of
-the hidden states takes two.
+the logits again. D is the size of the hidden states. For a small D, choose_cut.py chooses these
+kernels, because computing the logits takes less time than writing the logits to memory. The
+gradient of the weight takes two GEMMs. For a cross-entropy, the statistics and the gradient of the
+hidden states together take two GEMMs. For other losses, the statistics take one GEMM, and the
+gradient of the hidden states takes two.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from .head import Head, Rows
 
 
 def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
-    """Returns Chunks, BlockChunks or OnChipChunks of a head, as choose_cut.py chooses."""
+    """Returns Chunks, BlockChunks or OnChipChunks of a head. choose_cut.py makes the choice."""
     cut, live = head.cut(work), head.rows_that_count(loss)
     kind = OnChipChunks if cut.on_chip else Chunks if cut.columns is None else BlockChunks
     return kind(head, cut, live)
@@ -55,7 +55,7 @@ class OnChip:
 
     def __init__(self, chunks: OnChipChunks, rows: Rows, h: Tensor, sums: "OnChipSums | None"):
         self.rows, self.sums = rows, sums
-        self.expected: Any = None  # sums for the gradient of hidden, if `read` computed them
+        self.expected: Any = None  # sums for the gradient of `hidden`, or None
         self.weight, self.bias = chunks.weight, chunks.bias
         self.h = h if h.stride(1) == 1 else h.contiguous()  # (n, D)
         self.shape, self.device = (len(self.h), len(self.weight)), self.h.device
@@ -81,7 +81,7 @@ class OnChipBackend(ReadsNoLogits):
         into: Tensor | None = None,
         start: int | None = None,
     ) -> None:
-        """Writes the gradients of hidden, weight and bias to x.sums."""
+        """Writes the gradients of `hidden`, `weight` and `bias` to x.sums."""
         sums = x.sums
         assert sums is not None
         d_hidden = sums.hidden_memory(x.rows, x.h)
@@ -94,14 +94,14 @@ class OnChipBackend(ReadsNoLogits):
 
 
 class OnChipSums(GradientSums):
-    """The gradients of hidden, weight and bias. The kernels write each gradient only once."""
+    """The gradients of `hidden`, `weight` and `bias`. The kernels write each gradient only once."""
 
     def __init__(self, head: Head, hidden, needs: Needs, chunks: int, all_rows, blocks, into):
         super().__init__(head, hidden, needs, chunks, all_rows, blocks, into)
         self.adds = into is not None  # whether the weight's gradient is added to `into`
 
     def hidden_memory(self, rows: Rows, h: Tensor) -> Tensor | None:
-        """Returns memory for the gradient of hidden in these rows, or None if not needed."""
+        """Returns memory for these rows of the gradient of `hidden`, or None if not needed."""
         if self.d_hidden is None:
             return None
         if isinstance(rows, slice):

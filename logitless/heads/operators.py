@@ -7,8 +7,8 @@ Each RowLoss with an operator over logits (core/operators.py) has three operator
     `logitless::head_<name>_rows_gradient` computes the gradients of the results per row.
 
 The operators call the functions of total.py and per_row.py. The operators do not drop ignored rows.
-To drop them, the host would have to wait until the GPU has counted the other rows. A compiled graph
-cannot wait.
+To drop ignored rows, the host would have to wait until the GPU has counted the other rows. A
+compiled graph cannot wait.
 """
 
 from collections.abc import Callable, Sequence
@@ -268,7 +268,7 @@ def _scale(ctx, upstream):
 
 
 def scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns gradient · by, rounded once to dtype. On a GPU, no fp32 product is stored."""
+    """Returns gradient · by, rounded once to `dtype`. On a GPU, the fp32 product is not stored."""
     out = fake_scale(gradient, by, dtype)
     return torch.mul(gradient, by.view((1,) * gradient.dim()), out=out)
 

@@ -31,7 +31,7 @@ def forward(call: Call) -> tuple[tuple[Tensor, ...], list[Saved]]:
 
 
 def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGradients:
-    """Returns the gradients of hidden, weight, bias and row_inputs.
+    """Returns the gradients of `hidden`, `weight`, `bias` and `row_inputs`.
 
     `known` holds the tensors that forward saved for each tile. If `known` is None, backward
     recomputes the statistics from chunks of whole rows. When `backward` returns, the memory of the
@@ -58,9 +58,9 @@ def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGrad
 def _chunks(call: Call, saved: bool) -> Chunks:
     """Returns the chunks of the head for forward or backward.
 
-    `saved` is True if backward reads the statistics that forward saved. If `saved` is True, forward
-    and backward have the same chunks. If `saved` is False, backward recomputes the statistics of
-    each chunk, so every chunk has whole rows.
+    If `saved` is True, backward reads the statistics that forward saved, so forward and backward
+    have the same chunks. If `saved` is False, backward recomputes the statistics of each chunk, so
+    every chunk has whole rows.
     """
     merges, ids = call.loss.merges and saved, call.loss.reading.ids_per_row
     return chunks_of(call.head, call.loss, call.head.work(merges, sums=call.needs.weight, ids=ids))

@@ -35,9 +35,9 @@ def is_quantized(t: Tensor) -> bool:
 def why_not_readable(t: Any) -> str | None:
     """The reason why a quantised weight cannot be read in blocks of rows, or None if it can.
 
-    The reason is the end of a sentence whose subject is the weight. Some classes of weights also
-    quantise the input of their product. Such weights are not read in blocks, because their product
-    with the input would change if the input were not quantised.
+    The result is a phrase that completes a sentence whose subject is the weight. Some classes of
+    weights also quantise the input of their product. Such weights are not read in blocks, because
+    the GEMMs of a head do not quantise the input, and the logits would change.
     """
     if t.requires_grad:
         return "is quantised and requires a gradient"
@@ -57,7 +57,7 @@ def why_not_readable(t: Any) -> str | None:
 
 
 def row_blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yields slices of rows of a quantised weight, and the rows as plain tensors of `dtype`."""
+    """Yields pairs of a row slice and the dequantised rows of the weight, in `dtype`."""
     width = max(weight.shape[1], 1) * max(dtype.itemsize, weight.dtype.itemsize)
     step = max(BLOCK // width // UNIT, 1) * UNIT
     for start in range(0, len(weight), step):
@@ -66,7 +66,7 @@ def row_blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tens
 
 
 def storage_of(t: Tensor) -> tuple:
-    """Identifies the memory of a quantised tensor, which consists of several plain tensors."""
+    """Identifies the memory of a quantised tensor. Several plain tensors hold this memory."""
     flatten = getattr(t, "__tensor_flatten__", None)
     if flatten is None:
         return (id(t),)

@@ -3,8 +3,8 @@
 On a GPU, a head is small if its logits take at most 512 MiB and the GPU computes the loss in about
 2 ms or less. On a CPU, a head is small if its logits take at most 1 MiB (choose_cut.is_small). For
 such a small loss, the host takes longer than the device. Therefore the functions of this module
-call as few operations as possible. The GEMMs include ignored rows. To drop them, the host would
-have to wait until the GPU has counted the other rows.
+call as few operations as possible. The GEMMs include ignored rows. To drop ignored rows, the host
+would have to wait until the GPU has counted the other rows.
 
 For a mean or sum, forward computes the loss and all gradients, and backward multiplies the
 gradients by the upstream gradient. The gradient of the logits overwrites the logits. A second
@@ -142,7 +142,7 @@ def _memory_like(x: Tensor) -> Tensor:
 
 
 def _counted(ctx: Any, hidden: Tensor, loss: RowLoss) -> Tensor | None:
-    """Returns hidden (N, D) with 0 in ignored rows, or None if the weight needs no gradient.
+    """Returns `hidden` (N, D) with 0 in ignored rows, or None if the weight needs no gradient.
 
     The logits of an ignored row have a gradient of 0. In the GEMM for the weight's gradient, 0
     times a NaN or infinity in `hidden` would be NaN.
@@ -161,7 +161,7 @@ def _gradients(
     bias: Tensor | None,
     dz: Tensor,  # the gradient of the logits
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the gradients of hidden, weight and bias."""
+    """Returns the gradients of `hidden`, `weight` and `bias`."""
     needs_hidden, _, needs_bias = ctx.needs_input_grad[:3]
     d_hidden = d_weight = d_bias = None
     if hidden.dim() != 2:

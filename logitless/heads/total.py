@@ -4,7 +4,7 @@
 and d_weight take one GEMM each. If the head is split by columns, most logits are computed twice.
 `backward` multiplies the gradients by the upstream gradient. `forward` and `backward` are plain
 functions of a `Call`. The autograd functions (ReducedLoss and lazy/loss_nodes.py) and the operator
-(operators.py) call these two functions, and otherwise only save and unpack tensors.
+(operators.py) only save and unpack tensors, and call `forward` and `backward`.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ class Result(NamedTuple):
 
 
 def needs_of(inputs: tuple, row_weight: Any, row_inputs: Sequence[Tensor], grad: bool) -> Needs:
-    """Returns flags that say which tensors need a gradient."""
+    """Returns one flag per tensor, which is True if the tensor needs a gradient."""
     hidden, weight, bias, low_rank, rows = (
         grad and t is not None and t.requires_grad for t in (*inputs, row_weight)
     )
@@ -110,7 +110,7 @@ def _values_and_gradients(
 ) -> HeadGradients:
     """Writes the loss of each row to `values`, and the extras of each row to `extras`.
 
-    Returns the gradients of hidden, weight, bias and row_inputs.
+    Returns the gradients of `hidden`, `weight`, `bias` and `row_inputs`.
     """
     head, loss, needs = call.head, call.loss, call.needs
     wanted = needs.head
@@ -150,7 +150,7 @@ def _values_and_gradients(
 
 
 def put_outputs(results: list[Tensor], outputs: Sequence[Tensor], rows: Rows, count: int) -> None:
-    """Writes the outputs of some rows to the tensors in `results`, which have `count` rows.
+    """Writes the outputs of some rows to `results`, a list of tensors with `count` rows.
 
     The first call allocates `results`. Dropped rows are never written, and hold `ignored_value`.
     """
@@ -163,7 +163,7 @@ def put_outputs(results: list[Tensor], outputs: Sequence[Tensor], rows: Rows, co
 
 
 def outputs_of_no_rows(call: Call) -> tuple[Tensor, ...]:
-    """Returns outputs with zero rows. Dtypes and other sizes are the same as for real rows."""
+    """Returns outputs with zero rows. Their dtypes and other sizes do not depend on the batch."""
     head, loss = call.head, call.loss
     nothing = head.hidden.detach().new_empty((0, len(head.weight)), dtype=head.dtype)
     return loss.rows(slice(0, 0), head.lead).forward(head.backend(), nothing)[0]

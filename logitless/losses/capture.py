@@ -1,4 +1,4 @@
-"""Targets of a sparse teacher, captured from the teacher's logits.
+"""Captures the targets of a sparse teacher from the teacher's logits.
 
 `capture_topk` captures the most probable ids of each row, and `capture_sampled` captures ids that
 are drawn at random. `topk_distill` (sparse_teacher.py) computes a loss against the captured
@@ -29,8 +29,8 @@ def capture_topk(
     The result also holds the log of the tail mass, which is the probability of all other ids.
 
     The ids are sorted by descending probability. Ids of equal probability are sorted in ascending
-    order. The results have no gradient. On a GPU, one pass over the logits is enough for k up to
-    256. For k above 256, torch.topk runs on one chunk of rows at a time.
+    order. The results have no gradient. On a GPU, the function reads the logits only once if k is
+    at most 256. For k above 256, torch.topk runs on one chunk of rows at a time.
 
     >>> capture_topk(torch.tensor([[0.0, 2.0, 1.0]]), 2).ids
     tensor([[1, 2]])
@@ -56,25 +56,26 @@ def capture_sampled(
     Let p = softmax(z), with z = softcap · tanh(logits / softcap) / temperature. The probability of
     a draw is p^proposal, divided by the sum of p^proposal over the row. The weight of an id is
     proportional to count · p^(1 - proposal), where `count` is the number of draws of the id. The
-    weights of a row add up to 1, and `logprobs` holds their logs. With proposal=1, the weight is
-    count / n. A proposal below 1 draws rare ids more often.
+    weights of a row add up to 1. The field `logprobs` of the result holds the logs of the weights.
+    With proposal=1, the weight is count / n. With `proposal` < 1, rare ids are drawn more often
+    than with proposal=1.
 
-    With proposal=1, the expected value of the weights is p. So the gradient of
+    With proposal=1, the expected value of the weights is p. Therefore, the gradient of
     `topk_distill(..., divergence="forward_kl", support="truncate")` is an unbiased estimate of the
-    gradient of the forward KL over the whole vocabulary. With another proposal, the weights are
-    divided by their sum, and the estimate has a bias of order 1 / n.
+    gradient of the forward KL over the whole vocabulary. With any other `proposal`, the weights are
+    divided by their sum, so the estimate has a bias of order 1 / n.
 
     The result has n slots per row. The ids are in ascending order. The slots after the last
-    distinct id are masked, and hold id 0. The targets have no tail. All slots of a row of -inf are
-    masked. A row with NaN or +inf has one unmasked slot, with a log-weight of NaN. An id with
-    p = 0 is never drawn. An id is also never drawn if its p^proposal is below 2^-41 times the
-    largest p^proposal of the row.
+    distinct id are masked, and hold id 0. The targets have no tail. If all logits of a row are
+    -inf, all slots of this row are masked. If a logit of a row is NaN or +inf, this row has one
+    unmasked slot, whose log-weight is NaN. An id with p = 0 is never drawn. An id is also never
+    drawn if its p^proposal is below 2^-41 times the largest p^proposal of the row.
 
     `generator` must be on the device of the logits. The function draws n sorted uniform numbers per
     row from the generator, and each number determines one id. Equal logits and equal generators
     give equal ids, even if the columns are sharded over ranks. The ranks of a VocabShard use the
-    uniform numbers of the first rank. Two GEMMs can round the logits differently. Then a draw can
-    differ if its uniform number is close to the boundary between two ids. The uniform numbers of a
+    uniform numbers of the first rank. If two GEMMs round the logits differently, draws whose
+    uniform numbers are close to the boundary between two ids can differ. The uniform numbers of a
     row depend on the position of the row in the batch.
 
     On a GPU, one pass over the logits computes the max and the sums of each row, and a second pass

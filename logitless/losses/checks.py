@@ -81,7 +81,7 @@ def sampled_softmax(
     hidden, weight, target, negatives, log_q, target_log_q, bias, temperature, remove_hits,
     ignore_index, mask, reduction, row_weight, sparse_grad, workspace, casts,
 ) -> None:  # fmt: skip
-    """Checks the arguments of sampled_softmax. `casts` says whether autocast is on."""
+    """Checks the arguments of sampled_softmax. `casts` is True if autocast is on."""
     head_checks.table(hidden, weight, bias, casts)
     target_checks.target(target, hidden)
     target_checks.negatives(negatives, hidden)
@@ -114,8 +114,8 @@ def dense_teacher(
 ) -> None:  # fmt: skip
     """Checks the arguments of a loss against a dense teacher.
 
-    `blend` is the value of the option `beta` or `label_smoothing`. `names` holds three names for
-    error messages: of the student, of the teacher, and of this option.
+    `blend` is the value of the option `beta` or `label_smoothing`. For error messages, `names`
+    holds the names of the student, of the teacher, and of this option.
     """
     tensor_checks.logits(student, names[0])
     tensor_checks.dense_teacher(names[1], teacher, names[0], student)
@@ -184,7 +184,11 @@ def capture_topk(logits, k, temperature, softcap) -> None:
 
 
 def capture_sampled(logits, n, proposal, where, temperature, softcap) -> None:
-    """`where` is the device of the generator, or the argument itself if it is no generator."""
+    """Checks the arguments of capture_sampled.
+
+    `where` is the device of the argument `generator`, or the argument itself if the argument is not
+    a torch.Generator.
+    """
     tensor_checks.logits(logits)
     tensor_checks.draws(n, logits)
     option_checks.proposal(proposal)

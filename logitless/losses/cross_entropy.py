@@ -82,7 +82,7 @@ class CrossEntropy(RowLoss):
 @operator("cross_entropy_and_scores", saved=2)
 @dataclass(eq=False)
 class ScoredCrossEntropy(CrossEntropy):
-    """Cross-entropy that also returns the scores of each row, without a gradient (`extras`).
+    """Cross-entropy with the scores of each row as `extras`, which have no gradient.
 
     This loss does not use the kernel that computes loss and gradient in one pass, because that
     kernel computes no scores.
@@ -105,7 +105,7 @@ class ScoredCrossEntropy(CrossEntropy):
 @operator("cross_entropy_scores_and_rank", saved=2)
 @dataclass(eq=False)
 class RankedCrossEntropy(ScoredCrossEntropy):
-    """Cross-entropy that also returns the scores and the rank of each row, as extras."""
+    """Cross-entropy with the scores and the rank of each row as `extras`."""
 
     extras: ClassVar[tuple[str, ...]] = Scores._fields
 
@@ -135,8 +135,8 @@ def cross_entropy(
         row_weight · [ (1-ε) v[target] (-log p[target]) + ε/V Σ_i v_i (-log p_i) + z_loss · lse² ]
 
     "mean" divides the sum by the number of rows that are not ignored. With class weights v, "mean"
-    divides by the sum of v[target] over the rows that are not ignored, as PyTorch does. A row is
-    ignored if its target is ignore_index or its entry in `mask` is False. An ignored row is not
+    divides by the sum of v[target] over the rows that are not ignored, as in F.cross_entropy. A row
+    is ignored if its target is ignore_index or its entry in `mask` is False. An ignored row is not
     read, and its loss and gradient are 0. If all rows are ignored, the mean is 0. A target outside
     [0, V) raises on a CPU. On a GPU, a target outside [0, V) makes the loss of its row NaN, or
     raises an error if LOGITLESS_CHECK=1 is set.
@@ -153,9 +153,10 @@ def cross_entropy(
     inplace=True saves the memory of the gradient, because the gradient overwrites the logits in
     forward. If another operation saved the logits before this call, the backward of that operation
     raises. If an operation uses the logits after this call, a backward through that operation
-    raises too, unless the logits are a leaf or a slice of a larger tensor. With inplace=True, a
-    second backward raises. If no gradient is needed, inplace=True does not overwrite the logits.
-    Under torch.compile, inplace=True has no effect, because the compiler plans memory itself.
+    raises too. This later use is not detected if the logits are a leaf or a slice of a larger
+    tensor. With inplace=True, a second backward raises. If no gradient is needed, inplace=True does
+    not overwrite the logits. Under torch.compile, inplace=True has no effect, because the compiler
+    plans memory itself.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)
@@ -196,14 +197,14 @@ def cross_entropy_and_scores(
     inplace: bool = False,
     rank: bool = False,
 ) -> tuple[Tensor, Scores]:
-    """Computes the cross-entropy, and the scores of each row from the same pass over the logits.
+    """Computes the cross-entropy, and the scores of each row, in the same pass over the logits.
 
     The result is (loss, scores). The loss and its gradient are the same as in `cross_entropy` with
     the same options. The scores are the results of the function `score`: log p[target], entropy,
     logsumexp and argmax of each row. The scores use the temperature and the softcap of the loss.
     Class weights, row weights, label smoothing and z_loss change the loss, but not the scores. The
-    scores of an ignored row are 0, and its argmax is -1. With rank=True, the scores include the
-    rank of the target, as in `row_stats`.
+    scores of an ignored row are 0, except that argmax and rank are -1. With rank=True, the scores
+    include the rank of the target, as in `row_stats`.
 
     The scores are detached, so no gradient flows through the scores. For a loss that differentiates
     log p or the entropy, use `score` or `row_loss`. Over a LinearLogits, a mean or sum takes three

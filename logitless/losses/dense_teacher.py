@@ -1,7 +1,8 @@
 """Losses against a dense teacher, which has logits or probabilities for the whole vocabulary.
 
-Each loss is one number per row. One pass over the logits of student and teacher computes the loss;
-JSD, TVD and the skewed KL need two passes. The gradient is the only new tensor with V columns.
+Each loss is one number per row. One pass over the logits of student and teacher computes the loss,
+except that JSD, TVD and the skewed KL need two passes. The gradient is the only new tensor with V
+columns.
 """
 
 from dataclasses import dataclass
@@ -94,8 +95,8 @@ def kl_div(
     the loss +inf. For reverse KL, a class with q = 0 adds 0, and a class with q > 0 and p = 0 makes
     the loss +inf.
 
-    With skew=α, the function computes the skewed KL divergence of DistiLLM. The second distribution
-    is replaced by its mixture with the first distribution:
+    With skew=α, the function computes the skewed KL divergence of DistiLLM. In the KL divergence,
+    the second distribution is replaced by a mixture of both distributions:
 
         direction="forward" computes Σ p log(p / (α p + (1-α) q)).
         direction="reverse" computes Σ q log(q / (α q + (1-α) p)).
@@ -107,9 +108,10 @@ def kl_div(
     multiplied by T², so that the gradient does not shrink as T grows.
 
     `temperature` (T) is one number, or a tensor with one number per row. Rows for which `mask` is
-    False are not read, and their loss and gradient are 0. `row_weight` holds one number per row,
-    which multiplies the loss of the row. "mean" divides the sum by the number of rows for which
-    `mask` is not False. The teacher gets no gradient. The loss is fp32 (fp64 for an fp64 student).
+    False are not read, and their loss and gradient are 0. `row_weight` holds one number per row.
+    The loss of each row is multiplied by this number. "mean" divides the sum by the number of rows
+    for which `mask` is not False. The teacher gets no gradient. The loss is fp32 (fp64 for an fp64
+    student).
 
     >>> kl_div(torch.zeros(1, 4), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]),
     ...        direction="forward")
@@ -135,16 +137,16 @@ def jsd(
     row_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Computes the generalised Jensen-Shannon divergence of student and teacher logits.
+    """Computes the generalised Jensen-Shannon divergence between student and teacher.
 
-    Let p and q be the distributions of teacher and student as in `kl_div`, and M = βp + (1-β)q. The
-    divergence is
+    Let p be the distribution of the teacher and q the distribution of the student, as in `kl_div`.
+    Let M = βp + (1-β)q. The divergence is
 
         β Σ p log(p / M) + (1-β) Σ q log(q / M)
 
-    The divergence is never negative. The divergence is finite, unless p or q contains NaN. The
-    formula approaches 0 as β approaches 0 or 1. However, beta=0 selects the forward KL divergence,
-    and beta=1 selects the reverse KL divergence. The other options are the same as in `kl_div`.
+    The divergence is never negative, and is finite unless p or q contains NaN. The formula
+    approaches 0 as β approaches 0 or 1. However, beta=0 selects the forward KL divergence, and
+    beta=1 selects the reverse KL divergence. The other options are the same as in `kl_div`.
 
     >>> jsd(torch.tensor([[0.0, -torch.inf]]), torch.tensor([[-torch.inf, 0.0]]))
     tensor(0.6931)
@@ -166,20 +168,22 @@ def tvd(
     row_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Computes the total variation distance of student and teacher logits of shape (..., V).
+    """Computes the total variation distance between student and teacher logits (..., V).
 
-    Let p and q be the distributions of teacher and student as in `kl_div`. The distance is
+    Let p be the distribution of the teacher and q the distribution of the student, as in `kl_div`.
+    The distance is
 
         ½ Σ |p - q|
 
     The distance is in [0, 1]. For a class with p = q, the derivative of |p - q| is taken as 0. So
     the gradient is 0 if student and teacher are equal. The options are the same as in `kl_div`. As
-    the temperature T grows, the gradient shrinks only as 1/T, so t_squared=True is rarely useful.
+    the temperature T grows, the gradient shrinks only in proportion to 1/T. So t_squared=True is
+    rarely useful.
 
-    Speculative sampling accepts a token of the draft model with the probability 1 - TVD. With
-    d = ll.tvd(draft, target, reduction="none"), `-torch.log1p(-d.clamp(max=1 - 1e-6))` is
-    -log(acceptance rate) per row. In rows whose distance is rounded to 1, the rate would be 0, and
-    without the clamp the loss would be infinite and its gradient NaN.
+    Speculative sampling accepts a token of the draft model with the probability 1 - TVD. If d is
+    `ll.tvd(draft, target, reduction="none")`, then `-torch.log1p(-d.clamp(max=1 - 1e-6))` is
+    -log(acceptance rate) per row. If the distance of a row is rounded to 1, the acceptance rate is
+    0. Without the clamp, the loss of this row would be infinite, and its gradient would be NaN.
 
     >>> tvd(torch.zeros(1, 4), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]))
     tensor(0.5000)

@@ -3,9 +3,9 @@
 A sampler with top-k, top-p or min-p keeps some ids of each row, and draws the token from the
 softmax over the kept ids. `kept_scores` computes the log-probability of the token and the entropy
 under this restricted softmax. `evaluate` computes the logits at the kept ids. If requested,
-`evaluate` also computes the log-probabilities of the kept ids under the softmax over all ids. Plain
-PyTorch computes the scores from these tensors of shape (..., K), so that autograd differentiates
-the scores.
+`evaluate` also computes the log-probabilities of the kept ids under the softmax over all ids. Both
+results have shape (..., K). Plain PyTorch operations compute the scores from these results, so that
+autograd can differentiate the scores.
 """
 
 from dataclasses import dataclass
@@ -48,12 +48,11 @@ class KeptStatistics(Read):
 @operator("kept_logits", saved=1)
 @dataclass(eq=False)
 class KeptLogits(KeptStatistics):
-    """Computes z - max z at the ids, where max z is the maximum over the ids of the row.
+    """Computes z - max z at the ids. Here, max z is the maximum of z over the ids of the row.
 
-    No other logits are read. The maximum is subtracted before the division by the temperature, so
-    that the differences are exact even if all logits of a row are large. Backward treats the
-    maximum as a constant, because subtracting a constant from all logits of a row does not change
-    the scores.
+    No other logits are read. The maximum is subtracted before the division by the temperature. So
+    the differences are exact even if all logits of a row are large. Backward treats the maximum as
+    a constant, because subtracting a constant from all logits of a row does not change the scores.
     """
 
     def forward(self, backend, x):
@@ -101,8 +100,8 @@ def kept_scores(
     sampler's distribution.
 
     If the target is not a kept id, or its logit is -inf, logprob is -inf, and the gradient of
-    logprob is 0. If no kept id has a logit above -inf, for example because all slots are empty,
-    logprob is -inf, the entropy is 0, and the gradient of all scores is 0.
+    logprob is 0. If all slots are empty, or all kept logits are -inf, logprob is -inf and the
+    entropy is 0. The gradient of all scores is then 0.
 
     With mass=True, log_mass is log Σ p over the kept ids, where p is the softmax over all V ids. So
     log p[target] is logprob + log_mass. Without `mass`, log_mass is None, and only the kept logits
@@ -132,7 +131,7 @@ def kept_scores(
 
 
 def _distinct(ids: Tensor, label: Tensor, vocab: int) -> Tensor:
-    """Returns the ids with NO_ID in empty slots, and in slots that repeat an earlier id of the row.
+    """Replaces ids by NO_ID in empty slots, and in slots that repeat an earlier id of the row.
 
     If the label of a row is out of range, all ids of the row are replaced by an id out of range. So
     the scores of the row are NaN on a GPU, where no error is raised.
@@ -155,8 +154,8 @@ def _scores(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns logprob, entropy and log_mass, from z and log p at the ids (..., K).
 
-    Adding a constant to all z of a row does not change the scores. In rows in which no id has a z
-    above -inf, z and log p are replaced by 0, so that their gradient is 0 instead of NaN.
+    Adding a constant to all z of a row does not change the scores. If no id of a row has a z above
+    -inf, z and log p of this row are replaced by 0. Their gradient is then 0 instead of NaN.
     """
     real = ids != NO_ID
     some = (real & (z != -torch.inf)).any(-1)  # also True if a z is NaN
@@ -166,9 +165,9 @@ def _scores(
 
     z = at_ids(z)
     if logprobs is not None:
-        # Within a row, z and log p differ only by a constant, so the softmax of both is q. Rounding
-        # errors are relative to the size of the values. So q of each row is computed from z or from
-        # log p, depending on which maximum is closer to 0.
+        # Within a row, z and log p differ only by a constant. So the softmax of z and the softmax
+        # of log p are both q. Large values have larger rounding errors. So q is computed from z or
+        # from log p, whichever has the maximum closer to 0.
         logprobs = at_ids(logprobs)
         top_z, top_p = (t.detach().amax(-1, keepdim=True).abs() for t in (z, logprobs))
         z = torch.where(top_p < top_z, logprobs, z)

@@ -47,10 +47,10 @@ def row_loss(
 
     The formula can also return a tuple (loss, *more) of tensors of shape (n,), for example to
     compute metrics. If the formula returns a tuple, the result of row_loss is a tuple (loss, *more)
-    too. In the result of row_loss, each tensor of `more` has one number per row, and the dtype that
-    the formula returns. The tensors of `more` are detached, and are neither multiplied by
-    row_weight nor reduced. In ignored rows, a tensor of `more` is 0, or -1 if its dtype is a signed
-    integer.
+    too. In the result of row_loss, each tensor of `more` has one number per row. Its dtype is the
+    dtype of the tensor that the formula returned. The tensors of `more` are detached. They are
+    neither multiplied by row_weight nor reduced. In ignored rows, a tensor of `more` is 0, or -1 if
+    its dtype is a signed integer.
 
     The formula can be called several times, each time for some of the rows. So the formula must not
     mix rows, for example by a mean over rows, or by sorting rows. With LOGITLESS_CHECK=1, row_loss
@@ -58,8 +58,8 @@ def row_loss(
     differ.
 
     `ids`, `entropy`, `total`, `argmax`, `rank`, `ignore_index` and `mask` have the same meaning as
-    in `row_stats`. `row_weight` holds one number per row, which multiplies the result of the
-    formula. "mean" divides the sum by the number of rows that are not ignored, even with a
+    in `row_stats`. `row_weight` holds one number per row. The loss of each row is multiplied by
+    this number. "mean" divides the sum by the number of rows that are not ignored, even with a
     row_weight. Over a LinearLogits, a mean or sum takes three GEMMs.
 
     >>> def grpo(stats, old, advantage):
@@ -84,7 +84,7 @@ class Formula(RowLoss):
     """A loss that a user's function computes from row statistics and from `row_inputs`.
 
     The `row_inputs` are tensors of the user, with one or several numbers per row. The function gets
-    tensors of shape (n,) or (n, k), which hold n rows. The number n can differ between calls.
+    n rows of each tensor, in shape (n,) or (n, k). The number n can differ between calls.
     """
 
     names: ClassVar[tuple[str, str]] = ("ids", "ids")
@@ -94,14 +94,17 @@ class Formula(RowLoss):
 
     function: Callable[..., Any]  # RowStats, *row_inputs -> (n,), or a tuple of tensors (n,)
     row_inputs: tuple[Tensor, ...]
-    differentiable: bool = True  # whether the loss that `function` returns must require grad
+    differentiable: bool = True  # whether the loss from `function` must require grad
 
     def first_argument(self, statistics: dict[str, Tensor], row_inputs) -> tuple[Any, Sequence]:
         """Returns the first argument of the function, and the row_inputs that follow."""
         return RowStats(**statistics), row_inputs
 
     def hints(self, argument: Any) -> list[str]:
-        """Returns a hint for each field of the argument that is None: the option to request it."""
+        """Returns one hint per field that is None.
+
+        The hint names the option of the public function that requests the field.
+        """
         by = {"picked": "ids", "logprob": "ids"}
         names = [name for name, t in argument._asdict().items() if t is None]
         return [f"stats.{name} (pass {by.get(name, f'{name}=True')} to row_loss)" for name in names]
@@ -194,7 +197,7 @@ def check_formula(formula: Any) -> None:
 
 
 def constant_where(ignored: Tensor | None, t: Tensor) -> Tensor:
-    """Detaches the ignored rows of t, because their gradient could be 0 · inf = NaN."""
+    """Detaches the ignored rows of t, because the gradient of these rows could be 0 · inf = NaN."""
     if ignored is None or not t.requires_grad:
         return t
     ignored = ignored if t.dim() == ignored.dim() else ignored.unsqueeze(-1)
@@ -217,7 +220,7 @@ def _times_rows(d: Tensor, scale: Tensor, ignored: Tensor | None) -> Tensor:
 
 
 def _checked(results: Any, rows: int, hint: str) -> tuple[Tensor, ...]:
-    """Checks the results of a formula: the loss, or a tuple of loss and extras. Returns a tuple."""
+    """Checks the results of a formula, and returns them as a tuple (loss, *extras)."""
     several = isinstance(results, tuple)
     if several and len(results) < 2:
         raise ValueError(
@@ -242,7 +245,7 @@ def _checked(results: Any, rows: int, hint: str) -> tuple[Tensor, ...]:
 def _check_row_by_row(
     call: Callable[..., tuple[Tensor, ...]], statistics: dict[str, Tensor], rows: list
 ) -> None:
-    """Raises if the formula returns other numbers for two rows together than for each row alone."""
+    """Raises if the results for two rows together differ from the results for each row alone."""
 
     def call_for(at: slice) -> Tensor:
         results = call({name: t[at] for name, t in statistics.items()}, [t[at] for t in rows])

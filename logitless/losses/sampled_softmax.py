@@ -1,6 +1,6 @@
 """Cross-entropy over the target and some sampled rows of a table, for recommenders.
 
-A catalogue of items is a table (V, D), which can be too large for a softmax over all items. The
+A catalogue of items is a table (V, D). The table can be too large for a softmax over all items. The
 sampled softmax compares the target with K other items, which are called negatives. If all rows
 share the negatives, the negatives form a head with K columns, and heads/ computes the loss chunk by
 chunk. If each row has its own negatives, the backend gathers rows of the table and computes K + 1
@@ -49,7 +49,7 @@ def sampled_softmax(
     sparse_grad: bool = False,
     workspace: int | None = None,
 ) -> Tensor:
-    """Computes the cross-entropy of the target among the target and the negatives.
+    """Computes the cross-entropy of the target, with a softmax over the target and K negatives.
 
     `hidden` (..., D) holds one state per row. `weight` (V, D) and `bias` (V,) are the table of all
     items. `target` (...) holds one item per row. `negatives` holds K items that all rows share, in
@@ -58,20 +58,20 @@ def sampled_softmax(
         z_ij = (hidden_i · weight_j + bias_j) / temperature - log_q_j
 
     `log_q` has the shape of `negatives`. The logit of the target has the same formula, with
-    `target_log_q` instead of log_q. `target_log_q` has the shape of `target`. Both are 0 by
-    default. The loss of a row is
+    `target_log_q` instead of log_q. `target_log_q` has the shape of `target`. The defaults of log_q
+    and target_log_q mean 0. The loss of a row is
 
         row_weight · (log (e^z_target + Σ e^z_negative) - z_target)
 
-    Let q_j be the probability of item j under the sampler, which draws each of the K negatives
-    independently. With log_q = log(K · q), without target_log_q, and with remove_hits=True, the sum
-    of exponentials is an unbiased estimate of the sum over all V items.
+    Let the sampler draw each of the K negatives independently, and let q_j be its probability of
+    drawing item j. With log_q = log(K · q), without target_log_q, and with remove_hits=True, the
+    sum of exponentials is an unbiased estimate of the sum over all V items.
 
     A hit is a negative that is equal to the target of the row. With remove_hits=True, hits are left
     out of the sum. A negative that occurs several times counts several times.
 
-    The gradients of hidden, weight and bias are exact. With sparse_grad=True, the gradient of the
-    weight is a sparse COO tensor, which holds only the rows of the targets and negatives.
+    The gradients of `hidden`, `weight` and `bias` are exact. With sparse_grad=True, the gradient of
+    the weight is a sparse COO tensor, which holds only the rows of the targets and negatives.
     torch.optim.SparseAdam and torch.optim.Adagrad accept this gradient. The gradient of the bias is
     dense. For shared negatives, `workspace` bounds the bytes of logits in memory, as in
     LinearLogits. The logits and the loss are fp32 (fp64 for fp64 inputs).
@@ -79,9 +79,9 @@ def sampled_softmax(
     A row is ignored if its target is ignore_index or its entry in `mask` is False. The loss and the
     gradient of an ignored row are 0. "mean" divides by the number of rows that are not ignored. On
     a CPU, an id outside [0, V) raises an error. On a GPU, an id outside [0, V) raises an error only
-    with LOGITLESS_CHECK=1. Without LOGITLESS_CHECK=1, a target or a row's own negative outside
-    [0, V) makes the loss of the row NaN, and a shared negative outside [0, V) makes the loss of all
-    rows NaN.
+    with LOGITLESS_CHECK=1. Without LOGITLESS_CHECK=1, the loss of a row is NaN if the target or one
+    of the row's own negatives is outside [0, V). If a shared negative is outside [0, V), the losses
+    of all rows are NaN.
 
     torch.compile breaks the graph at this function, so fullgraph=True raises an error.
 
@@ -140,7 +140,7 @@ class _Sample:
         return self.target == self.ignore_index
 
     def check_values(self) -> None:
-        """Raises if a target or negative of a row that counts is outside [0, V)."""
+        """Raises if a target or negative is outside [0, V), in a row that is not ignored."""
         if not call.reads_values(self.target):
             return
         V, live = len(self.weight), ~self.ignored
@@ -160,11 +160,11 @@ class _Sample:
 
 @dataclass(eq=False)
 class SharedNegatives(Formula):
-    """The loss of each row, from the logits of the shared negatives and from the target's logit.
+    """Computes the loss of each row from the logits of the shared negatives and of the target.
 
     The label of a row is the column of the row's hit, or NO_HIT. Forward and backward replace the
-    logit of the hit by -inf before they read the logits. So backward can read the logits that
-    forward has changed, and also logits that are computed again.
+    logit of the hit by -inf before they read the logits. So backward can read either the logits
+    that forward has changed, or logits that are recomputed.
     """
 
     caller: ClassVar[str] = "sampled_softmax"
@@ -185,7 +185,7 @@ class SharedNegatives(Formula):
 
 
 def shared_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> Tensor:
-    """Returns the loss over negatives (K,) that all rows share."""
+    """Returns the loss for negatives (K,) that all rows share."""
     sample.check_values()
     s, full, rows = sample, sample.full, len(sample.target)
     with without_autocast(s.hidden.device):
@@ -196,8 +196,8 @@ def shared_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> T
         # All rows of the table are gathered at once, so that backward computes one gradient.
         wanted = torch.cat((s.target, ids))
         bad = s.is_bad(wanted)
-        # An id outside [0, V) is replaced by the first negative, so that the gradient of the table
-        # has no further rows.
+        # An id outside [0, V) is replaced by the first negative. So a sparse gradient of the table
+        # gets no additional row.
         wanted = torch.where(bad, ids[0].clamp(0, len(s.weight) - 1), wanted)
         bias = None if s.bias is None else _bias_of(s.bias, wanted, full)
         table = _TableRows.apply(s.weight, wanted, s.weight.dtype, s.sparse_grad)
@@ -230,13 +230,14 @@ def _loss_of_row(stats, z: Tensor) -> Tensor:
 
 
 def _target_logits(s: _Sample, own: Tensor, bias: Tensor | None, bad: Tensor) -> Tensor:
-    """Returns the logit z (N,) of each row's target, and 0 in ignored rows.
+    """Returns the logit of each row's target as a tensor (N,), with 0 in ignored rows.
 
     `own` (N, D) holds the target's row of the table.
     """
     ignored = s.ignored
-    # Backward multiplies the gradient 0 of an ignored row by the hidden state. The result is NaN if
-    # the hidden state is not finite, and masked_fill keeps this NaN out of the table.
+    # In an ignored row, backward multiplies a gradient of 0 by the hidden state. If the hidden
+    # state is not finite, the product is NaN. masked_fill keeps this NaN out of the gradient of the
+    # table.
     own = own.to(s.full).masked_fill(ignored.unsqueeze(-1), 0.0)
     z = (s.hidden.to(s.full) * own).sum(-1)
     z = z if bias is None else z + bias
@@ -249,7 +250,7 @@ def _target_logits(s: _Sample, own: Tensor, bias: Tensor | None, bad: Tensor) ->
 def _distinct(
     ids: Tensor, log_q: Tensor | None, target: Tensor, full: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the negatives sorted, their log_q, and the column of each row's hit or NO_HIT.
+    """Returns the sorted negatives, their log_q, and the column of each row's hit (or NO_HIT).
 
     If an id occurs several times, the first column of the id gets the whole mass Σ e^(-log_q). The
     other columns of the id have log_q = inf, so their logits are -inf. So each row has at most one
@@ -269,7 +270,7 @@ def _distinct(
 
 
 def per_row_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> Tensor:
-    """Returns the loss over negatives (..., K) of each row."""
+    """Returns the loss for negatives (..., K), where each row has its own negatives."""
     sample.check_values()
     s, full, rows = sample, sample.full, len(sample.target)
     with without_autocast(s.hidden.device):
@@ -301,7 +302,7 @@ def _or_zeros(t: Tensor | None, shape: torch.Size, dtype: torch.dtype, device) -
 
 
 def _bias_of(bias: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the bias of each id, in shape ids.shape."""
+    """Returns the bias of each id, in the shape of `ids`."""
     return _TableRows.apply(bias.unsqueeze(-1), ids.reshape(-1), dtype, False).view(ids.shape)
 
 
@@ -309,8 +310,8 @@ class _TableRows(Node):
     """The rows `ids` (n,) of a table (V, D), cast to `dtype`.
 
     Backward adds the gradients of equal ids in fp32 (fp64 for fp64 tables), and rounds each sum
-    once. Gradients that are added in 16 bits stop growing after some hundred equal ids, as in the
-    backward of F.embedding.
+    once. The backward of F.embedding adds gradients in 16 bits. Such a sum stops growing after a
+    few hundred equal ids.
     """
 
     @staticmethod

@@ -25,9 +25,10 @@ from .row_loss import Formula, check_formula, constant_where
 
 Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
 
-# The log-probability of student and teacher where both probabilities are 0. NOTHING is finite, so
-# that the difference of the two log-probabilities is 0 instead of NaN. exp(NOTHING) is 0. Even
-# exp(NOTHING / 100) is 0 in fp64, so a formula can divide the log-probabilities by up to 100.
+# The number NOTHING replaces the log-probabilities of student and teacher where both probabilities
+# are 0. NOTHING is finite, so that the difference of the two log-probabilities is 0 instead of NaN.
+# exp(NOTHING) is 0. Even exp(NOTHING / 100) is 0 in fp64, so a formula can divide the
+# log-probabilities by up to 100.
 NOTHING = -1e5
 
 
@@ -62,7 +63,8 @@ class SlotFormula(Formula):
         student_tail = teacher_tail = None
         if "tail" in statistics:
             student_tail, (teacher_tail, *rows) = statistics["tail"], rows
-            # If the student's tail is empty, a small tail of the teacher can be a rounding error.
+            # If the student's mass outside the ids is 0, a small tail of the teacher can be a
+            # rounding error.
             small = (student_tail == -torch.inf) & (teacher_tail < LOG_ROUNDING)
             teacher_tail = torch.where(small, -torch.inf, teacher_tail)
             student_tail, teacher_tail = _compared(student_tail, teacher_tail, some)
@@ -80,12 +82,11 @@ class SlotFormula(Formula):
 
 
 def _compared(student: Tensor, teacher: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns both log-probabilities.
+    """Returns the log-probabilities of student and teacher.
 
     Both log-probabilities are NOTHING where both probabilities are 0. Both are also NOTHING where
-    `real` is False, which means a masked slot or an ignored row. Where the student's probability is
-    0, the student's log-probability becomes a constant, because the gradient of a formula could be
-    0 · inf = NaN.
+    `real` is False, that is, in masked slots and ignored rows. Where the student's probability is
+    0, the student's log-probability is detached, because the gradient could be 0 · inf = NaN.
     """
     teacher = teacher.to(student.dtype)
     gone = student == -torch.inf
@@ -129,15 +130,15 @@ def slot_loss(
     formula must not mix rows.
 
     In a masked slot, log q and log p are the same finite number, whose exp is 0. So masked slots
-    add 0 to most divergences. Other formulas, such as rankings, must use slots.mask. Where p and q
-    are both 0, in a slot or in the tails, log q and log p are this finite number too. If only one
-    of p and q is 0, its logarithm is -inf. If q is 0, log q has no gradient.
+    add 0 to most divergences. Other formulas, such as rankings, must use slots.mask. If p and q are
+    both 0, in a slot or in the tails, log q and log p are also this finite number. If only one of p
+    and q is 0, its logarithm is -inf. If q is 0, log q has no gradient.
 
     A row is ignored if its label is ignore_index or its entry in `mask` is False. If all ids of a
-    row are masked, its loss is 0, and its gradients are 0. `row_weight` multiplies the loss of each
-    row. "mean" divides by the number of rows that are not ignored, even with a row_weight. Over a
-    LinearLogits, a mean or sum takes three GEMMs. Ids outside [0, V) have the same effect as in
-    `topk_distill`.
+    row are masked, the loss and the gradients of this row are 0. `row_weight` multiplies the loss
+    of each row. "mean" divides by the number of rows that are not ignored, even with a row_weight.
+    Over a LinearLogits, a mean or sum takes three GEMMs. Ids outside [0, V) have the same effect as
+    in `topk_distill`.
 
     >>> def forward_and_reverse(slots, share):
     ...     p, q = slots.teacher.exp(), slots.student.exp()

@@ -1,13 +1,13 @@
 """Distillation from a sparse teacher, which has probabilities for K ids per row.
 
-A loss compares the teacher's probabilities p at the ids with the student's q = softmax(z), where z
-are the logits after softcap and temperature. `support` selects which probabilities are compared.
-`divergence` selects the formula that compares them, such as forward KL. The arguments `support` and
-`divergence` are required. The loss needs at most three statistics of a row: the student's
-log-probabilities at the ids, the student's mass outside the ids, and the label's log-probability at
-temperature 1. One pass over the logits computes the statistics, and another pass computes the
-gradient. For support="tail", forward reads a row a second time if the student's mass outside the
-ids is small.
+A loss compares the probabilities p of the teacher at the ids with the probabilities q = softmax(z)
+of the student. Here, z are the logits after softcap and temperature. `support` selects which
+probabilities are compared. `divergence` selects the formula that compares them, such as forward KL.
+The arguments `support` and `divergence` are required. The loss needs at most three statistics of a
+row: the student's log-probabilities at the ids, the student's mass outside the ids, and the label's
+log-probability at temperature 1. One pass over the logits computes the statistics, and another pass
+computes the gradient. For support="tail", forward reads a row a second time if the student's mass
+outside the ids is small.
 """
 
 from dataclasses import dataclass
@@ -143,8 +143,8 @@ def gathered_kl(
     by_row, number = reading.squared(full) if t_squared else (None, 1.0)
     if reduction == "mean" and row_weight is None and not call.under_transform():
         # No row is ignored, so the divisor of the mean is known here. The mean is computed as a
-        # sum, and the factor 1 / rows is part of `kd_weight`. So backward need not multiply the
-        # saved gradient by this factor.
+        # sum, and the factor 1 / rows is part of `kd_weight`. So the saved gradient already
+        # contains this factor, and backward need not multiply by it.
         number, reduction = number / max(rows_in(student_logits.shape[:-1]), 1), "sum"
     slots = Slots(
         _constant(teacher_logprobs), None if mask is None else call.as_bool(mask), None, by_row,
@@ -193,9 +193,10 @@ def topk_distill(
     the support.
 
     t_squared=True multiplies the divergence by temperature². The loss of a row is kd_weight times
-    the divergence. With `labels`, ce_weight times the cross-entropy at temperature 1 is added. A
-    row is ignored if its label is ignore_index or its entry in `mask` is False. The divergence of a
-    row whose ids are all masked is 0. "mean" divides by the number of rows that are not ignored.
+    the divergence. With `labels`, the loss of a row also contains ce_weight times the cross-entropy
+    at temperature 1. A row is ignored if its label is ignore_index or its entry in `mask` is False.
+    The divergence of a row whose ids are all masked is 0. "mean" divides by the number of rows that
+    are not ignored.
 
     An unmasked id outside [0, V) raises on a CPU. On a GPU, an unmasked id outside [0, V) makes the
     loss of its row NaN, or raises an error if LOGITLESS_CHECK=1 is set.

@@ -50,7 +50,7 @@ class Partial(NamedTuple):
 
 
 def partial(z: Tensor) -> Partial:
-    """Computes m, s and w of each row of z. Their dtype is fp32, or fp64 if z is fp64."""
+    """Computes m, s and w of each row of z. The results are fp32, or fp64 if z is fp64."""
     z = z.to(PRECISION[z.dtype])
     if z.shape[-1] == 0:
         empty = z.new_zeros(z.shape[:-1])
@@ -84,7 +84,7 @@ def merge(left: Partial, right: Partial) -> Partial:
 @operator("statistics", saved=1)
 @dataclass(eq=False)
 class Read(RowLoss):
-    """A RowLoss whose outputs are the statistics that `reading.wants` names."""
+    """A RowLoss whose outputs are the statistics listed in `reading.wants`."""
 
     multiple_outputs: ClassVar[bool] = True
 
@@ -136,19 +136,19 @@ def row_stats(
 
     The logits of the softmax are z = softcap · tanh(logits / softcap) / temperature. The statistic
     lse = log Σ e^z is always computed. If `ids` holds one or K ids per row, the statistics `picked`
-    = z[ids] and `logprob` = log softmax(z)[ids] are computed too. The flags `entropy`, `total` and
-    `argmax` request the entropy in nats, the sum Σ z, and the argmax.
+    = z[ids] and `logprob` = log softmax(z)[ids] are computed too. The flag `entropy` requests the
+    entropy in nats, `total` requests the sum Σ z, and `argmax` requests the argmax.
 
-    The flag `rank` requests the rank of the row's id, or of the first of its K ids, and needs
-    `ids`. The rank is the number of logits of the row that are strictly greater than the logit of
-    the id, as int64. So the rank of an argmax is 0. The recall at k is 1 if rank < k, the
+    The flag `rank` requests the rank of the row's id, or of the first of the row's K ids. `rank`
+    needs `ids`. The rank is the number of logits of the row that are strictly greater than the
+    logit of the id, as int64. So the rank of an argmax is 0. The recall at k is 1 if rank < k, the
     reciprocal rank is 1 / (1 + rank), and the NDCG of one relevant item is 1 / log2(2 + rank). The
     logits are compared after the softcap and before the division by the temperature, so equal
     logits stay equal. A NaN counts as greater than every logit. So the rank is V if the logit of
-    the id is NaN. On a GPU, an id outside [0, V) does not raise, and its rank is V too. The logits
-    of a 16-bit head are rounded to 16 bits, so logits that are slightly greater can become equal to
-    the logit of the id, and the rank gets smaller. For metrics, pass logits_dtype=torch.float32 to
-    LinearLogits.
+    the id is NaN. On a GPU, an id outside [0, V) raises no error, and its rank is also V. The
+    logits of a 16-bit head are rounded to 16 bits. So a logit that is slightly greater than the
+    logit of the id can become equal to the logit of the id. The rank is then too small. For
+    metrics, pass logits_dtype=torch.float32 to LinearLogits.
 
     Logits are fp16, bf16, fp32 or fp64. The temperature is one number, or a tensor with one number
     per row. Statistics are fp32 (fp64 for fp64 logits), and gradients have the dtype of the logits.
@@ -180,7 +180,7 @@ def stats_reading(
     return call.reading_of(logits, temperature, softcap, wants=tuple(wants), **fields)
 
 
-NO_CLASS = -(2**31)  # the ignore_index if a mask is given without ignore_index; never a valid id
+NO_CLASS = -(2**31)  # ignore_index if only a mask is given; never a valid id
 
 
 def _label_and_ids(logits, ids, ignore_index, mask) -> dict:
@@ -279,8 +279,8 @@ def entropy(
 ) -> Tensor:
     """Computes the entropy of softmax(z) in nats, for logits of shape (..., V).
 
-    Here, z = softcap · tanh(logits / softcap) / temperature. The entropy stays exact if all logits
-    share a large offset.
+    Here, z = softcap · tanh(logits / softcap) / temperature. A large constant that is added to all
+    logits of a row does not make the entropy less exact.
 
     A row whose entry in `mask` is False is not read, and its entropy and gradient are 0.
 
@@ -307,8 +307,8 @@ def score(
 
     Let p = softmax(z), with z = softcap · tanh(logits / softcap) / temperature. A row is ignored if
     its target is ignore_index or its entry in `mask` is False. An ignored row is not read. The
-    scores of an ignored row are 0, and its argmax is -1. With rank=True, the scores include the
-    rank of the target, as in `row_stats`.
+    scores of an ignored row are 0, except that argmax and rank are -1. With rank=True, the scores
+    include the rank of the target, as in `row_stats`.
 
     >>> new = score(logits, target).logprob
     >>> ratio = (new - old).exp()  # PPO, GRPO

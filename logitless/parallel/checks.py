@@ -13,7 +13,7 @@ from ..core.source import Source
 
 
 def mean(loss_sum: Any, count: Any) -> None:
-    """Checks the arguments of `global_mean`. If `count` is on a GPU, its value is not checked."""
+    """Checks the arguments of `global_mean`. The value of a `count` on a GPU is not checked."""
     if not isinstance(loss_sum, Tensor) or not loss_sum.is_floating_point() or loss_sum.dim():
         got = type(loss_sum).__name__
         if isinstance(loss_sum, Tensor):
@@ -112,7 +112,7 @@ def same_columns(teacher: Any, student: Any) -> None:
 
 
 def replicated(t: Any) -> None:
-    """Checks that a DTensor passed beside the logits, such as labels, is replicated."""
+    """Checks that a DTensor argument other than the logits, such as labels, is replicated."""
     if not all(p.is_replicate() for p in t.placements):
         raise TypeError(
             "labels, weights and other tensors beside the logits must be plain tensors or "
@@ -121,7 +121,7 @@ def replicated(t: Any) -> None:
 
 
 def same_call(said: Sequence[str]) -> None:
-    """Raises unless all ranks sent the same text. `said` holds one text per rank."""
+    """Raises an error if the texts of the ranks differ. `said` holds one text per rank."""
     for rank, words in enumerate(said):
         if words != said[0]:
             raise ValueError(

@@ -34,7 +34,7 @@ def local(t, grad_placements=None) -> Tensor:
 
 
 class _Arrived(Node):
-    """Waits for a pending collective, because kernels would read the result without waiting."""
+    """Waits for a pending collective, because kernels would read the shard without waiting."""
 
     @staticmethod
     def forward(ctx, pending):
@@ -61,7 +61,7 @@ def shard_of(source: Any, mesh: Any, dim: int, vocab: int) -> Shard:
 def source_of_dtensor(logits: Any) -> Source | None:
     """Returns the source for DTensor logits, or for a LinearLogits of DTensors.
 
-    Returns None for other logits.
+    Returns None for all other logits.
     """
     if is_dtensor(logits):
         return DTensorLogits(logits)
@@ -138,7 +138,7 @@ def hidden_of_all(hidden, weight) -> Tensor:
 
 
 def shard_of_head(head: Any) -> Shard:
-    """Returns this rank's Shard of a head. The weight and bias are DTensors, sharded by rows."""
+    """Returns this rank's Shard of a head whose weight and bias are DTensors, sharded by rows."""
     hidden, weight, bias, _ = head.tensors
     (dim,) = [i for i, place in enumerate(weight.placements) if not place.is_replicate()]
     tokens = not hidden.placements[dim].is_replicate()

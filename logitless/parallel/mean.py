@@ -14,12 +14,13 @@ def global_mean(
 ) -> Tensor:
     """Computes the mean loss per token over all ranks of a group: (Σ loss_sum) / (Σ count).
 
-    The average of the ranks' means would give every rank the same weight, even if ranks have
-    different numbers of tokens. `global_mean` gives every token the same weight. `loss_sum` is this
-    rank's sum (reduction="sum"), and `count` is this rank's number of tokens that are not ignored.
-    The result is the same on all ranks. The gradient on a rank covers only the rows of this rank.
-    Pass averaged=True if gradients are averaged over the group afterwards, as DDP and FSDP do. Pass
-    averaged=False if gradients are summed. If all counts are 0, the mean is 0.
+    `global_mean` gives every token the same weight. In contrast, an average of the ranks' means
+    would give every rank the same weight, even if ranks have different numbers of tokens.
+    `loss_sum` is this rank's sum (reduction="sum"), and `count` is this rank's number of tokens
+    that are not ignored. The result is the same on all ranks. The gradient on a rank covers only
+    the rows of this rank. Pass averaged=True if gradients are averaged over the group afterwards,
+    as DDP and FSDP do. Pass averaged=False if gradients are summed. If all counts are 0, the mean
+    is 0.
 
     >>> loss = global_mean(cross_entropy(logits, target, reduction="sum"), (target != -100).sum())
     """

@@ -1,10 +1,10 @@
 """A backend for logits whose columns are sharded over ranks.
 
 `ColumnBackend` has the functions of a backend (core/backend.py), so every RowLoss works without
-changes. Every function that reads logits computes the partial statistics of this rank's columns.
-Then the function gathers the partial statistics of all ranks, and merges them into statistics of
-whole rows. Gradients need no communication, because the underlying backend computes the gradient of
-this rank's columns from the statistics of whole rows.
+changes. Every function that reads logits first computes the partial statistics of this rank's
+columns. The function then gathers the partial statistics of all ranks, and merges these into
+statistics of whole rows. Gradients need no communication, because the underlying backend computes
+the gradient of this rank's columns from the statistics of whole rows.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from ..eager.sampled import Sampling
 from ..heads.gradient_sums import put
 from ..heads.head import Rows
 
-BAD = -1  # marks an id outside the vocabulary; NO_ID marks an id in another rank's columns
+BAD = -1  # an id outside the vocabulary; NO_ID is an id in the columns of another rank
 
 
 class ColumnBackend:
@@ -38,8 +38,8 @@ class ColumnBackend:
 
     `gather` is an all-gather: each rank passes a tensor of shape (N, F), and every rank gets the
     stacked tensors of all ranks, of shape (ranks, N, F). The methods for statistics and top-k ids
-    call this all-gather once, or twice for JSD, TVD and the statistic "rank". The methods for
-    gradients do not communicate.
+    call this all-gather once. JSD, TVD and the statistic "rank" call the all-gather twice. The
+    methods for gradients do not communicate.
     """
 
     # Loss and gradient cannot be computed in one pass over the logits, because a gradient needs the
@@ -57,7 +57,8 @@ class ColumnBackend:
     ):
         self.backend, self.join = backend, gather
         # `all_reduce` or `reduce_scatter` sums the gradient of the hidden states over ranks. At
-        # most one of these functions is set. Both are None if logitless does not sum this gradient.
+        # most one of the two functions is set. If logitless does not sum this gradient,
+        # `all_reduce` and `reduce_scatter` are None.
         self.all_reduce: Callable[[Tensor], Any] | None = None
         self.reduce_scatter: Callable[[Tensor], Any] | None = None
         self.start, self.width, self.vocab, self.widest = start, width, vocab, widest
@@ -87,7 +88,7 @@ class ColumnBackend:
         return None
 
     def read(self, x: Tensor, reading: Reading) -> Statistics:
-        """Returns statistics of whole rows, although x holds only this rank's columns."""
+        """Returns statistics of whole rows. x holds only this rank's columns."""
         lead, wants = x.shape[:-1], reading.wants
         part = self.partial(x, reading)
         tail = self._tail(x, reading, part) if "tail" in wants else None
@@ -126,8 +127,9 @@ class ColumnBackend:
     def _rank(self, x: Tensor, reading: Reading, whole: Partials) -> Tensor:
         """Returns the statistic "rank" of each row, as a tensor (N,).
 
-        `whole` holds the logit of each row's label, or of its first id. Each rank counts the
-        greater logits in its own columns, and a second gather sums the counts.
+        `whole` holds the logit of each row's label, or of the row's first id. Each rank counts the
+        greater logits in its own columns. Then a second all-gather collects the counts, and the
+        counts are summed.
         """
         if whole.picked is None:
             first, y0 = reading.label, whole.state[..., contract.Y_LABEL].sum(1)
@@ -175,7 +177,7 @@ class ColumnBackend:
         return self.backend.gather_gradient(x, here, picked, g, upstream, factor, into)
 
     def pair_read(self, x: Tensor, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
-        """Returns the loss per row over the columns of all ranks, and the state for the backward.
+        """Returns the loss per row over the columns of all ranks, and the state for backward.
 
         JSD and TVD call gather twice.
         """
@@ -296,8 +298,8 @@ class ColumnBackend:
     def _tail(self, x: Tensor, reading: Reading, part: Partials) -> Tensor:
         """Returns `shift` and `tail` for each row, as a tensor of shape (N, 2).
 
-        `shift` is the largest of this rank's logits y after the softcap, or 0 if the largest is
-        infinite. `tail` is log Σ e^((y - shift) / T) over the columns outside of `reading.ids`,
+        Let y be this rank's logits after the softcap. `shift` is the largest y, or 0 if the largest
+        y is infinite. `tail` is log Σ e^((y - shift) / T) over the columns outside `reading.ids`,
         where T is the temperature.
         """
         if self.width == 0:
@@ -312,7 +314,7 @@ class ColumnBackend:
         return torch.stack((found.state[:, contract.SHIFT], tail), 1)
 
     def _joined_tail(self, tails: Tensor, reading: Reading, found: Statistics) -> Tensor:
-        """Returns, for each row, the log of the softmax mass outside of `reading.ids`.
+        """Returns, for each row, the log of the softmax mass outside `reading.ids`.
 
         `tails` holds the results of `_tail` on all ranks.
         """
@@ -330,7 +332,7 @@ class ColumnBackend:
 
 
 class AllRows:
-    """Sums the gradient of the hidden states over ranks. Every rank gets the sum for all rows.
+    """Sums the gradient of the hidden states over ranks. Every rank gets the sums of all rows.
 
     For each chunk of rows, this rank starts one all-reduce, which runs while this rank computes the
     weight's gradient.
@@ -350,7 +352,7 @@ class AllRows:
 
 
 class OwnRows:
-    """Sums the gradient of the hidden states over ranks. Each rank gets the sum for its own rows.
+    """Sums the gradient of the hidden states over ranks. Each rank gets the sums of its own rows.
 
     One reduce-scatter starts after the last chunk of rows.
     """
@@ -366,7 +368,7 @@ class OwnRows:
             self.local = self.reduce_scatter(self.total)
 
     def result(self) -> Tensor:
-        # If there are no chunks, the reduce-scatter has not started yet.
+        # If there are no chunks, the reduce-scatter has not been started yet, and starts here.
         local = self.reduce_scatter(self.total) if self.local is None else self.local
         return local.wait()
 

@@ -61,10 +61,10 @@ class Ranks:
         )
 
     def shift(self, tensors: Sequence[Tensor], rows: int, tag: int = 0) -> "_Arrivals":
-        """Starts to send tensors to the next rank, and to receive those of the previous rank.
+        """Starts to send tensors to the next rank, and to receive tensors from the previous rank.
 
-        wait() returns the received tensors, which have `rows` rows. Shifts that run at the same
-        time need different tags: a shift of k tensors uses the tags from `tag` to `tag + k - 1`.
+        wait() returns the received tensors, which have `rows` rows. A shift of k tensors uses the
+        tags from `tag` to `tag + k - 1`. Shifts that run at the same time must use different tags.
         """
         if self.by_cpu and any(t.is_cuda for t in tensors):
             moved = self.shift([t.cpu() for t in tensors], rows, tag).wait()
@@ -87,7 +87,7 @@ class Ranks:
     # --- checks for LOGITLESS_CHECK=1; same_call.py writes the texts that ranks compare
 
     def agree(self, text: str) -> None:
-        """Raises on all ranks unless all ranks send the same text."""
+        """Raises an error on all ranks if the ranks send different texts."""
         local = torch.tensor(list(text.encode()), device=self.device)
         sizes = self.gather(local.new_tensor([len(local)])).flatten().tolist()
         padded = local.new_zeros(max(sizes))
@@ -96,7 +96,7 @@ class Ranks:
         checks.same_call([bytes(text[:size]).decode() for text, size in pairs])
 
     def refuse(self, error: Exception) -> None:
-        """Sends an error of this rank to the other ranks, which wait in `agree` and raise.
+        """Sends an error of this rank to the ranks that wait in `agree`. These ranks then raise.
 
         On this rank, the error of `agree` is suppressed, because the caller raises the original
         error.
@@ -156,8 +156,8 @@ class _Arrivals(NamedTuple):
 def ranks_of(group) -> Ranks:
     """Returns the ranks of a process group or of a DeviceMesh of one dimension.
 
-    A group of None means the default process group, or a single process if torch.distributed is not
-    initialised.
+    If `group` is None, the function uses the default process group. If torch.distributed is not
+    initialised, None means a single process.
     """
     if isinstance(group, Ranks):
         return group

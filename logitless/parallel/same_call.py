@@ -1,8 +1,8 @@
-"""With LOGITLESS_CHECK=1, these checks raise on every rank if the ranks make different calls.
+"""Checks that all ranks make the same call. The checks run only with LOGITLESS_CHECK=1.
 
 Before a collective of logitless, the ranks exchange a text that describes the public call. If the
-texts differ, all ranks raise, so that no rank waits for a collective that another rank does not
-start. If the arguments on a rank are invalid, this rank sends the error as its text, and all ranks
+texts differ, all ranks raise. Otherwise, a rank could wait for a collective that another rank never
+starts. If the arguments on a rank are invalid, this rank sends the error as its text, and all ranks
 raise.
 """
 
@@ -18,10 +18,10 @@ from ..core.source import is_dense, is_source
 
 
 def text_of_shard(source: Any, start: Any, vocab: Any, sequence_parallel: bool) -> str:
-    """Returns a text that describes a VocabShard, and that must be the same on all ranks.
+    """Returns a text that describes a VocabShard. The text must be the same on all ranks.
 
-    The text leaves out widths and starts, because both can differ between ranks. The text states
-    whether a start is given, because either all ranks or no rank must pass a start.
+    The text contains no widths and starts, because widths and starts can differ between ranks. The
+    text states whether a start is given, because either all ranks or no rank must pass a start.
     """
     options = {"start": start is not None, "vocab": vocab, "sequence_parallel": sequence_parallel}
     return f"VocabShard of {_of_source(source)}, {options}"

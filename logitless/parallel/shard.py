@@ -8,10 +8,10 @@ The result is bitwise the same on all ranks.
 
 The forward of a loss gathers a few numbers per row from each rank. For logits, the forward calls
 gather once. For a head, the forward calls gather once per chunk of rows. JSD and TVD call gather
-twice instead of once. For logits, the backward needs no communication. For a head, the backward
-sums the gradient of the hidden states over ranks. When a VocabShard is constructed, the ranks
-exchange their widths and, if given, their first columns. If `start` and `vocab` are given, this
-exchange happens only for the first VocabShard with this group and this `vocab`.
+twice as often. For logits, the backward needs no communication. For a head, the backward sums the
+gradient of the hidden states over ranks. When a VocabShard is constructed, the ranks exchange their
+widths and, if given, their first columns. If `start` and `vocab` are given, this exchange happens
+only for the first VocabShard with this group and this `vocab`.
 """
 
 from typing import Any, NamedTuple
@@ -54,9 +54,9 @@ class Layout(NamedTuple):
 
 
 # Caches the largest width of all ranks, for shards with `start` and `vocab`. The key is the group
-# and the vocabulary size. A rank that finds no cached width exchanges widths with the other ranks.
-# If only some ranks start an exchange, the exchange never finishes. So the key must be the same on
-# all ranks. The key must not contain this rank's columns, because a second sharding of the same
+# and the vocabulary size. If a rank finds no cached width, the rank exchanges widths with the other
+# ranks. An exchange that only some ranks start never finishes. So the key must be the same on all
+# ranks. The key must not contain this rank's columns, because a second sharding of the same
 # vocabulary can change the columns of only some ranks.
 _widest: dict[tuple, int] = {}
 
@@ -93,15 +93,16 @@ class VocabShard(Logits):
     construct the shard together, because the constructor exchanges the widths of the ranks. The
     host waits for this exchange.
 
-    `start` is this rank's first column, by default the sum of the earlier ranks' widths. `vocab` is
-    the size V of the whole vocabulary. If all ranks pass `start` and `vocab`, the ranks exchange
-    their starts and widths only for the first shard with this group and this `vocab`. Later shards
-    with the same group and `vocab` need no exchange, so the host does not wait. With
-    LOGITLESS_CHECK=1, every shard exchanges starts and widths.
+    `start` is this rank's first column. By default, `start` is the sum of the earlier ranks'
+    widths. `vocab` is the size V of the whole vocabulary. If all ranks pass `start` and `vocab`,
+    the ranks exchange their starts and widths only for the first shard with this group and this
+    `vocab`. Later shards with the same group and `vocab` need no exchange, so the host does not
+    wait. With LOGITLESS_CHECK=1, every shard exchanges starts and widths.
 
-    With sequence_parallel=True, a LinearLogits holds only the hidden states of this rank's tokens,
-    which are a slice along the first dimension. The slices of all ranks must have the same size.
-    VocabShard all-gathers the hidden states. Labels must cover the tokens of all ranks.
+    With sequence_parallel=True, `source` must be a LinearLogits that holds only the hidden states
+    of this rank's tokens. These tokens are a slice along the first dimension. The slices of all
+    ranks must have the same size. VocabShard all-gathers the hidden states. Labels must cover the
+    tokens of all ranks.
 
     Every loss accepts a VocabShard instead of logits. Ids, labels and class weights refer to the
     whole vocabulary and must be the same on all ranks. A dense teacher must be a VocabShard with
@@ -204,7 +205,7 @@ class Shard(Source):
         return self.source.in_columns(self)
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        """Returns the weighted and reduced loss, which is the same on all ranks."""
+        """Returns the weighted and reduced loss. The result is the same on all ranks."""
         if torch.compiler.is_compiling():  # this call breaks the graph of torch.compile
             return torch.compiler.disable(_evaluate)(self, loss, reduction, row_weight)  # pyright: ignore[reportCallIssue]
         return _evaluate(self, loss, reduction, row_weight)
@@ -216,7 +217,7 @@ class Shard(Source):
         return self.whole().evaluate_in_place(loss, reduction, row_weight)
 
     def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
-        """Returns the results of a capture, which are the same on all ranks."""
+        """Returns the results of a capture. The results are the same on all ranks."""
         whole = self.whole()
         if thorough():
             self.ranks.agree(same_call.text_of_capture(self, capture, temperature, softcap))
@@ -230,10 +231,10 @@ class Shard(Source):
         )  # fmt: skip
 
     def head_backend(self, like: Tensor, gathered: bool) -> ColumnBackend:
-        """Returns a backend for a head. It also sums the gradient of the hidden states over ranks.
+        """Returns a backend for a head, which can also sum the gradient of `hidden` over ranks.
 
-        If `gathered`, the hidden states were gathered from all ranks, and each rank needs only its
-        slice of their gradient.
+        If `gathered` is True, the hidden states were gathered from all ranks. Each rank then needs
+        only the gradient of its own hidden states.
         """
         backend = self.backend(like)
         if gathered:
@@ -269,7 +270,7 @@ class Shard(Source):
         return self.over(self.source.as_teacher())
 
     def times(self, factor: float) -> "Shard | None":
-        """Returns a shard of the teacher's logits, multiplied by a factor.
+        """Returns a shard of these logits multiplied by `factor`.
 
         The result is None if the source is a tensor, because the multiplication would copy the
         tensor.
@@ -281,7 +282,7 @@ class Shard(Source):
         return self.ranks
 
     def checked(self, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> RowLoss:
-        """Checks a loss, and returns the same loss with its teachers cut to this rank's columns.
+        """Checks a loss, and returns the loss with teachers that have only this rank's columns.
 
         The values of GPU tensors are checked only with LOGITLESS_CHECK=1, because the check makes
         the host wait for the GPU. LOGITLESS_CHECK=1 also compares the calls of all ranks.
@@ -306,7 +307,7 @@ class Shard(Source):
         return local.materialize(slice(None)).view(self.source.shape) if exist else local
 
     def columns_beside(self, other: "Shard") -> Layout:
-        """Returns the columns of this shard, for a comparison with the columns of `other`.
+        """Returns the columns of this shard that are compared with the columns of `other`.
 
         If both shards have a layout, the columns of all ranks are compared. Otherwise, only the
         columns of this rank are compared.
