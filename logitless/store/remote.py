@@ -232,7 +232,7 @@ class Remote:
 
 
 class _SameHost(urllib.request.HTTPRedirectHandler):
-    """Sends the headers of `Remote` again after a redirection, if the host is the same."""
+    """Sends the headers of `Remote` again after a redirection to the same host."""
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):
         new = super().redirect_request(req, fp, code, msg, headers, newurl)
@@ -247,7 +247,7 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 class _LocalError(Exception):
-    """An error of the local disk. The request is not repeated."""
+    """An error of the local disk. After this error, the request is not repeated."""
 
     def __init__(self, error: OSError):
         super().__init__(str(error))

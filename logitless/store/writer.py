@@ -56,7 +56,7 @@ class Writer:
     `upload` is an address such as s3://bucket/targets. With `upload`, each full shard is also
     uploaded in the background, and `close` waits for the uploads. `close` raises an OSError if a
     shard could not be uploaded. If you open the writer again, the missing shards are uploaded.
-    `storage_options` are the arguments of the file system of fsspec.
+    `storage_options` are the keyword arguments of fsspec's file system.
 
     `values` is "u8" for 8-bit log-probabilities, "f16" for 16-bit log-probabilities, or "counts"
     for sampled targets. With "counts", k is the number n of draws, and `add` takes the results of

@@ -3,7 +3,7 @@
 A contender is logitless, PyTorch or another library. A contender that raises is reported as
 "failed". A contender with wrong results is reported as "wrong". For a failed or wrong contender,
 the report gives the reason instead of a time. A contender that overwrites its inputs is timed on a
-copy of the inputs. Before each repetition, the inputs are copied again. The time of this copy is
+copy of the inputs. Before each repetition, the inputs are copied again, and the time of copying is
 not measured.
 """
 
@@ -111,9 +111,9 @@ class Entry:
 def run_case(
     case: Case, loaded: dict[str, Finder], device: str, budget: float, *, checked: bool = True
 ) -> list[Result]:
-    """The results of all contenders that have the op of the case.
+    """Returns the results of all contenders that have the op of the case.
 
-    If `checked` is true, values and gradients are compared with fp64.
+    If `checked` is True, values and gradients are compared with the formulas in fp64.
     """
     torch.manual_seed(case.rows * 1_000_003 + case.sizes[-1])
     finders = {name: f for name, f in loaded.items() if name == OURS or not case.alone}
@@ -148,7 +148,7 @@ def run_case(
 
 
 def yardstick(name: str, leaves: Leaves, budget: float) -> float:
-    """The time of a yardstick, which is zeros_like(logits) or the GEMMs of a head."""
+    """Returns the time of a yardstick. A yardstick is zeros_like(logits) or the GEMMs of a head."""
 
     def run(leaves: Leaves):
         if name == "zeros_like":
