@@ -31,7 +31,7 @@ def repetitions(budget: float, one: float, least: int = 5, most: int = 500) -> i
 
 
 def device_time(prepare: Prepare, run: Run, budget: float) -> float:
-    """Returns the device time of a call with a cold L2 cache, between events around the call.
+    """Returns a call's device time with a cold L2 cache, measured with events around the call.
 
     The cache is flushed by *reading* a large buffer. Zeroing a buffer would fill the cache (60 MB
     on an H200) with modified lines. Writing these lines back to memory would add to the measured

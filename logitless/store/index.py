@@ -95,7 +95,7 @@ def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     entries += [(places[1:], shared + 1), (places[:-1], shared + 1)]
     place, length = (torch.cat(column) for column in zip(*entries, strict=True))
     # Entries that are longer than their document are removed. If a document is the beginning of
-    # another document, (shared + 1) is more than its length.
+    # another document, (shared + 1) exceeds the length of the shorter document.
     within = length <= lengths[place]
     place, length = place[within], length[within]
     hashes, by_hash = hashed(begin[place], length).sort(stable=True)

@@ -55,7 +55,7 @@ class Prefetch:
         return max(0, min(ahead, self.room - mixed))
 
     def reading(self, number: int) -> None:
-        """Starts to fetch the shards after shard `number`. The reader calls this before each read."""
+        """Starts to fetch the next shards. The reader calls this method before each read."""
         self._fetching()
         with self._change:
             if number == self.last:

@@ -110,7 +110,7 @@ class Store:
 
     @property
     def digest(self) -> str:
-        """A SHA-256 of all shards. A local store and its copy at an address have the same digest."""
+        """A SHA-256 of all shards. A local store and its remote copy have the same digest."""
         return hashlib.sha256("".join(shard.digest for shard in self.shards).encode()).hexdigest()
 
     @property
@@ -335,7 +335,7 @@ class Store:
 
 
 def _reopened(path: str | Path, arguments: dict[str, Any], digest: str) -> Store:
-    """Opens an unpickled store."""
+    """Opens the store again when a Store is unpickled."""
     store = Store(path, **arguments)
     file_checks.same_store(path, store.digest == digest)
     return store

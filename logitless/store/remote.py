@@ -3,8 +3,9 @@
 Files at http and https addresses are read with Python's standard library. Files at all other
 addresses are read and written with the package fsspec. A request that fails is repeated after a
 wait, and each wait is twice as long as the previous wait, up to LONGEST_WAIT. If the size or the
-SHA-256 of a file is known, the fetched bytes must have this size and this SHA-256. Otherwise, the
-request has failed. So a file that was cut off or changed during the transfer is fetched again.
+SHA-256 of a file is known, the fetched bytes must have this size and this SHA-256. If they do not,
+the request counts as failed. So a file that was cut off or changed during the transfer is fetched
+again.
 """
 
 import functools

@@ -247,7 +247,7 @@ class Decoding:
         return most
 
     def _masked(self, begin: int, logprobs: Tensor) -> None:
-        """Masks slots whose log-probability is NaN, and all slots of rows whose first slot is NaN."""
+        """Masks slots with a log-probability of NaN. If the first slot is NaN, masks the row."""
         mask = ~logprobs.isnan()
         mask &= mask[:, :1].clone()
         if bool(mask.all()):

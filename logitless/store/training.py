@@ -155,7 +155,7 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
 
 
 def _lengths(begins: Tensor, tokens: int) -> list[int]:
-    """Returns the lengths of the documents in one row, whose first `tokens` tokens are no padding.
+    """Returns the lengths of the documents in the first `tokens` tokens of a row.
 
     `begins` is True at the first token of each document.
     """

@@ -170,7 +170,7 @@ PAIRS = [
     TEACHERS("soft_cross_entropy", BOTH),
 ]
 ROOMY = {"floor": 1.25}
-LIGER = {"liger": 1.0}  # with a workspace as large as Liger's memory, our time is at most Liger's
+LIGER = {"liger": 1.0}  # must be as fast as Liger, with a workspace as large as Liger's memory
 ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
 PLAIN_HEAD = HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")
 IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}

@@ -104,7 +104,7 @@ def ours(case: Case) -> Callable:
 
 
 def eager(case: Case) -> Callable | None:
-    """Returns the formula in PyTorch, or None for in-place cases, which PyTorch does not have."""
+    """Returns the PyTorch formula, or None for in-place cases. PyTorch has no in-place losses."""
     formula = formulas.FORMULAS[case.op]
     op = formula if case.op in BY_ROW else lambda *x, **options: formula(*x, **options).mean()
     op = F.cross_entropy if case.op == "cross_entropy" else op
@@ -138,7 +138,7 @@ def liger(module) -> dict:
 
 
 def fla(module) -> dict:
-    """Returns the losses of fla, except logsumexp, because its autotuning takes minutes."""
+    """Returns the losses of fla, except its logsumexp, whose autotuning takes minutes."""
     head = module.FusedLinearCrossEntropyLoss()
     return {
         "heads: cross_entropy": lambda hidden, weight, target: head(hidden, target, weight),

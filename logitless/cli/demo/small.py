@@ -63,7 +63,7 @@ def read_sources(limit: int) -> str:
 
 
 def vocabulary(text: str, size: int = VOCAB) -> list[str]:
-    """Returns the most frequent tokens of a text, indexed by id. Other tokens get the id UNKNOWN."""
+    """Returns the most frequent tokens, indexed by id. Other tokens get the id UNKNOWN."""
     return ["?"] + [token for token, _ in Counter(TOKEN.findall(text)).most_common(size - 1)]
 
 
