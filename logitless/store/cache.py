@@ -11,10 +11,10 @@ a file. Only one process fetches a file, and the other processes wait for this p
 fails, the waiting processes raise the same error. Otherwise, the waiting processes would repeat the
 failing fetch one after the other. If there is no room for a file, the least recently used files are
 deleted, except files that are being read or fetched. If all files are being read or fetched, the
-process waits until one file is free. This wait ends, because a process holds the shared lock only
-during a read. The system releases the locks of a killed process. Files named SHA256.lock are never
-deleted, because another process could be waiting for the lock on the file. Files with other names
-do not belong to the cache. These files are neither counted nor deleted.
+process waits until one file is free. This wait always ends, because a process holds the shared lock
+on a file only during a read. The system releases the locks of a killed process. Files named
+SHA256.lock are never deleted, because another process could be waiting for the lock on the file.
+Files with other names do not belong to the cache. These files are neither counted nor deleted.
 """
 
 import contextlib

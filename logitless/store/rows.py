@@ -282,9 +282,7 @@ def _units_of_codes(near: int) -> Tensor:
 def empty_pieces(n: int, header: Header) -> dict[str, bytearray]:
     """Returns the bytes of n rows without slots.
 
-    In a row without slots, `top` is NaN.
-
-    With values="counts", all bytes of such a row are 0.
+    In a row without slots, `top` is NaN. With values="counts", all bytes of such a row are 0.
     """
     pieces = {name: bytearray(n * size) for name, size in header.sizes().items()}
     return (

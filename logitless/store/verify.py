@@ -1,7 +1,7 @@
 """Checks that a store is intact, and that its rows are plausible.
 
-`verify` compares checksums. `verify` also reports ids outside the vocabulary, rows whose
-probabilities sum to more than 1, and rows that are shifted by one token.
+`verify` reports wrong checksums, ids outside the vocabulary, rows whose probabilities sum to more
+than 1, and rows that are shifted by one token.
 """
 
 import math

@@ -63,8 +63,8 @@ def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None
     _at_most_0("logprobs", logprobs, p > most)
     if tail is not None:
         _at_most_0("tail", tail, rest > most)
-    # `_once_each` sorts, which is slow. So repeated ids are removed only if the sum over all slots
-    # is above `most`.
+    # `_once_each` is slow, because it sorts. So `_once_each` is called only if the sum over all
+    # slots, including repeated ids, is above `most`.
     total = _once_each(ids, p).sum(-1) + rest
     over = total > most
     if bool(over.any()):

@@ -149,8 +149,8 @@ def fla(module) -> dict:
 def both_ways(loss) -> dict:
     """Returns an op that keeps the logits, and an op that overwrites the logits in backward.
 
-    `loss(**options)` must return an op, as the constructor of a loss class does. If a library has
-    only a function f, pass partial(partial, f) as `loss`. Then loss(**options) is
+    `loss(**options)` must return an op. For example, `loss` can be a class whose instances are ops.
+    If a library has only a function f, pass partial(partial, f), because then loss(**options) is
     partial(f, **options).
     """
     return {"logits: cross_entropy": loss(), "logits: in place": loss(inplace_backward=True)}

@@ -1,10 +1,9 @@
 """Runs one case: first checks every contender, then times every contender.
 
-A contender is logitless, PyTorch or another library. A contender that raises is reported as
-"failed". A contender with wrong results is reported as "wrong". For a failed or wrong contender,
-the report gives the reason instead of a time. A contender that overwrites its inputs is timed on a
-copy of the inputs. Before each repetition, the inputs are copied again, and the time of copying is
-not measured.
+A contender is logitless, PyTorch or another library. A contender that raises an error is reported
+as "failed", and a contender with wrong results as "wrong". For both, the report gives the reason
+instead of a time. A contender that overwrites its inputs is timed on a copy of the inputs. Before
+each repetition, the inputs are copied again, and the time of copying is not measured.
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ class Transformer(nn.Module):
         )
         self.norm = nn.LayerNorm(scale.width)
         # The initial logits have unit variance. The embedded tokens, multiplied by `self.gain`,
-        # have unit variance too. With other variances, training would amplify rounding errors so
-        # much that two correct implementations of a loss would have different loss curves.
+        # have unit variance too. With other variances, training would amplify rounding errors. Then
+        # two correct implementations of a loss would have different loss curves.
         self.gain = scale.width**0.5
         nn.init.normal_(self.token.weight, std=1 / self.gain)
         self.head = nn.Linear(scale.width, vocab, bias=False, device="meta")
