@@ -1,8 +1,8 @@
 """The `logitless` command.
 
 COMMANDS lists the subcommands. Each subcommand is a module or package of this folder with the
-functions `add_parser` and `run`. Modules that are not subcommands hold functions that several
-subcommands and benchmarks/ share.
+functions `add_parser` and `run`. The other modules hold functions that several subcommands and
+benchmarks/ share.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def chosen_device(name: str | None) -> str:
-    """Returns `name`. The default for None is "cuda" if PyTorch can use a GPU, else "cpu"."""
+    """Returns `name`. If `name` is None, returns "cuda" if PyTorch can use a GPU, else "cpu"."""
     import torch
 
     has_gpu = torch.cuda.is_available()

@@ -1,9 +1,9 @@
-"""Clocks that use device events, graph replay or wall time. All times are in milliseconds.
+"""Measures times with device events, graph replay or wall time. All times are in milliseconds.
 
-The function `run` is timed. Some clocks also take a function `prepare`, which is called before each
-repetition and is not timed. Then `run` is called with the result of `prepare`. A clock with a
-`budget` repeats `run` for about `budget` milliseconds and returns the median time. `device_time`
-first repeats `run` for 0.4 · `budget` milliseconds as a warm-up.
+Each clock is a function that times the function `run`. Some clocks also take a function `prepare`.
+Before each repetition, `prepare` is called without being timed, and `run` is called with its
+result. A clock with a `budget` repeats `run` for about `budget` milliseconds and returns the median
+time. `device_time` first repeats `run` for 0.4 · `budget` milliseconds as a warm-up.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Run = Callable[[Any], Any]
 
 
 def repetitions(budget: float, one: float, least: int = 5, most: int = 500) -> int:
-    """The number of calls that fit into `budget` ms, if each call takes `one` ms.
+    """Returns the number of calls that fit into `budget` ms, if each call takes `one` ms.
 
     The result is clamped to [least, most].
     """
@@ -31,7 +31,7 @@ def repetitions(budget: float, one: float, least: int = 5, most: int = 500) -> i
 
 
 def device_time(prepare: Prepare, run: Run, budget: float) -> float:
-    """Device time of a call with a cold L2 cache, measured by events before and after the call.
+    """Returns a call's device time with a cold L2 cache, measured with events around the call.
 
     The cache is flushed by *reading* a large buffer. Zeroing a buffer would fill the cache (60 MB
     on an H200) with modified lines. Writing these lines back to memory would add to the measured
@@ -57,11 +57,11 @@ def device_time(prepare: Prepare, run: Run, budget: float) -> float:
 
 
 def graph_time(run: Run, x: Tensor, budget: float, *, cold: bool) -> float:
-    """Time per call of `run`, measured in the replay of a CUDA graph that holds many calls.
+    """Returns the time per call of `run` in the replay of a CUDA graph that holds many calls.
 
-    If `cold` is false, x is in the L2 cache. If `cold` is true, each call reads a different copy of
-    x that is not in the L2 cache. All copies together are about twice as large as the L2 cache, but
-    there are at least 4 and at most 512 copies.
+    If `cold` is False, all calls read `x`, which is in the L2 cache. If `cold` is True, each call
+    reads a different copy of `x` that is not in the L2 cache. The number of copies is chosen so
+    that all copies together are about twice as large as the L2 cache, and is clamped to [4, 512].
     """
     copies = x.expand(10, *x.shape)
     if cold:
@@ -82,7 +82,7 @@ def graph_time(run: Run, x: Tensor, budget: float, *, cold: bool) -> float:
 
 
 def wall_time(device: str, run: Run, argument: Any = None) -> float:
-    """Wall time of one call, including the work that the call queues on a GPU."""
+    """Returns the wall time of one call, including the work that the call queues on a GPU."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -92,7 +92,7 @@ def wall_time(device: str, run: Run, argument: Any = None) -> float:
 
 
 def wall_times(device: str, calls: list[tuple[Prepare, Run]], budget: float) -> list[float]:
-    """Median wall times of several calls.
+    """Returns the median wall time of each of several calls.
 
     The calls alternate, so that a slow phase of the machine slows all calls equally.
     """
@@ -107,7 +107,10 @@ def wall_times(device: str, calls: list[tuple[Prepare, Run]], budget: float) -> 
 
 
 def host_time(run: Run, leaves: tuple[Tensor, ...], calls: int = 200) -> float:
-    """Wall time per call in a batch of calls. The host waits for the GPU only after the batch."""
+    """Returns the wall time per call in a series of calls.
+
+    The host waits for the GPU only after the last call.
+    """
 
     def batch(leaves: tuple[Tensor, ...]) -> None:
         for _ in range(calls):
@@ -119,7 +122,7 @@ def host_time(run: Run, leaves: tuple[Tensor, ...], calls: int = 200) -> float:
 
 
 def synchronises(run: Run, argument: Any) -> bool:
-    """Whether a call makes the host wait for the GPU."""
+    """Returns whether a call makes the host wait for the GPU."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         run(argument)
@@ -133,7 +136,7 @@ def synchronises(run: Run, argument: Any) -> bool:
 
 
 def copy_bandwidth(device: str, budget: float) -> float:
-    """Bandwidth of a large copy in TB/s, counting reads and writes. Returns 0 on a CPU."""
+    """Returns the bandwidth of a large copy in TB/s, counting reads and writes; 0 on a CPU."""
     if device == "cpu":
         return 0.0
     size = min(2**32, torch.cuda.mem_get_info()[0] // 4)

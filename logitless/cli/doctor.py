@@ -1,8 +1,8 @@
 """`logitless doctor`: describes the machine and the backend, and checks the library's results.
 
-The output is plain text without host name or paths, so that users can paste the output into a bug
-report. The self-check (selfcheck.py) calls every public function on a few error-prone shapes, and
-launches every kernel that this device can run. Values and gradients, for random upstream gradients,
+The output is plain text without host names or paths, so that users can paste it into a bug report.
+The self-check (selfcheck.py) calls every public function on a few error-prone shapes, and launches
+every kernel that this device can run. The values, and the gradients for random upstream gradients,
 are compared with a naive formula in fp64. The exit status is 1 if a check fails.
 
 With --json, the command prints the same facts and results as one JSON object.
@@ -32,7 +32,7 @@ VARIABLES = (
     "LOGITLESS_IMPL", "LOGITLESS_CHECK", "LOGITLESS_WAITING", "LOGITLESS_WARN_BYTES",
     "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
-# Shapes (N, V) of logits. In the first shape, V is 1. In the second shape, V is odd. In the third
+# Shapes (N, V) of logits. V is 1 in the first shape, and odd in the second shape. In the third
 # shape, rows are 16-byte aligned. In the last shape, V is so large that kernels split a row.
 SHAPES = ((3, 1), (5, 33), (4, 1000), (1, 16411))
 # Bounds on the errors of values and of gradients. Values have the same bound for 16-bit logits as
@@ -68,9 +68,9 @@ class Error(NamedTuple):
 class Outcome(NamedTuple):
     """The result of one check.
 
-    `value` and `gradient` are the errors that are largest relative to their bounds. If a result is
-    wrong, `value` and `gradient` are the errors of this result. `problem` is empty if the check
-    passed.
+    `value` and `gradient` are the largest errors relative to their bounds, over all dtypes and
+    shapes of the check. If a result is wrong, `value` and `gradient` are the errors of this result.
+    `problem` is empty if the check passed.
     """
 
     value: Error = Error()
@@ -142,7 +142,7 @@ def print_text(facts: dict[str, dict[str, str]], kinds: tuple[str, ...]) -> int:
 
 
 def status(outcomes: list[Outcome]) -> int:
-    """The exit status: 0 if there are outcomes, and none has a problem."""
+    """Returns the exit status: 0 if there are outcomes and no outcome has a problem, else 1."""
     return 1 if not outcomes or any(outcome.problem for outcome in outcomes) else 0
 
 
@@ -165,7 +165,7 @@ def machine_facts() -> dict[str, str]:
 
 
 def path(kind: str) -> str:
-    """The backend for tensors on this kind of device, and the reason for this choice."""
+    """Returns the backend for tensors on this kind of device, and the reason for this choice."""
     if kind == "cuda" and not torch.cuda.is_available():
         return "not available on this machine"
     try:
@@ -200,7 +200,7 @@ def self_check(kinds: tuple[str, ...]) -> Iterator[tuple[str, str, Outcome]]:
 
 
 def examine(check: Check, device: str) -> Outcome:
-    """Runs a check with all dtypes and shapes, until a problem occurs. Returns the Outcome."""
+    """Runs a check with all dtypes and shapes, or until a problem occurs."""
     worst = Outcome()
     dtypes = [d for d in BOUNDS if d != torch.float64 or device == "cpu"]
     if torch.float64 in dtypes and _choose_backend.chosen() == "triton":
@@ -225,7 +225,10 @@ def examine(check: Check, device: str) -> Outcome:
 
 
 def errors(check: Check, shape, dtype: torch.dtype, device: str) -> tuple[float, float]:
-    """The error of values, relative to max(1, |value|), and the relative error of gradients."""
+    """Returns the error of values, and the relative error of gradients.
+
+    The error of a value is relative to max(1, |value|).
+    """
     generator = torch.Generator().manual_seed(shape[1])
     x, other = ((2 * torch.randn(shape, generator=generator)).to(device, dtype) for _ in range(2))
     x.requires_grad_()

@@ -1,9 +1,9 @@
 """Naive PyTorch formulas for the library's functions, and the errors of results against fp64.
 
-A formula takes logits (n, V) and tensors with one entry per row, and returns numbers or ids per
-row. `doctor` compares the library with some of these formulas (selfcheck.py). `bench` also times
-these formulas, as the contender "eager". The timed formulas run in the dtype of the logits.
-`errors` evaluates and differentiates the formulas in fp64, for a few rows at a time to save memory.
+A formula takes logits (n, V) and tensors with one entry per row. A formula returns numbers or ids
+for each row. `doctor` compares the library with some of these formulas (selfcheck.py). `bench` also
+times these formulas, in the dtype of the logits, as the contender "eager". `errors` evaluates and
+differentiates the formulas in fp64. To save memory, `errors` processes only a few rows at a time.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 IGNORED = -100
 CLIP = 0.2  # ratios of new to old probabilities are clipped to [1 - CLIP, 1 + CLIP]
 ENTROPY_BONUS = 0.01  # `objective` turns the results of `score` into -(logprob + 0.01 · entropy)
-ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # number of fp64 logits in memory at once
+ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # largest number of fp64 logits in memory at once
 
 # Bounds on our errors. The error of a value is relative to max(1, |value|). The error of a gradient
 # d against its fp64 reference r is ‖d - r‖ / ‖r‖. The bounds of other libraries are ten times as
 # large, because some libraries compute or return the loss in the dtype of the logits.
 TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-4}
 # For ops that clip probability ratios, the bounds in TOLERANCE are multiplied by these factors. If
-# the probability ratio of a token is near the clipping limit, the rounding of 16-bit logits decides
-# whether the token's gradient is zero. So even the PyTorch formula of policy_loss has an error of
-# 4e-2.
+# the probability ratio of a token is near the clipping limit, the token's gradient can be zero or
+# not, depending on the rounding of 16-bit logits. So even the PyTorch formula of `policy_loss` has
+# an error of 4e-2.
 CLIPPED = {"policy_loss": 5}
 
 
@@ -71,7 +71,7 @@ def score(x, target):
 
 
 def clipped(logprob, old, advantage) -> Tensor:
-    """The clipped loss of PPO and GRPO, per token."""
+    """Returns the clipped loss of PPO and GRPO, per token."""
     ratio = (logprob - old).exp()
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
 
@@ -80,7 +80,7 @@ def topk_distill(
     x, ids, logprobs, tail, labels=None, *, divergence, support, temperature=1.0,
     ce_weight=0.0, kd_weight=1.0,
 ):  # fmt: skip
-    """The loss topk_distill with divergence "forward_kl" and support "tail" or "renorm"."""
+    """Returns `topk_distill` with divergence "forward_kl" and support "tail" or "renorm"."""
     if support == "renorm":
         return kl(log_softmax(logprobs), log_softmax(x.gather(-1, ids)))
     logq = log_softmax(x if temperature == 1 else x / temperature).gather(-1, ids)
@@ -128,12 +128,12 @@ BY_ROW = {"logsumexp", "score", "capture_topk"}  # ops with results per row; oth
 
 
 def objective(op: str, out) -> Tensor:
-    """The tensor that is differentiated: the loss, or a weighted sum of the results of `score`."""
+    """Returns the tensor to differentiate: the loss, or a weighted sum of `score`'s results."""
     return -(out[0] + ENTROPY_BONUS * out[1]) if op == "score" else out
 
 
 def denominator(target: Tensor, weight: Tensor | None = None, **_) -> Tensor | int:
-    """The divisor of a mean loss: the number of rows that are not ignored.
+    """Returns the divisor of a mean loss: the number of rows that are not ignored.
 
     With class weights, the divisor is the sum of the weights of all targets that are not ignored.
     """
@@ -179,17 +179,17 @@ def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[flo
 
 
 def as_tuple(out) -> tuple[Tensor, ...]:
-    """Returns the results of an op. A result that was not requested is None and is left out."""
+    """Returns the results of an op as a tuple, without results that are None (not requested)."""
     return (out,) if isinstance(out, Tensor) else tuple(t for t in out if t is not None)
 
 
 def gap(z: Tensor, got: Tensor, right: Tensor, *, exact_logits: bool) -> Tensor:
-    """The largest error of a result, which holds numbers or ids.
+    """Returns the largest error in `got`, a tensor of numbers or ids.
 
-    The error of an id is the difference between its logit and the logit of the right id. So
-    exchanging two ids with equal logits is no error. Pass `exact_logits=True` only if the logits z
-    have no rounding errors. With `exact_logits`, the error is infinite if the logit of an id
-    differs at all from the logit of the right id.
+    The error of an id is the difference between its logit and the logit of the right id. So the
+    error is 0 if two ids with equal logits are exchanged. Pass `exact_logits=True` only if the
+    logits `z` have no rounding errors. With `exact_logits=True`, the error is infinite if the two
+    logits differ at all.
     """
     if got.is_floating_point():
         return distance(got, right)
@@ -198,6 +198,6 @@ def gap(z: Tensor, got: Tensor, right: Tensor, *, exact_logits: bool) -> Tensor:
 
 
 def distance(got: Tensor, right: Tensor) -> Tensor:
-    """The largest error of `got`, relative to max(1, |right|)."""
+    """Returns the largest error of `got`, relative to max(1, |right|)."""
     right = right.detach()
     return ((got.detach().double() - right).abs() / right.abs().clamp(min=1.0)).max()

@@ -1,4 +1,4 @@
-"""Facts about this machine, for the results of benchmarks and for bug reports."""
+"""Collects facts about this machine, for the results of benchmarks and for bug reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def device(kind: str) -> dict[str, str | None]:
-    """The name and other properties of a device; `kind` is "cuda" or "cpu"."""
+    """Returns the name and other properties of a device. `kind` is "cuda" or "cpu"."""
     if kind == "cpu":
         return {"name": cpu_name(), "threads": f"{torch.get_num_threads()} threads"}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -33,7 +33,7 @@ def cpu_name() -> str:
 
 
 def driver() -> str | None:
-    """The version of the GPU driver, or None if the version is unknown."""
+    """Returns the version of the GPU driver, or None if the version is unknown."""
     if torch.version.hip:
         return f"ROCm {torch.version.hip}"
     printed = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -50,17 +50,17 @@ def versions() -> dict[str, str | None]:
 
 
 def installed(module: str) -> str | None:
-    """The version of the package that provides a module, or None if the version is unknown."""
+    """Returns the version of the package that provides a module, or None if it is unknown."""
     try:
         return importlib.metadata.version(module)
     except importlib.metadata.PackageNotFoundError:
-        # A package and its module can have different names: the modules fla and quack are examples.
+        # A package and its module can have different names, for example the modules fla and quack.
         names = importlib.metadata.packages_distributions().get(module, ())
         return next(map(importlib.metadata.version, names), None)
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with a note if the package has uncommitted changes."""
+    """Returns the commit of this checkout, with a note if the package has uncommitted changes."""
     git = ("git", "-C", str(Path(__file__).parent))
     if not output_of(*git, "ls-files", Path(__file__).name):  # the package is installed, not cloned
         return None
@@ -70,7 +70,7 @@ def commit() -> str | None:
 
 
 def output_of(*command: str) -> str | None:
-    """The output of a command, or None if the command fails or is not installed."""
+    """Returns the output of a command, or None if the command fails or is not installed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -83,5 +83,5 @@ def now() -> str:
 
 
 def slug(name: str) -> str:
-    """A device's name as a folder name: 'NVIDIA H200' becomes 'h200'."""
+    """Converts the name of a device to a folder name: 'NVIDIA H200' becomes 'h200'."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia ")).strip("-")

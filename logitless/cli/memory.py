@@ -1,4 +1,4 @@
-"""Peak memory of a call, on a GPU or a CPU."""
+"""Measures the peak memory of a call, on a GPU or a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def extra_memory(device: str, argument: Any, run: Callable) -> int:
-    """The peak of the allocated bytes during a call, minus the bytes allocated before the call."""
+    """Returns the peak memory during a call, minus the memory before the call, in bytes."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

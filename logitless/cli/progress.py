@@ -1,4 +1,4 @@
-"""A progress bar with speed and remaining time, for all commands."""
+"""Draws a progress bar with speed and remaining time, for all commands."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from .report import bytes_text
 
 @contextmanager
 def bar(title: str, total: float | None = None) -> Iterator[Callable]:
-    """Yields advance(done, note="", tokens=0, written=0), which adds `done` to the progress.
+    """Yields a function advance(done, note="", tokens=0, written=0), which moves the bar.
 
-    The progress is complete at `total`. If `advance` is called with tokens, the bar shows the speed
-    in tokens per second. `written` is the number of bytes written so far, and the bar shows bytes
-    per second. The bar also shows the remaining time. The bar is drawn on stderr. Under torchrun,
-    only rank 0 draws the bar.
+    Each call adds `done` to the progress, and the bar is full when the progress is `total`.
+    `tokens` is the number of new tokens. With `tokens`, the bar shows the speed in tokens per
+    second. `written` is the number of bytes written so far. With `written`, the bar shows bytes per
+    second. The bar also shows the remaining time. The bar is drawn on stderr. Under torchrun, only
+    rank 0 draws the bar.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

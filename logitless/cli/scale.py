@@ -2,8 +2,8 @@
 
 The cost is computed, not measured. The command counts bytes and FLOPs, divides the counts by
 speeds, and adds a latency for each collective. Some speeds were measured on one H200
-(benchmarks/results). The other speeds are published or assumed, as the source code of this command
-states.
+(benchmarks/results). The other speeds are published or assumed. Comments in the source code give
+their sources.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Gpu(NamedTuple):
 # results). NVLink of the 5th generation moves 1.8 TB/s according to "NVLink and NVLink Switch"
 # (NVIDIA, product page).
 NVLINK_4, NVLINK_5, NDR = 900e9 / 2, 1800e9 / 2, 400e9 / 8
-LATENCY = 15e-6  # assumed; within a node, nccl-tests measures times of this order
+LATENCY = 15e-6  # assumed; nccl-tests measures times of this order within a node
 
 # Each pair holds the FLOP/s and the bytes/s of a GPU. The speeds of an H200 were measured
 # (docs/heads.md, docs/performance.md). The peak speeds of dense bf16 GEMMs and of HBM are from
@@ -48,7 +48,7 @@ GPUS = {
     "b200": Gpu(*B200, NVLINK_5, NDR, 8, LATENCY),
 }
 
-STATE = 3  # fp32 numbers per row that ranks gather for cross-entropy
+STATE = 3  # fp32 numbers per row that each rank sends in the all-gather for cross-entropy
 BYTES, FULL = 2, 4  # bytes of a bf16 number and of an fp32 number
 WORKSPACE = 1 << 30
 
@@ -98,7 +98,7 @@ def cost(tokens: int, vocab: int, hidden: int, tp: int, gpu: Gpu) -> Cost:
 
 
 def sizes(most: int) -> list[int]:
-    """Powers of two up to `most`, and `most` itself."""
+    """Returns the powers of two up to `most`, and `most` itself."""
     powers = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
     return powers if powers[-1] == most else [*powers, most]
 
@@ -108,7 +108,7 @@ def short(x: float) -> str:
 
 
 def table(tokens: int, vocab: int, hidden: int, tps: list[int], gpu: Gpu) -> str:
-    """A Markdown table of the costs per rank, in milliseconds and GiB."""
+    """Returns a Markdown table of the costs per rank, in milliseconds and GiB."""
     times = "products | loss | gather | d_hidden | all, ms"
     lines = [
         f"| TP | {times} | limit | weight | hidden | logits | all, GiB |",
@@ -126,7 +126,7 @@ def table(tokens: int, vocab: int, hidden: int, tps: list[int], gpu: Gpu) -> str
 
 
 def plot(path: Path, tokens: int, vocab: int, hidden: int, tps: list[int], gpu: Gpu) -> None:
-    """Draws a stacked bar of milliseconds for each number of ranks, labelled with the sum."""
+    """Draws one stacked bar of milliseconds for each number of ranks, with the sum as its label."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.4), layout="constrained")

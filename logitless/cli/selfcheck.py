@@ -27,12 +27,12 @@ from .selfcheck_items import head_of, labels_of, three_ids
 class Check(NamedTuple):
     """A function of the library, and a naive formula that is evaluated in fp64.
 
-    The function and the formula are called with logits of shape (N, V), N ids and a second matrix
-    of shape (N, V). Both return a floating-point tensor. Both results are differentiated with
-    respect to the logits, unless `differentiable` is False.
+    The function and the formula have the same arguments: logits of shape (N, V), N ids and a second
+    matrix of shape (N, V). Each of them returns a floating-point tensor, which is differentiated
+    with respect to the logits, unless `differentiable` is False.
     """
 
-    name: str  # name of the function; then a comma and a case, if the function has several checks
+    name: str  # name of the function, followed by ", case" if the function has several checks
     ours: Callable[[Tensor, Tensor, Tensor], Tensor]
     naive: Callable[[Tensor, Tensor, Tensor], Tensor]
     least: int = 1  # smallest V that the check accepts
@@ -45,12 +45,12 @@ def naive_entropy(x: Tensor) -> Tensor:
 
 
 def ignoring(ids: Tensor) -> Tensor:
-    """Returns the ids as targets. The first row is ignored (-100), unless there is only one row."""
+    """Returns the ids as targets, with -100 (ignored) in the first of several rows."""
     return ids if len(ids) == 1 else ids.index_fill(0, ids.new_zeros(1), -100)
 
 
 def cross_entropy(name: str, **options) -> Check:
-    """A check of cross_entropy with the given options."""
+    """Returns a check of `cross_entropy` with the given options."""
     of_formula = {name: value for name, value in options.items() if name != "inplace"}
 
     def naive(x, ids, _):
@@ -74,7 +74,7 @@ def teacher(x: Tensor, ids: Tensor) -> ll.SparseTargets:
 
 
 def naive_slots(x, ids, _):
-    """The KL divergence over three ids and one bucket for all other ids, at temperature 2."""
+    """Returns the KL divergence over three ids and a bucket of all other ids, at temperature 2."""
     log_q = (x / 2).log_softmax(-1)
     picked = three_ids(ids, x.shape[1])
     logp = x.new_tensor(LOGP)
@@ -85,7 +85,7 @@ def naive_slots(x, ids, _):
 
 
 def naive_tail(x, ids, _):
-    """The divergence of `naive_slots`, plus 0.5 times the cross-entropy at temperature 1."""
+    """Returns `naive_slots` plus 0.5 times the cross-entropy at temperature 1."""
     return naive_slots(x, ids, _) + 0.5 * F.cross_entropy(x, ids, reduction="none")
 
 
@@ -101,20 +101,20 @@ def in_chunks(work: Work) -> Cut:
 
 
 def over_a_head(x, ids, other):
-    """Cross-entropy over a head in several chunks."""
+    """Returns the cross-entropy over a head, computed in several chunks."""
     with choose_cut.override(in_chunks):
         return ll.linear_cross_entropy(x, head_of(other).requires_grad_(), ids % 16)
 
 
 def by_columns(x, ids, other):
-    """Cross-entropy over a head that is split into two blocks of columns."""
+    """Returns the cross-entropy over a head that is split into two blocks of columns."""
     logits = ll.LinearLogits(x, head_of(other).requires_grad_())
     with choose_cut.override(lambda work: Cut(work.rows, 8)):
         return ll.cross_entropy(logits, ids % 16)
 
 
 def on_chip(x, ids, other, **options):
-    """Cross-entropy over a narrow head whose logits are never written to memory."""
+    """Returns the cross-entropy over a narrow head whose logits are never written to memory."""
     weight = head_of(other[:, :16]).requires_grad_()
     logits = ll.LinearLogits(x[:, :16], weight, drop_ignored=False)
     with choose_cut.override(lambda work: Cut(work.rows, on_chip=work.narrow)):
@@ -180,13 +180,13 @@ def of_scores(x, ids, _):
 
 
 def of_kept(x, ids, _):
-    """Returns three scores. Each row keeps two ids, and has one repeated and one empty slot."""
+    """Returns three scores. Each row has two kept ids, one repeated slot and one empty slot."""
     kept = F.pad(three_ids(ids, x.shape[1]), (0, 1), value=-1)
     return torch.stack(tuple(ll.kept_scores(x, ids, kept, mass=True)), -1)
 
 
 def naive_of_kept(x, ids, _):
-    """Returns the scores of `of_kept`, from logits that are -inf at all ids that are not kept."""
+    """Returns the scores of `of_kept`, from logits that are -inf except at the kept ids."""
     inside = torch.zeros_like(x, dtype=torch.bool).scatter(-1, three_ids(ids, x.shape[1]), True)
     log_q = torch.where(inside, x, -torch.inf).log_softmax(-1)
     mass = torch.where(inside, x.log_softmax(-1), -torch.inf).logsumexp(-1)
@@ -200,14 +200,14 @@ def at_kept(x, ids, _):
 
 
 def of_slots(slots):
-    """Returns forward KL over the slots and the tails."""
+    """Returns the forward KL divergence over the slots and the tail of each row."""
     p = torch.cat((slots.teacher, slots.teacher_tail.unsqueeze(-1)), -1)
     q = torch.cat((slots.student, slots.student_tail.unsqueeze(-1)), -1)
     return (p.exp() * (p - q)).sum(-1)
 
 
 def with_scores(x, ids, _):
-    """Returns the loss and three scores per row. Only the loss has a gradient."""
+    """Returns the loss and three scores for each row. Only the loss has a gradient."""
     loss, scores = ll.cross_entropy_and_scores(x, ids, reduction="none")
     return torch.stack((loss, *scores[:3]), -1)
 

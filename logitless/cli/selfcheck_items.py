@@ -1,7 +1,7 @@
 """Checks of `logitless doctor` for losses over pairs, sampled items and sampled ids.
 
-Each function has the arguments of a Check (selfcheck.py): logits or embeddings x of shape (N, V), N
-ids, and a second matrix of shape (N, V).
+Each check function has the arguments of a Check (selfcheck.py): logits or embeddings `x` of shape
+(N, V), N ids, and a second matrix of shape (N, V).
 """
 
 import torch
@@ -18,7 +18,7 @@ DRAWS = 8  # the number of ids that are drawn per row
 
 
 def head_of(other: Tensor, classes: int = ITEMS) -> Tensor:
-    """A weight of shape (classes, D).
+    """Returns a weight of shape (classes, D).
 
     Each row has one nonzero entry, 1 or -0.5, so that the logits have no rounding errors.
     """
@@ -29,12 +29,12 @@ def head_of(other: Tensor, classes: int = ITEMS) -> Tensor:
 
 
 def labels_of(x: Tensor) -> Tensor:
-    """Labels of ITEMS rows, for the checks that use x as a weight."""
+    """Returns labels for ITEMS rows, for the checks that use `x` as a weight."""
     return torch.arange(ITEMS, device=x.device) % len(x)
 
 
 def three_ids(ids: Tensor, vocab: int) -> Tensor:
-    """Three ids per row. The first two ids of a row are equal."""
+    """Returns three ids per row. The first two ids of a row are equal."""
     return torch.stack((ids, ids, (ids + 1) % vocab), -1)
 
 
@@ -82,7 +82,7 @@ def naive_over_shared(x, ids, other):
 
 
 def over_own(x, ids, other):
-    """The loss of states x over a table. Each row has its own negatives."""
+    """Returns the loss of hidden states `x` over a table. Each row has its own negatives."""
     negatives = three_ids((ids + 1) % ITEMS, ITEMS)
     return ll.sampled_softmax(x, head_of(other), ids % ITEMS, negatives, reduction="none")
 
@@ -92,7 +92,7 @@ def naive_over_own(x, ids, other):
 
 
 def of_a_table(x, _, other):
-    """The loss over a table x. Each row has its own negatives."""
+    """Returns the loss over a table `x`. Each row has its own negatives."""
     target = labels_of(x)
     negatives = three_ids((target + 1) % len(x), len(x))
     return ll.sampled_softmax(head_of(other), x, target, negatives, reduction="none")
@@ -104,10 +104,11 @@ def naive_of_a_table(x, _, other):
 
 
 def outside_draws(x, *_):
-    """Returns the distance of each uniform number from the interval of the id that was drawn.
+    """Returns the distance of each uniform random number from the interval of the drawn id.
 
-    The id j is drawn if the uniform number is between the probability of all ids before j and the
-    probability of all ids up to j. So the right distance is 0, except for rounding errors.
+    The interval of an id j begins at the total probability of all ids before j, and ends at the
+    total probability of all ids up to j. The id j is drawn if the uniform number is in this
+    interval. So the right distance is 0, except for rounding errors.
     """
     seed = x.shape[1]
     found = ll.capture_sampled(x, DRAWS, generator=torch.Generator(x.device).manual_seed(seed))

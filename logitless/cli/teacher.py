@@ -137,7 +137,7 @@ def add_parser(subparsers) -> None:
 
 
 def _store(text: str) -> Path | str:
-    """Returns a folder as a Path, and an address as a string, because a Path changes addresses."""
+    """Returns a folder as a Path. An address stays a string, because Path would change it."""
     return text if "://" in text else Path(text)
 
 
@@ -242,7 +242,7 @@ def capture(args: argparse.Namespace) -> None:
         batches = _data.batches(documents, args.batch_tokens, lambda size: advance(size * world))
         generator = None
         if args.sample:
-            # Every rank and every resumed run has its own seed, so that their draws differ.
+            # Every rank and every resumed run has its own seed, so that their random draws differ.
             seed = (args.seed or 0) + 1_000_003 * writer.rank + len(writer)
             generator = torch.Generator(device).manual_seed(seed)
         pace = _Pace(header, amount, world)
@@ -259,7 +259,7 @@ def capture(args: argparse.Namespace) -> None:
 def _slots(
     k: int | None, values: str | None, sample: int | None = None, seed: int | None = None
 ) -> dict[str, Any]:
-    """The fields `k` and `values` of a store's header."""
+    """Returns the fields `k` and `values` of a store's header."""
     if sample is None:
         if seed is not None:
             raise ValueError(f"--seed must be passed together with --sample, got only {seed}.")
@@ -347,7 +347,7 @@ def merge(args: argparse.Namespace) -> None:
     from logitless import store
 
     for path in (path for path in args.stores if isinstance(path, Path)):
-        store.recover(path)  # adds the documents of writers that were killed
+        store.recover(path)  # moves the documents of killed writers to shards
     stores = [store.Store(path) for path in args.stores]
     with bar("merge", sum(s.tokens for s in stores)) as advance:
         documents = store.merge(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-WINDOW = 512  # number of documents that are sorted by length together, to reduce padding in batches
+WINDOW = 512  # documents are sorted by length in groups of this many, to reduce padding in batches
 SHOWN = 60  # number of characters of a line that an error message shows
 
 
@@ -83,7 +83,10 @@ def check(line: Line, vocab_size: int | None) -> None:
 
 
 def ids_of(line: Line, tokenizer: Any, end: int | None, vocab_size: int) -> list[int]:
-    """Returns a document's input_ids, or the token ids of its text with `end` as the last id."""
+    """Returns the input_ids of a line, or the token ids of its text.
+
+    The ids of a text end with the id `end`, unless `end` is None.
+    """
     check(line, vocab_size)
     if line.fields.get("input_ids") is not None:
         return line.fields["input_ids"]
@@ -99,11 +102,11 @@ def ids_of(line: Line, tokenizer: Any, end: int | None, vocab_size: int) -> list
 def batches(
     documents: Iterator[tuple[list[int], int]], most: int, progress: Callable[[int], None]
 ) -> Iterator[list[list[int]]]:
-    """Yields batches of documents of similar lengths.
+    """Yields batches. The documents of a batch have similar lengths.
 
-    A batch of more than one document has at most `most` tokens, including padding. `documents`
-    yields the tokens of each document and its size in bytes. `progress` is called with the size of
-    each document.
+    A batch has at most `most` tokens, including padding, unless it consists of one longer document.
+    `documents` yields the tokens of each document and its size in bytes. `progress` is called with
+    the size of each document.
     """
     while window := _window(documents, progress):
         window.sort(key=len)
@@ -117,7 +120,7 @@ def batches(
 
 
 def _window(documents: Iterator[tuple[list[int], int]], progress: Callable) -> list[list[int]]:
-    """The next WINDOW documents that are not empty."""
+    """Returns the next WINDOW documents that are not empty."""
     window = []
     for tokens, n in documents:
         progress(n)

@@ -1,7 +1,7 @@
 """Adds the output of an inference server to a store, for `logitless teacher import`.
 
-Documents are added in groups, because a tensor operation takes as long for one short document as
-for hundreds of short documents.
+Documents are added in groups, because a tensor operation on one short document takes as long as on
+hundreds of short documents.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ AT_ONCE = 4096  # documents are added to the store as soon as they have this man
 
 
 class Group(NamedTuple):
-    """Documents that are added together. Each document comes with its file and line."""
+    """Documents that are added together, each with the name of its file and its line number."""
 
     documents: list[tuple[str, Document]]
     size: int  # size of the lines in bytes
@@ -59,7 +59,7 @@ def _groups(lines: Iterable[Line], form: str, completion: bool | None) -> Iterat
 
 
 def _documents(line: Line, form: str, completion: bool | None) -> Iterator[Document]:
-    """The documents of one server output. Each completion in the output is a document."""
+    """Yields the documents of one server output. Each completion in the output is a document."""
     output: dict[str, Any] = line.fields
     try:
         for choice in range(choices_of(output)):
@@ -71,7 +71,8 @@ def _documents(line: Line, form: str, completion: bool | None) -> Iterator[Docum
 def _add(writer: Writer, documents: list[tuple[str, Document]]) -> None:
     """Adds documents to the store in one call.
 
-    If the call raises, the documents are added one by one, so that the error names a line.
+    If the call raises, the documents are added one by one, so that the error names the line of the
+    invalid document.
     """
     k = writer.header.k
     if not documents:

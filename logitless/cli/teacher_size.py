@@ -1,9 +1,9 @@
 """Computes the size of a store before the store is written.
 
 `logitless teacher size` prints the sizes for several K. `logitless teacher capture` first prints
-the expected size of its store. The number of tokens is known only after all documents are
-tokenised. So the number is estimated from SAMPLE texts, which are chosen at random from all files.
-The expected time is printed after the first batch, because the speed is not known before.
+the expected size of its store. The exact number of tokens would be known only after all documents
+are tokenised. So this number is estimated from SAMPLE texts, which are chosen at random from all
+files. The expected time is printed after the first batch, because the speed is unknown until then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .report import bytes_text, table
 
 SIZES = (16, 32, 64, 128, 256)  # the default of --k in the command `size`
 SAMPLE = 200  # number of texts that are tokenised for the estimate
-PER_DOCUMENT = 80  # assumed bytes of the start and the index entries per document; usual: 60 to 100
+PER_DOCUMENT = 80  # assumed bytes per document for its start and index entries; 60 to 100 are usual
 
 
 class Expected(NamedTuple):
@@ -36,8 +36,8 @@ def expected(
 ) -> Expected:
     """Checks every line, and returns the number of documents and an estimate of their tokens.
 
-    The tokens of lines with input_ids are counted. The tokens of all texts are estimated from the
-    sizes of their lines in bytes. A document has at most `most` tokens.
+    For lines with input_ids, the tokens are counted. For lines with text, the number of tokens is
+    estimated from the size of the line in bytes. A document has at most `most` tokens.
     """
     picks, sample = random.Random(0), []
     documents, known, texts, size = 0, 0, 0, 0
@@ -82,7 +82,7 @@ class Pace:
         self.begin: float | None = time.perf_counter()
 
     def batch(self, tokens: int) -> None:
-        """Called after each batch, with the number of its tokens."""
+        """Must be called after each batch, with the number of tokens in the batch."""
         if self.begin is None or not tokens:
             return
         seconds, self.begin = time.perf_counter() - self.begin, None
@@ -91,7 +91,7 @@ class Pace:
             print(self.sentence(speed), flush=True)
 
     def sentence(self, speed: float) -> str:
-        """Returns the line for a speed in tokens per second of all ranks together."""
+        """Returns the line to print. `speed` is in tokens per second, for all ranks together."""
         written = bytes_text(speed * self.header.token_bytes())
         time = datetime.timedelta(seconds=round(self.of.tokens / speed))
         return (

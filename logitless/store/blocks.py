@@ -1,10 +1,10 @@
 """Reads the tensors of a shard block by block, and compares every block with its checksum.
 
 The checksums follow the tensors in the same file, one CRC-32 per BLOCK bytes (store/format.py). A
-read copies the blocks into memory and then compares the copy with the checksums. So reading a byte
-that has changed since the shard was written raises an error. Reading a file that was cut off after
-it was opened raises an error too. Files are not memory-mapped, because reading a mapped file beyond
-its end would kill the process with a signal.
+read copies the blocks into memory and then compares the copy with the checksums. So a read raises
+an error if a byte of these blocks has changed since the shard was written. A read also raises an
+error if the file was cut off after it was opened. Files are not memory-mapped, because reading a
+mapped file beyond its end would kill the process with a signal.
 """
 
 import os
@@ -54,7 +54,7 @@ class Blocks:
         If a block is in several ranges, the block is read and compared with its checksum only once.
         """
         file, unit = self._file or self._opened(), BLOCK if self.checked else 1
-        runs: list[list[int]] = []  # ranges [first, end) of block numbers to read, ascending
+        runs: list[list[int]] = []  # ascending ranges [first, end) of the block numbers to read
         complete, shift, places = 0, 0, [0] * len(ranges)
         for number in sorted(range(len(ranges)), key=ranges.__getitem__):
             begin, end = ranges[number]
@@ -91,7 +91,7 @@ class Blocks:
             file_checks.changed_block(self.path, self.start + block * BLOCK)
 
     def close(self) -> None:
-        """Closes the file when no thread reads it. The next read opens the file again."""
+        """Closes the file once no thread reads the file. The next read opens the file again."""
         self._file = None
 
     def _opened(self) -> "_File":
@@ -138,7 +138,7 @@ class _File:
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns the checksums of all blocks of a file, as a uint8 tensor.
+    """Returns one checksum per block of a file, as a uint8 tensor.
 
     `tensors` holds the tensors of the file, in the order of the file.
     """

@@ -7,14 +7,14 @@
     cache.lock     locked while a process makes room for another file, or renames a fetched file
 
 A file is fetched under the name SHA256.part and then renamed, so that a reader never sees a part of
-a file. Only one process fetches a file, and the other processes wait for this process. If its fetch
-fails, the waiting processes raise its error, because otherwise each of them would wait for the
-server in turn. If there is no room for a file, the least recently used files are deleted, except
-files that are being read or fetched. If all files are being read or fetched, the process waits
-until one file is free. This wait ends, because a process holds the shared lock only during a read.
-The system releases the locks of a killed process. Files named SHA256.lock are never deleted,
-because another process could be waiting for the lock of the deleted file. Files with other names do
-not belong to the cache. These files are neither counted nor deleted.
+a file. Only one process fetches a file, and the other processes wait for this process. If the fetch
+fails, the waiting processes raise the same error. Otherwise, the waiting processes would repeat the
+failing fetch one after the other. If there is no room for a file, the least recently used files are
+deleted, except files that are being read or fetched. If all files are being read or fetched, the
+process waits until one file is free. This wait always ends, because a process holds the shared lock
+on a file only during a read. The system releases the locks of a killed process. Files named
+SHA256.lock are never deleted, because another process could be waiting for the lock on the file.
+Files with other names do not belong to the cache. These files are neither counted nor deleted.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ COUNTED = re.compile(r"[0-9a-f]{64}(\.part)?")  # names of the files that the li
 
 
 def default_folder() -> Path:
-    """Returns the folder in LOGITLESS_CACHE, or the folder `logitless` in the user's cache."""
+    """Returns the folder that LOGITLESS_CACHE names, or else `logitless` in the user's cache."""
     if chosen := os.environ.get("LOGITLESS_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logitless"
@@ -86,8 +86,8 @@ class Cache:
     def _fetched(self, listed: Listed, fetch: Callable[[Listed, Any], None], before: str) -> None:
         """Fetches a file, if the cache does not have the file.
 
-        `before` is the result of `_failure` before this process began to wait. Raises the error of
-        another process, if that process failed to fetch the file since then.
+        `before` is the result of `_failure` before this process began to wait. If another process
+        has failed to fetch the file since then, raises the error of that process.
         """
         path = self.folder / listed.sha256
         with Lock(self._lock(path), wait=True):
@@ -96,7 +96,7 @@ class Cache:
                 try:
                     self._fetch(listed, fetch)
                 except (FileNotFoundError, PermissionError):
-                    raise  # these errors come at once, so that no process waits in turn
+                    raise  # not recorded, because the server sends such errors at once
                 except OSError as error:
                     failed = path.with_name(f"{path.name}.failed")
                     _replace(failed, f"{uuid.uuid4()}\n{error}")
@@ -106,7 +106,7 @@ class Cache:
         """Fetches a file in the background, if the cache does not have the file.
 
         Raises a ValueError if another process is reading or fetching the file. An error of `fetch`
-        is raised only here, and not in processes that wait for the file.
+        is raised only in this process, and not in processes that wait for the file.
         """
         path = self.folder / listed.sha256
         with Lock(self._lock(path)):
@@ -120,7 +120,7 @@ class Cache:
             path.unlink(missing_ok=True)
 
     def _lock(self, path: Path) -> Path:
-        """Returns the path of a file's lock. Creates the folder, if somebody has deleted it."""
+        """Returns the path of a file's lock. Creates the cache folder if it was deleted."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return path.with_name(f"{path.name.removesuffix('.part')}.lock")
 
@@ -134,8 +134,9 @@ class Cache:
                 fetch(listed, file)
                 file.flush()
                 os.fsync(file.fileno())
-            # Without the lock, `_has_room` of another process could list `part` before it is
-            # renamed, and then delete nothing.
+            # Without the lock, `_has_room` of another process could list the name `part` just
+            # before the file is renamed. Then `_has_room` would delete nothing, but count the size
+            # of the file as free.
             with Lock(self.folder / "cache.lock", wait=True):
                 os.replace(part, path)
         finally:
@@ -173,7 +174,7 @@ class Cache:
         return [path for path in self.folder.iterdir() if COUNTED.fullmatch(path.name)]
 
     def _deleted(self, path: Path) -> bool:
-        """Deletes a file, unless a process reads or fetches the file. Returns whether it did."""
+        """Deletes a file, unless a process reads or fetches it. Returns whether it was deleted."""
         try:
             with Lock(self._lock(path)):
                 path.unlink(missing_ok=True)

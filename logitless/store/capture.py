@@ -38,17 +38,18 @@ def capture(
     """Stores a teacher's k most probable next tokens, and returns the number of added documents.
 
     If the writer has values="counts", `capture` stores next tokens that are drawn at random. The
-    number of draws per token is the writer's k. `generator` must be on the device of the model.
+    number of draws per token is the writer's k. `generator` is the random generator of these draws,
+    and must be on the device of the model.
 
     A batch is a list of documents, a tensor or a dict. A document in a list is a list of token ids.
     A tensor holds input_ids of shape (B, T), with one document per row. A dict holds the keyword
-    arguments of a Transformers model, in which attention_mask marks padding. Documents that the
+    arguments of a Transformers model. Its attention_mask is 0 for padding. Documents that the
     writer already has are skipped before the model runs. So calling `capture` again resumes a run
-    that was killed. `k` is at most the writer's k, which is also the default. `head` has the same
-    meaning as in `fuse`. For each captured document, `progress` is called with the number of the
-    document's tokens. For each batch with skipped documents, `progress` is also called once, with
-    the number of tokens in all skipped documents of the batch. If the head is padded to more logits
-    than the writer's vocab_size, the logits beyond vocab_size count as -inf.
+    that was killed. `k` must not be larger than the writer's k, and the default is the writer's k.
+    `head` has the same meaning as in `fuse`. After each captured document, `progress` is called
+    with the number of tokens in the document. If documents of a batch are skipped, `progress` is
+    called once more, with the total number of tokens in the skipped documents. If the head is
+    padded to more logits than the writer's vocab_size, the logits beyond vocab_size count as -inf.
 
     Under torchrun, each rank captures the part of the batches that the function `share` selects:
 
@@ -84,7 +85,8 @@ def share(
 ) -> Iterator[Item]:
     """Yields this rank's share of the items: every `world`-th item, starting at item `rank`.
 
-    The defaults of `rank` and `world` are the variables RANK and WORLD_SIZE that torchrun sets.
+    By default, `rank` and `world` are the environment variables RANK and WORLD_SIZE, which torchrun
+    sets.
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
@@ -141,7 +143,7 @@ def _padded(documents: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _new_documents(ids: Tensor, is_token: Tensor, writer: Writer) -> tuple[list[int], int]:
-    """Returns the indices of the rows to capture, and the number of tokens in the skipped rows."""
+    """Returns the indices of the batch rows to capture, and the number of tokens in other rows."""
     new, skipped = [], 0
     for row, (tokens, kept) in enumerate(zip(ids.cpu(), is_token, strict=True)):
         tokens = tokens[kept]
@@ -153,7 +155,7 @@ def _new_documents(ids: Tensor, is_token: Tensor, writer: Writer) -> tuple[list[
 
 
 def _rows(t: Any, wanted: list[int], rows: int) -> Any:
-    """Returns the rows `wanted` of one keyword argument of the model.
+    """Selects the rows with the indices `wanted` from one keyword argument of the model.
 
     An argument without a batch dimension is returned unchanged.
     """
@@ -171,8 +173,8 @@ def _launch(
 ) -> _Pending:
     """Starts the model on a batch without waiting for the device.
 
-    The CPU copy of the tokens is made before the batch is copied to the device, because copying the
-    tokens back from the device would wait for the device.
+    The tokens are copied on the CPU before the batch is moved to the device, because copying them
+    back from the device would wait for the device.
     """
     tokens, device = inputs["input_ids"].cpu(), next(model.parameters()).device
     inputs = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
@@ -182,7 +184,7 @@ def _launch(
     logits = getattr(output, "logits", output)
     header = writer.header
     checks.logits_of_batch(logits, ids, header.vocab_size)
-    if logits.shape[-1] > header.vocab_size:  # the last columns of a padded head belong to no token
+    if logits.shape[-1] > header.vocab_size:  # no token has the id of a column beyond vocab_size
         logits = logits[..., : header.vocab_size]
     if header.sampled:
         how = {"generator": generator, "temperature": header.temperature}
@@ -212,9 +214,9 @@ def _write(pending: _Pending | None, writer: Writer, progress: Callable | None) 
         where = slice(int(places[0]), int(places[-1]) + 1) if contiguous else places
         rows = {name: t[where] for name, t in pending.rows.items()}
         checks.rows_of_teacher(rows)
-        # `_new_documents` looks for documents only in the writer. So a document can still occur
-        # twice in this batch, or in this batch and in the previous batch. `append` adds such a
-        # document only once.
+        # `_new_documents` removes only documents that the writer already has. So a document can
+        # still occur twice in this batch, or in this batch and in the previous batch. `append` adds
+        # such a document only once.
         added += writer.append(checks.tokens(tokens, writer.header.vocab_size), rows)
         if progress is not None:
             progress(len(tokens))

@@ -70,7 +70,7 @@ def tokens(t: Any, vocab_size: int) -> Tensor:
 
 
 def starts(value: Any, n: int) -> None:
-    """Checks the list `starts` of several documents, which have n tokens in total.
+    """Checks the list `starts` for several documents with n tokens in total.
 
     A valid list holds the position of each document's first token, and then n.
     """
@@ -114,7 +114,7 @@ def document(targets: Any, tokens: Tensor, h: Any, kind: type) -> None:
         got = low if low < 0 else high
         raise ValueError(f"targets.ids must be in the vocabulary of {h.vocab_size}, got {got}.")
     most = float(logprobs.detach().max()) if logprobs.numel() else 0.0
-    if not most <= 2**-7:  # 2^-7 allows 16-bit rounding; `not <=` also refuses NaN
+    if not most <= 2**-7:  # 2^-7 allows 16-bit rounding; `not <=` is also True for NaN
         raise ValueError(f"targets.logprobs must be logarithms of probabilities, got {most}.")
     tail = 0.0 if targets.tail is None else float(targets.tail.detach().max())
     if not tail <= 2**-7:
@@ -122,7 +122,7 @@ def document(targets: Any, tokens: Tensor, h: Any, kind: type) -> None:
 
 
 def draws(targets: Any, counts: Tensor, n: int) -> None:
-    """Checks that targets hold the counts of n draws, as `capture_sampled` returns them.
+    """Checks that the log-probabilities are log(count / n), as `capture_sampled` returns them.
 
     `counts` holds the number of draws of each slot, rounded to a whole number.
     """
@@ -203,8 +203,9 @@ def input_ids(t: Any) -> None:
 def lengths(value: Any, rows: int, width: int) -> list[list[int]]:
     """Returns the lengths of the documents in each row. Lengths of 0 are left out.
 
-    `value` has one entry per row: one number, or a list of several numbers. For a batch of one row,
-    `value` can also be the list of this row's lengths.
+    `value` has one entry per row. An entry is the length of one document, or a list of the lengths
+    of several documents. If the batch has only one row, `value` can also be the list of lengths in
+    this row.
     """
     if not isinstance(value, (list, tuple, Tensor)) or (
         isinstance(value, Tensor) and not value.dim()
@@ -233,7 +234,7 @@ def _length(n: Any) -> int:
 
 
 def unknown_document(tokens: Tensor, row: int, start: int, length: int | None) -> KeyError:
-    """Returns the error for tokens of one row that match no document.
+    """Returns the error for tokens of a batch row that match no document.
 
     `length` is the length of the document, or None if the caller passed no lengths.
     """
@@ -266,7 +267,7 @@ def documents(seed: Any, mixed: Any, rank: Any, world: Any) -> None:
 
 
 def state_of_documents(state: Any, fixed: dict[str, Any]) -> None:
-    """Checks that a state was saved for the same store, the same order and the same share."""
+    """Checks that `state` was saved with the same store, seed, `mixed` and share of documents."""
     names = {"epoch", "position", *fixed}
     if not isinstance(state, Mapping) or state.keys() != names:
         got = sorted(state) if isinstance(state, Mapping) else type(state).__name__
@@ -327,8 +328,9 @@ def logits_of_batch(logits: Any, ids: Tensor, vocab_size: int) -> None:
 def rows_of_teacher(rows: dict[str, Tensor]) -> None:
     """Checks that `top`, the largest log-probability of each row, is finite.
 
-    No NaN is written to a store, because a NaN in the column `top` marks a row without slots. With
-    values="counts", a row of NaN has no draws, and is refused too.
+    A row whose log-probabilities are NaN must not be written to a store, because a NaN in the
+    column `top` marks a row without slots. With values="counts", such a row has no draws, and is
+    refused too.
     """
     fine = rows["top"].isfinite() if "top" in rows else (rows["draws"] != 0).any(-1)
     if not bool(fine.all()):

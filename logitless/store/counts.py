@@ -2,11 +2,11 @@
 
 `capture_sampled` draws n ids per row, and the weight of an id is count / n. The n draws of a row
 are sorted by their ids. Bit j of the column `draws` is 1 if draw j is the first draw of its id. So
-the number of 1 bits is the number of distinct ids, and the distance from a 1 bit to the next 1 bit
-is the count of an id. All bits of a row without slots are 0.
+the number of bits that are 1 is the number of distinct ids. The count of an id is the distance from
+its bit to the next bit that is 1. All bits of a row without slots are 0.
 
-In memory, all rows have the same size. The column `ids` holds n ids per row, and the ids after the
-last distinct id are 0. In a shard, only the distinct ids are stored, one row after the other
+In memory, all rows have the same size. The column `ids` holds n numbers per row: first the distinct
+ids, and then zeros. In a shard, only the distinct ids are stored, one row after the other
 (`compact` and `expand`). store/format.py describes the columns of a shard.
 """
 
@@ -65,8 +65,9 @@ class CountsDecoding:
         self.rows = end
         file_checks.ids_in_vocabulary(table["ids"], self.header.vocab_size)
         bits = bits_of(table["draws"], self.header.k)
-        slot = bits.cumsum(-1)  # the number of the slot of each draw, from 1
-        # Draws before the first 1 bit are counted in slot 0, which is left out.
+        slot = bits.cumsum(-1)  # the slot of each draw, numbered from 1
+        # In a row without slots, all bits are 0, so `slot` is 0 for all draws. These draws are
+        # counted in column 0 of `counts`, and [:, 1:] drops this column.
         counts = torch.zeros(len(bits), self.header.k + 1, dtype=torch.int64)
         counts = counts.scatter_add_(-1, slot, torch.ones_like(slot))[:, 1:]
         self.ids[begin:end] = table["ids"]
@@ -107,7 +108,10 @@ def _inside(slots: Tensor, k: int) -> Tensor:
 
 
 def compact(rows: Table, starts: Tensor, header: Header) -> Table:
-    """Returns the columns of a shard from rows in memory. `starts` lists each document's start."""
+    """Converts rows in memory to the columns of a shard.
+
+    `starts` holds the first row of each document, and then the number of rows.
+    """
     slots = slots_of(rows["draws"])
     flat = rows["ids"][_inside(slots, header.k)]
     ends = pad(slots.cumsum(0), (1, 0))
@@ -116,7 +120,7 @@ def compact(rows: Table, starts: Tensor, header: Header) -> Table:
 
 
 def expand(draws: Tensor, ids: Tensor, header: Header) -> Table:
-    """Returns rows in memory from the column `draws` and the distinct ids of all rows."""
+    """Inverts `compact`: returns the rows in memory. `ids` holds the distinct ids of all rows."""
     padded = torch.zeros(len(draws), header.k, dtype=header.id_dtype)
     padded[_inside(slots_of(draws), header.k)] = ids.to(header.id_dtype)
     return {"ids": padded, "draws": draws}

@@ -18,7 +18,7 @@ from .reader import Store
 
 
 class Place(NamedTuple):
-    """A place in an epoch. `position` is the number of documents that this worker has read."""
+    """A place in an epoch. `position` counts the documents that this worker has read."""
 
     epoch: int
     position: int
@@ -27,18 +27,19 @@ class Place(NamedTuple):
 class Documents(IterableDataset):
     """An iterable dataset of a store's documents. Each item is a pair (tokens, targets).
 
-    Without `seed`, documents are read in the order of the store. With `seed`, each epoch has
-    another order. The shards are shuffled first. Then the documents of `mixed` consecutive shards
-    are shuffled together. So a remote store needs only a few shards at a time, and the next shards
-    are fetched in the background. Call `set_epoch` before each epoch.
+    Without `seed`, documents are read in the order of the store. With `seed`, each epoch has a
+    different random order. The shards are shuffled first. Then the documents of `mixed` consecutive
+    shards are shuffled together. So only a few shards of a remote store are needed at a time, and
+    the next shards are fetched in the background. Call `set_epoch` before each epoch.
 
-    Each rank reads an equal share of the documents. Up to (world - 1) documents are left out of an
-    epoch. The defaults of `rank` and `world` are the variables RANK and WORLD_SIZE that torchrun
-    sets. The workers of a DataLoader divide the share of their rank.
+    Each rank reads the same number of documents. So up to (world - 1) documents are left out of an
+    epoch. By default, `rank` and `world` are the environment variables RANK and WORLD_SIZE, which
+    torchrun sets. The documents of a rank are divided among the workers of its DataLoader.
 
-    `state_dict` returns the position in the epoch, and the first iteration after `load_state_dict`
-    reads the rest of this epoch, which is empty at the end of an epoch. A resumed run must have the
-    same store, seed, ranks and number of workers.
+    `state_dict` returns the position in the epoch. The first iteration after `load_state_dict`
+    reads only the rest of this epoch. If the state was saved at the end of an epoch, this iteration
+    reads no documents. A resumed run must have the same store, seed, `mixed`, number of ranks and
+    number of workers.
 
     >>> loader = StatefulDataLoader(Documents(store, seed=0), 8, collate_fn=pad_documents)
     """
@@ -57,11 +58,11 @@ class Documents(IterableDataset):
         checks.documents(seed, mixed, rank, world)
         self.store, self.seed, self.mixed = store, seed, mixed
         self.rank, self.world = rank, world
-        # The epoch of the next iteration. Its memory is shared, because `set_epoch` must have an
-        # effect in workers that were started before.
+        # The epoch of the next iteration. The tensor is in shared memory, so that `set_epoch` also
+        # has an effect in workers that are already running.
         self._next_epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()
         self._place = Place(0, 0)
-        self._resumed: Place | None = None  # where the next iteration begins, after a resumption
+        self._resumed: Place | None = None  # the place that `load_state_dict` restored
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -72,7 +73,10 @@ class Documents(IterableDataset):
         return self._place.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch, on which the order depends. A new epoch starts at its first document."""
+        """Sets the epoch of the next iteration. The order of the documents depends on the epoch.
+
+        If `epoch` is not the current epoch, the next iteration begins at the first document.
+        """
         checks.whole("epoch", epoch, 0, 2**31)
         self._next_epoch.fill_(epoch)
         if epoch != self.epoch:
@@ -98,7 +102,7 @@ class Documents(IterableDataset):
 
     @on_cpu
     def order(self, epoch: int) -> Tensor:
-        """Returns the numbers of the documents of all ranks, in the order of an epoch."""
+        """Returns the document numbers of all ranks, in the order of the given epoch."""
         firsts = self.store.firsts
         order = torch.arange(len(self.store))
         if self.seed is not None:
@@ -113,7 +117,7 @@ class Documents(IterableDataset):
         return order[: len(order) - len(order) % self.world]
 
     def _share(self) -> tuple[int, int]:
-        """Returns the number of this worker's share of the documents, and the number of shares.
+        """Returns the index of this worker's share of the documents, and the number of shares.
 
         Worker w of a rank reads every (workers · world)-th document, starting at document
         (w · world + rank). So all ranks read the same number of documents.
@@ -129,7 +133,8 @@ class Documents(IterableDataset):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after the last document that was read before `state_dict` was called.
 
-        Only the next iteration continues. Later iterations are whole epochs, as `set_epoch` chose.
+        Only the next iteration continues. Later iterations read whole epochs, whose numbers
+        `set_epoch` sets.
         """
         checks.state_of_documents(state, self._fixed())
         self._place = self._resumed = Place(state["epoch"], state["position"])
@@ -149,15 +154,16 @@ def pad_documents(
     """Pads documents on the right, and returns a batch.
 
     `documents` are items of `Documents`. The batch has input_ids, attention_mask and labels of
-    shape (B, T), and targets with one row per token. Padding has the label -100. All slots of
-    padding are masked.
+    shape (B, T), and targets with one row per token. Padding tokens have the label -100, and all
+    their slots are masked.
     """
     checks.some_documents(documents)
     lengths = torch.tensor([len(tokens) for tokens, _ in documents])
     first = torch.cumsum(lengths, 0) - lengths
     place = torch.arange(int(lengths.max()))
     is_token = place < lengths[:, None]
-    # Padding is gathered from an extra token and an extra row, which follow all documents.
+    # For padding, the index `at` selects an extra token and an extra row, which are appended after
+    # all documents.
     at = torch.where(is_token, first[:, None] + place, lengths.sum())
     tokens = torch.cat([*(tokens for tokens, _ in documents), torch.tensor([pad_token])])[at]
     rows = [targets for _, targets in documents]

@@ -11,13 +11,14 @@ A store is a folder:
     store.index              a list of the shards, for readers of a remote store (store/listing.py)
     store-HASH.lookup        the index of all shards, for readers of a remote store
 
-RANK is a writer's number, which is 0 if there is only one writer. NUMBER is the number of a shard,
-with six digits or more.
+RANK is the number of a writer. The number is 0 if there is only one writer. NUMBER is the number of
+a shard, written with at least six digits.
 
 A shard is a safetensors file (targets/safetensors.py). Bytes 0-7 hold the length n of a JSON
 header, and the next n bytes hold the header. The tensors follow, widest dtype first. The
 `data_offsets` in the header give the place of each tensor, counted from the end of the header. The
-metadata of a shard holds the format, its version, the store's header and a SHA-256 of the tensors.
+metadata of a shard holds the name and the version of the format, the store's header and a SHA-256
+of the tensors.
 
 Let a shard have D documents with T tokens in total, K slots (stored ids) per token, and ids of b
 bits. The shard has these tensors:
@@ -54,13 +55,14 @@ all rows. The columns `top`, `tail`, `step` and `codes` do not exist, and these 
     draws       U8  (T, n / 8)    bit j is 1 if draw j is the first draw of its id; the draws of a
                                   row are sorted by id                          (store/counts.py)
 
-Bit j of a row is in byte j / 8, with bit 0 in the lowest bit. A row without slots has only zeros.
+Bit j of a row is in the byte with the index floor(j / 8). Within a byte, bits are counted from the
+lowest bit. All bits of a row without slots are 0.
 
-An integer of b bits is cut into fields of 32, 16, 8, 4, 2 or 1 bits, whose widths add up to b. The
-widest field holds the lowest bits of the integer. The fields of one width W form one tensor of
-dtype U32, U16 or U8. If W is below 8, one byte holds the fields of 8 / W integers, with the field
-of the first integer in the lowest bits. So a field narrower than 8 bits never crosses a byte
-boundary. For example, an id of 18 bits takes a U16 and a quarter of a byte.
+An integer of b bits is cut into fields of 32, 16, 8, 4, 2 or 1 bits. The widths of its fields add
+up to b. The widest field holds the lowest bits of the integer. The fields of one width W form one
+tensor of dtype U32, U16 or U8. If W is below 8, one byte holds the fields of 8 / W integers, with
+the field of the first integer in the lowest bits. So a field narrower than 8 bits never crosses a
+byte boundary. For example, an id of 18 bits takes a U16 and a quarter of a byte.
 
 At K = 64 and V = 151,936, each token takes 218.25 bytes. The 64 ids of 18 bits take 128 + 16 bytes,
 and the codes take 63 bytes. The columns `top`, `tail` and `step` take 9 bytes, and the token itself
@@ -90,7 +92,7 @@ from . import checks, file_checks
 
 FORMAT, VERSION, OLDER = "logitless.store", "2", ("1",)
 BLOCK = 4096  # bytes per checksum
-DISTINCT = 0.3  # assumed number of distinct ids per draw, for the size before a capture
+DISTINCT = 0.3  # assumed distinct ids per draw, to estimate the size of a store before a capture
 WIDTHS = {32: torch.uint32, 16: torch.uint16, 8: torch.uint8, 4: None, 2: None, 1: None}
 # Fields are computed in signed dtypes, because PyTorch lacks many operations on uint32 and uint16.
 SIGNED = {32: torch.int32, 16: torch.int16}
@@ -135,26 +137,27 @@ class Header:
 
     @property
     def row_column(self) -> str:
-        """A column of a shard that has one row per token."""
+        """The name of a column of a shard that has one row per token."""
         return "draws" if self.sampled else "top"
 
     def layout(self) -> Layout:
-        """The dtype of each column in memory, and the shape of one row in the column.
+        """Returns the dtype of each column in memory, and the shape of one row of this column.
 
-        The columns of a shard are the same, except with values="counts" (store/counts.py).
+        The columns of a shard have the same dtypes and shapes, except with values="counts"
+        (store/counts.py).
         """
         return _layout(self)
 
     def sizes(self) -> dict[str, int]:
-        """The number of bytes that one row takes in each column."""
+        """Returns the number of bytes that one row takes in each column."""
         return _sizes(self)
 
     def row_bytes(self) -> int:
-        """The number of bytes that one row takes in memory."""
+        """Returns the number of bytes that one row takes in memory."""
         return sum(self.sizes().values())
 
     def token_bytes(self, distinct: float | None = None) -> float:
-        """The number of bytes that a token and its row take in a shard, including their checksums.
+        """Returns the number of bytes of a token and its row in a shard, including checksums.
 
         With values="counts", `distinct` is the mean number of distinct ids per row. The default is
         DISTINCT times the number of draws. The columns `starts`, `slots`, `index.hash` and
@@ -207,7 +210,7 @@ def packed_length(n: int, width: int) -> int:
 
 
 def pack(x: Tensor, bits: int) -> dict[int, Tensor]:
-    """Cuts integers of shape (..., n) into fields, and returns one tensor per width of fields."""
+    """Cuts integers of shape (..., n) into fields, and returns {width: tensor of these fields}."""
     fields, shift = {}, 0
     for width, dtype in widths(bits):
         field = x >> shift & (1 << width) - 1
@@ -246,9 +249,9 @@ def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tens
 def _fields_of_byte(width: int, shift: int, dtype: torch.dtype) -> Tensor:
     """Returns the fields of each possible byte, shifted left by `shift`, as (256, 8 / width).
 
-    A row of 8 bytes is viewed as one int64 number, and a row of 16 bytes as one complex128 number,
-    because `index_select` of numbers is twice as fast as `index_select` of rows. The caller views
-    the selected numbers as `dtype` again.
+    Each row of 8 bytes is viewed as one int64 number, and each row of 16 bytes as one complex128
+    number. `index_select` of single numbers is twice as fast as `index_select` of rows. The caller
+    views the selected numbers as `dtype` again.
     """
     fields = torch.arange(256)[:, None] >> torch.arange(0, 8, width) & (1 << width) - 1
     fields = (fields << shift).to(dtype)

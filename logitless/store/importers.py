@@ -1,15 +1,15 @@
 """Reads documents and targets from the output of the inference servers vLLM and SGLang.
 
-In the output of both servers, entry t is the distribution of token t, and entry 0 of a prompt is
-None. Row i of a store is the distribution of token i + 1, so row i is the server's entry i + 1.
-Rows for which the server returned no entry are masked. The row of a document's last token is
+In the output of both servers, entry t is the predicted distribution of token t, and entry 0 of a
+prompt is None. Row i of a store is the distribution of token i + 1, so row i is the server's entry
+i + 1. Rows for which the server returned no entry are masked. The row of a document's last token is
 usually masked. If the log-probabilities of the prompt were not requested, the rows of the prompt
-are masked too. Only the row of the prompt's last token is not masked, because this row is entry 0
-of the completion.
+are masked too. In this case, only the row of the prompt's last token is not masked, because this
+row is entry 0 of the completion.
 
-Entry t of vLLM's output always contains token t, because vLLM adds token t if it is not among the k
-most probable tokens. If entry t does not contain token t, the entry belongs to another token or to
-another prompt, and an error is raised.
+Entry t of vLLM's output always contains token t, because vLLM adds token t to the entry if token t
+is not among the k most probable tokens. If entry t does not contain token t, the entry belongs to
+another token or to another prompt, and an error is raised.
 """
 
 import math
@@ -54,12 +54,12 @@ def from_vllm(
 ) -> tuple[Tensor, SparseTargets]:
     """Returns the tokens and targets of a document from vLLM's output.
 
-    `output` is a RequestOutput, or the JSON of a server. `tokens` are the prompt_token_ids, and can
-    be omitted if the output contains the prompt_token_ids.
+    `output` is a RequestOutput, or the JSON of a server. `tokens` are the token ids of the prompt,
+    and can be omitted if the output contains prompt_token_ids.
 
     If the output has `prompt_logprobs`, the document is the prompt. Without `prompt_logprobs`, the
     document is the prompt followed by the completion. In this case, the rows of the prompt are
-    masked. Only the row of the prompt's last token is not masked, because this row describes the
+    masked. The exception is the row of the prompt's last token, because this row describes the
     first token of the completion. With `completion=True`, the document always includes the
     completion. With `completion=False`, the document is only the prompt. If there are several
     completions, `choice` is the number of the completion to use.
@@ -78,7 +78,7 @@ def from_vllm(
 def vllm_document(
     output: Any, tokens: Sequence[int] | None, completion: bool | None, choice: int
 ) -> "Document":
-    """The document that `from_vllm` returns, as lists instead of tensors."""
+    """Returns the document of `from_vllm`, as lists instead of tensors."""
     inner = _chosen(output, choice)
     entries = _first_of("prompt_logprobs", inner, output)
     if tokens is None:
@@ -116,7 +116,7 @@ def from_sglang(
 def sglang_document(
     output: Any, tokens: Sequence[int] | None, completion: bool | None, choice: int
 ) -> "Document":
-    """The document that `from_sglang` returns, as lists instead of tensors."""
+    """Returns the document of `from_sglang`, as lists instead of tensors."""
     checks.is_choice(choice, 1)
     info = _get(output, "meta_info") or output
     own, top = _get(info, "input_token_logprobs"), _get(info, "input_top_logprobs")
@@ -134,7 +134,7 @@ READERS = {"vllm": vllm_document, "sglang": sglang_document}
 
 
 def choices_of(output: Any) -> int:
-    """The number of completions in an output, at least 1."""
+    """Returns the number of completions in an output, or 1 if the output has no completions."""
     several = _get(output, "choices") or _get(output, "outputs")
     return max(1, len(several)) if isinstance(several, Sequence) else 1
 
@@ -148,7 +148,7 @@ def _first_of(name: str, *things: Any) -> Any:
 
 
 def _chosen(output: Any, choice: int) -> Any:
-    """The chosen completion of a server's JSON or of a RequestOutput."""
+    """Returns completion number `choice` from a server's JSON or from a RequestOutput."""
     name = "choices" if _get(output, "choices") is not None else "outputs"
     several = _get(output, name)
     if several is None:
@@ -161,7 +161,7 @@ def _chosen(output: Any, choice: int) -> Any:
 def _of_api(logprobs: Any) -> Any:
     """Returns the entries from the field `logprobs` of an OpenAI-compatible server.
 
-    The server returns this field in one form for completions, and in another form for chats.
+    The field has different forms for completions and for chats.
     """
     if not isinstance(logprobs, Mapping):
         return logprobs
@@ -178,7 +178,7 @@ def _of_api(logprobs: Any) -> Any:
 
 
 def _ids_of_api(logprobs: Any) -> list[int] | None:
-    """The ids of a completion in the `logprobs` of an OpenAI-compatible server."""
+    """Returns the token ids of a completion from the `logprobs` of an OpenAI-compatible server."""
     if not isinstance(logprobs, Mapping):
         return None
     content = logprobs.get("content")
@@ -213,8 +213,8 @@ def _by_id(name: str, place: int, entry: Any) -> dict[int, float]:
 def _by_id_in_json(entry: dict) -> dict[int, float] | None:
     """Returns {id: log-probability} for an entry in the usual JSON form.
 
-    Returns None if the entry has another form. This fast path checks all numbers of an entry at
-    once, because checking each number separately takes several times as long.
+    Returns None if the entry has another form. This function is a fast path: it checks all numbers
+    of an entry at once. Checking each number separately takes several times as long.
     """
     try:
         ids, logprobs = list(entry), list(entry.values())
@@ -230,7 +230,7 @@ def _by_id_in_json(entry: dict) -> dict[int, float] | None:
 
 
 def _are_logprobs(values: list) -> bool:
-    """Returns whether all values are floats, and their sum is not NaN.
+    """Returns whether all values are floats and the sum of the values is not NaN.
 
     The sum is NaN if a value is NaN, and also if the values include both inf and -inf.
     """
@@ -252,8 +252,8 @@ def _of_sglang(name: str, own: Any, top: Any) -> list[Entry] | None:
     """Returns SGLang's entries as {id: logprob}.
 
     In SGLang's output, an entry is a list of (logprob, id, text). `own[t]` holds the
-    log-probability and the id of token t. If entry t does not contain token t, the id and its
-    log-probability are added to entry t.
+    log-probability and the id of token t. If entry t does not contain token t, the id and the
+    log-probability in `own[t]` are added to entry t.
     """
     if top is None:
         return None
@@ -316,10 +316,10 @@ def _tensors(document: Document, k: int) -> tuple[Tensor, SparseTargets]:
 
 
 def tensors_of(documents: Sequence[Document], k: int) -> tuple[Tensor, list[int], SparseTargets]:
-    """Returns tokens, starts and targets of several documents: the arguments of `Writer.extend`.
+    """Returns the arguments of `Writer.extend` for several documents: tokens, starts and targets.
 
-    A row has k slots, one per id. Slots that the server did not fill, and rows without an entry,
-    are masked.
+    Each row has k slots. If an entry has fewer than k ids, the other slots of its row are masked.
+    If a row has no entry, all slots of the row are masked.
     """
     tokens, ids, logprobs = array("q"), array("q"), array("d")
     try:

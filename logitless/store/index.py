@@ -1,21 +1,21 @@
 """The index of a shard holds hashes of the beginnings of the shard's documents.
 
-Each entry is the hash of a document's first n tokens, and names one document that begins with these
-tokens. The entries of a document have these lengths n:
+Each entry holds the hash of a document's first n tokens, and the number of one document that begins
+with these tokens. Every document has one entry for each of these lengths n:
 
     the whole length of the document,
     each of 1, 4, 16, 64, ... that is below the length of the document,
     l + 1 for each other document of the shard that shares exactly the first l tokens.
 
-All documents with the same beginning share one entry for this beginning. If a document consists of
-exactly the shared beginning, the entry names that document. If two documents share exactly their
-first l tokens, their entries of length l + 1 include the first token that differs. So these two
-entries have different hashes. A search (store/lookup.py) finds candidates by their hashes, and then
-reads only the tokens of the candidates.
+All documents with the same beginning share one entry for this beginning. If one of these documents
+is exactly as long as the beginning, the entry holds the number of this document. If two documents
+share exactly their first l tokens, their entries of length l + 1 include the first token that
+differs. So these two entries have different hashes. A search (store/lookup.py) finds candidates by
+their hashes, and then reads only the tokens of the candidates.
 
 The hash of tokens[a:b] is the sum of ((tokens[i] + 1) · BASE^(i - a)) for i from a to b - 1, mod
-2^64, mixed with the length b - a. The hash is computed from prefix sums, so that one pass over the
-tokens is enough for all ranges [a, b).
+2^64, mixed with the length b - a. The hashes of all ranges [a, b) are computed from the same prefix
+sums, so that one pass over the tokens is enough.
 """
 
 import functools
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..targets.safetensors import buffer
 
-BASE = 0x9E3779B97F4A7C15 - 2**64  # odd, so that it has an inverse mod 2^64
+BASE = 0x9E3779B97F4A7C15 - 2**64  # odd, because only odd numbers have an inverse mod 2^64
 INVERSE = pow(BASE, -1, 2**64)
 INVERSE -= 2**64 if INVERSE >= 2**63 else 0
 MIX = 0x2545F4914F6CDD1D
@@ -58,7 +58,7 @@ def hash_of(tokens: list[int]) -> int:
 
 
 def _signed(h: int) -> int:
-    """The number in [-2^63, 2^63) that is congruent to h mod 2^64."""
+    """Returns the number in [-2^63, 2^63) that is congruent to h mod 2^64."""
     return (h + 2**63 & 2**64 - 1) - 2**63
 
 
@@ -72,7 +72,7 @@ def _powers(n: int) -> tuple[Tensor, Tensor]:
 
 
 def beginnings(longest: int) -> list[int]:
-    """The powers of 4 below `longest`, in descending order. The list always includes 1."""
+    """Returns the powers of 4 below `longest`, in descending order. The list always includes 1."""
     lengths = [1]
     while lengths[-1] * 4 < longest:
         lengths.append(lengths[-1] * 4)
@@ -94,8 +94,8 @@ def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         entries.append((first, torch.full_like(first, n)))
     entries += [(places[1:], shared + 1), (places[:-1], shared + 1)]
     place, length = (torch.cat(column) for column in zip(*entries, strict=True))
-    # Entries longer than their document are removed. Such an entry occurs if a document is the
-    # beginning of another document.
+    # Entries that are longer than their document are removed. If a document is the beginning of
+    # another document, (shared + 1) exceeds the length of the shorter document.
     within = length <= lengths[place]
     place, length = place[within], length[within]
     hashes, by_hash = hashed(begin[place], length).sort(stable=True)
@@ -115,7 +115,7 @@ def _sorted(tokens: Tensor, starts: Tensor) -> Tensor:
     """Sorts documents by their tokens, so that documents with the same beginning are adjacent."""
     # The bytes are big-endian, because big-endian bytes sort in the same order as the tokens.
     digits = tokens[:, None] >> torch.tensor([24, 16, 8, 0]) & 255
-    digits = digits.to(torch.uint8)  # this variable keeps the tensor alive; `buffer` does not
+    digits = digits.to(torch.uint8)  # keeps the tensor alive while `buffer` uses its memory
     data = bytes(buffer(digits))
     ends = (4 * starts).tolist()
     order = sorted(range(len(ends) - 1), key=lambda d: data[ends[d] : ends[d + 1]])
@@ -123,7 +123,7 @@ def _sorted(tokens: Tensor, starts: Tensor) -> Tensor:
 
 
 def _shared(hashed: Hashes, begin: Tensor, lengths: Tensor) -> Tensor:
-    """For each document, returns the number of leading tokens that the next document shares.
+    """Returns, for each document, the number of leading tokens that the next document shares.
 
     `begin` and `lengths` describe the documents in sorted order. Each number is found by bisection.
     """

@@ -1,4 +1,4 @@
-"""The journal of a writer: a file of the documents that are not in a shard yet.
+"""The journal of a writer: a file with the documents that are not in a shard yet.
 
     bytes 0-3     LLJ2
     bytes 4-7     the number of the shard that the documents will be in
@@ -9,21 +9,22 @@
     8 n bytes     the tokens
     ...           the rows, column by column, encoded as in a shard (store/format.py)
 
-`Writer.add` does not encode a short document whose targets are on the CPU. Such documents are
-encoded together when their shard is written. The record of such a document has a k above 0, and its
-rows have this form:
+`Writer.add` does not encode the rows of a short document whose targets are on the CPU. The rows of
+such documents are encoded together when their shard is written. The record of such a document has a
+k above 0, and holds its rows in this form:
 
     8 n k bytes   ids; negative if the slot is masked
     4 n k bytes   log-probabilities, fp32
     4 n bytes     tails, fp32; NaN if the targets have no tail
 
 If a writer is killed, the last record of its journal can be too short or have a wrong checksum.
-Recovery cuts off a damaged last record, and omits any other record with a wrong checksum. If a
-writer was killed after it wrote the shard and before it cleared the journal, the same documents are
-in the shard and in the journal. Recovery omits documents that are already in a shard.
+Recovery deletes such a record from the end of the journal, and ignores any other record with a
+wrong checksum. If a writer was killed after it wrote the shard and before it cleared the journal,
+the same documents are in the shard and in the journal. Recovery ignores documents that are already
+in a shard.
 
-In memory, a writer keeps only a digest of each document and the document's place in the journal. So
-the memory of the writer does not grow with the size of the documents.
+In memory, a writer keeps only a digest of each document and the document's offset in the journal.
+So the memory that a writer needs does not depend on the lengths of the documents.
 """
 
 import mmap
@@ -51,7 +52,7 @@ MAGIC = b"LLJ2"
 START = 8  # bytes before the first record
 HEAD = struct.Struct("<III")  # n, k and CRC-32, before the tokens of a record
 RECORD = HEAD.size
-ROWS = 4096  # number of rows that are encoded at once, if documents are short
+ROWS = 4096  # number of rows of short documents that are encoded at once
 AT_ONCE = 1 << 16  # number of tokens that recovery looks up in the store at once
 
 
@@ -68,7 +69,7 @@ class Journal:
         self.places = array("Q")  # byte offsets of the records that belong to the next shard
 
     def __len__(self) -> int:
-        """The number of documents."""
+        """The number of documents in the journal."""
         return len(self.places)
 
     def recover(
@@ -76,8 +77,8 @@ class Journal:
     ) -> None:
         """Finds the undamaged records, and cuts off all bytes after the last undamaged record.
 
-        `known(tokens, starts)` returns one bool per document, True if the document is in the store.
-        The record of a document that is already in the store is ignored. `keep` is called with the
+        `known(tokens, starts)` returns one bool per document, which is True if the document is
+        already in the store. The record of such a document is ignored. `keep` is called with the
         tokens of each document that is not in the store.
         """
         end = os.fstat(self.file).st_size
@@ -110,7 +111,7 @@ class Journal:
         self._append(tokens, starts, 0, parts)
 
     def append_targets(self, tokens: Tensor, targets: SparseTargets) -> None:
-        """Appends a document whose rows are encoded later, on the CPU."""
+        """Appends a document whose rows `columns` will encode later, on the CPU."""
         ids = targets.ids.long()
         if targets.mask is not None:
             ids = ids.masked_fill(targets.mask == 0, -1)
@@ -152,7 +153,7 @@ class Journal:
         return MAGIC + self.number.to_bytes(4, "little")
 
     def columns(self) -> tuple[Tensor, Tensor, Table]:
-        """The tokens, starts and rows of all documents, in the form of a shard's columns."""
+        """Returns the tokens, starts and encoded rows of all documents, as columns of a shard."""
         columns = {name: bytearray(self.tokens * size) for name, size in self.sizes.items()}
         starts, waiting, rows = [0], [], 0
 
@@ -197,14 +198,14 @@ class Journal:
             a += n
 
     def _length(self, n: int, k: int) -> int:
-        """The size in bytes of the tokens and rows in a record with n tokens.
+        """Returns the size in bytes of the tokens and rows in a record with n tokens.
 
         k is the number of slots per token, or 0 if the rows are encoded.
         """
         return n * (8 + k * 12 + 4) if k else n * sum(self.sizes.values())
 
     def _complete(self, end: int) -> Iterator[tuple[int, Tensor]]:
-        """Yields the place and tokens of each undamaged record.
+        """Yields the byte offset and the tokens of each undamaged record.
 
         Sets `self.size` to the end of the last undamaged record.
         """
@@ -224,7 +225,7 @@ class Journal:
 
 
 def _in_groups(records: Iterable[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
-    """Yields the records in groups of about AT_ONCE tokens."""
+    """Yields groups of records. The documents of a group have about AT_ONCE tokens in total."""
     group, tokens = [], 0
     for record in records:
         group.append(record)
@@ -268,7 +269,7 @@ def _runs(waiting: list[_Waiting]) -> Iterator[tuple[int, int, list[_Waiting]]]:
 
 
 def _targets(waiting: list[_Waiting]) -> SparseTargets:
-    """The targets of documents with the same number of slots."""
+    """Returns the joined targets of documents with the same number of slots."""
     k = waiting[0].k
     parts = [
         _cut(w.record, {"tokens": 8 * w.n, "ids": 8 * w.n * k, "logprobs": 4 * w.n * k,
@@ -288,7 +289,7 @@ def _targets(waiting: list[_Waiting]) -> SparseTargets:
 
 
 def _write(file: int, data: memoryview, place: int) -> int:
-    """Writes all data, and returns the place after the data.
+    """Writes all data at the offset `place`, and returns the offset after the data.
 
     Calls pwrite repeatedly, because one call can write only a part of the data.
     """
@@ -308,7 +309,7 @@ def _read(file: int, length: int, place: int) -> bytes:
 
 
 def unfinished(path: Path) -> int:
-    """The size in bytes of a store's journals, except journals whose shard is already written.
+    """Returns the size in bytes of all journals of a store whose shards are not written yet.
 
     The journals belong to open writers or to writers that were killed. The size includes the bytes
     of a damaged record at the end of a journal.

@@ -1,8 +1,8 @@
-"""store.index: one file that lists the shards of a store and the starts of their documents.
+"""The file store.index, which lists the shards of a store and the starts of their documents.
 
-To open a remote store, a reader reads only this file. The lookup of documents by their tokens needs
-a second file, store-HASH.lookup, which is fetched at the first lookup. Both are safetensors files.
-store.index has these tensors:
+To open a remote store, a reader reads only this file. To find documents by their tokens, a reader
+needs a second file, store-HASH.lookup. This file is fetched at the first lookup. Both files are in
+the safetensors format. store.index has these tensors:
 
     files    U8   JSON with the store's header, and with the name, the size and the SHA-256 of each
                   shard and of the lookup file; each shard also has its number of documents, its
@@ -11,8 +11,8 @@ store.index has these tensors:
 
 The metadata of store.index holds a SHA-256 of both tensors. The lookup file has the tensors
 `index.hash` and `index.doc` of all shards, one shard after the other (store/index.py). HASH is the
-beginning of the SHA-256 of these two tensors. So a new lookup file has a new name, and does not
-replace the file that an older store.index lists.
+beginning of the SHA-256 of these two tensors. So a lookup file with other content has another name,
+and does not replace the lookup file that an older store.index lists.
 """
 
 import hashlib
@@ -113,8 +113,8 @@ def _fields(where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
 def _is_listed(item: Any, length: int, name: Any) -> bool:
     """Returns whether `item` is a list of a file name, a size and a SHA-256.
 
-    For a shard, two other sizes and another SHA-256 follow. The file name must match the pattern
-    `name`, because the file name becomes a part of an address.
+    The list of a shard has three more items: two counts and another SHA-256. The file name must
+    match the pattern `name`, because the file name becomes a part of an address.
     """
     return (
         isinstance(item, list)
@@ -130,8 +130,9 @@ def _is_listed(item: Any, length: int, name: Any) -> bool:
 def write_index(path: str | os.PathLike) -> int:
     """Writes the files store.index and store-HASH.lookup of a store in a local folder.
 
-    Returns the number of documents. A remote store needs both files. All shards are read and
-    compared with their SHA-256. Call `write_index` again after documents are added to the store.
+    Returns the number of documents. Readers of a remote store need both files. `write_index` reads
+    all shards, and compares each shard with its SHA-256. Call `write_index` again after documents
+    are added to the store.
     """
     checks.local_store(path)
     folder = Path(path)
@@ -171,7 +172,7 @@ def listing_of(
 
 
 def existing(folder: Path) -> Sequence[ListedShard]:
-    """Returns the shards that the folder's store.index lists, or () if there is no valid file."""
+    """Returns the shards in a folder's store.index, or () if the file is missing or invalid."""
     try:
         return Listing.of_bytes(INDEX, (folder / INDEX).read_bytes()).shards
     except (FileNotFoundError, ValueError):

@@ -14,9 +14,10 @@ class Lock:
     The system releases the lock when the process ends, even if the process is killed. A forked
     process does not inherit the lock. The forked process closes its copy of the descriptor
     immediately, because a lock is held as long as any copy of its descriptor is open. If the file
-    is locked already, the constructor raises. With `wait=True`, the constructor waits until the
-    file is unlocked instead of raising. Several processes can hold a lock with `shared=True` at the
-    same time, if no process holds the lock without `shared=True`.
+    is already locked, the constructor raises an error. With `wait=True`, the constructor waits
+    until the file is unlocked instead of raising. With `shared=True`, several processes can hold
+    the lock at the same time. A shared lock is not possible while a process holds the lock without
+    `shared=True`, and vice versa.
     """
 
     def __init__(self, path: Path, wait: bool = False, shared: bool = False):
@@ -41,7 +42,7 @@ class Lock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether the lock was taken by this process, not by a parent process before a fork."""
+        """Whether this process took the lock. False if a parent process took it before a fork."""
         return self.owner == os.getpid()
 
     def release(self) -> None:

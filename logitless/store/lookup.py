@@ -1,17 +1,18 @@
 """Finds documents by their tokens.
 
-A document matches at a place of a batch if the batch contains the document's tokens, beginning at
-this place. If the searched range ends before the end of the document, only the tokens up to the end
-of the range must match. The index (store/index.py) finds candidates by their hashes. Then the
-tokens of each candidate are compared with the batch.
+A document matches at a place of a batch if the tokens of the batch from this place on equal the
+tokens of the document. If the searched range ends before the end of the document, only the tokens
+up to the end of the range must match. The index (store/index.py) finds candidates by their hashes.
+Then the tokens of each candidate are compared with the batch.
 
 The *beginning* of length n at a place is the next n tokens of the batch. The search at this place
 looks up the hashes of several beginnings in the index: the next 1, 4, 16, 64, ... tokens, and the
-whole searched range. The longest beginning whose hash is in the index is tried first. If this
-beginning has n tokens, and several documents of a shard share these tokens, all beginnings of n + 1
-to 4 n tokens are looked up too. The index contains only those longer beginnings that are whole
-documents, or that end at the first token in which two documents differ. The number of comparisons
-grows with the number of shards, but not with the number of documents that share a beginning.
+whole searched range. The longest beginning whose hash is in the index is tried first. Suppose that
+this beginning has n tokens. If several documents of a shard share these n tokens, all beginnings of
+n + 1 to 4 n tokens are looked up too. Of these longer beginnings, the index contains only whole
+documents, and beginnings that end at the first token in which two documents differ. The number of
+comparisons grows with the number of shards, but not with the number of documents that share a
+beginning.
 """
 
 import bisect
@@ -87,7 +88,7 @@ class Index:
         return _first_that_agree(tokens, [(0, candidates)])[0]
 
     def documents(self, tokens: Tensor, starts: Tensor) -> list[Match | None]:
-        """Returns, for each range between two starts, the document with these tokens, or None."""
+        """Returns, for each range between two starts, the document that equals it, or None."""
         lengths, begins = starts.diff(), starts.tolist()
         proposed: list[tuple[int, list[Match]]] = [(begin, []) for begin in begins[:-1]]
         for at, entries in self._hits(Hashes(tokens)(starts[:-1], lengths)):
@@ -102,14 +103,14 @@ class Index:
         """Returns the longest match at each start, or None if no document matches at this start.
 
         A match at starts[i] has at most limits[i] tokens. A document longer than this limit matches
-        if its first limits[i] tokens match. If `whole` is true, a document shorter than the limit
+        if its first limits[i] tokens match. If `whole` is True, a document shorter than the limit
         does not match.
         """
         matches: list[Match | None] = [None] * len(starts)
         waiting, turn = self._beginnings(hashes, starts, limits), 0
         while waiting:
-            # Each pass of this loop tries one beginning per start. If the pass finds no document at
-            # a start, the next pass tries a shorter beginning.
+            # Each pass of this loop tries one beginning per start. If a pass finds no document at a
+            # start, the next pass tries a shorter beginning at this start.
             searches = []
             for at, of_start in waiting.items():
                 length, entries = of_start[turn]
@@ -138,10 +139,10 @@ class Index:
         return matches
 
     def whole_documents(self, hashes: Hashes, start: int, limit: int) -> Iterator[Match]:
-        """Yields whole documents that possibly begin at `start`, longest first.
+        """Yields candidates for whole documents that begin at `start`, longest first.
 
-        The documents have at most `limit` tokens. This method compares only hashes. The caller must
-        compare the tokens, by calling `agree`.
+        The candidates have at most `limit` tokens. This method compares only hashes. The caller
+        must compare the tokens with `agree`.
         """
         lengths = torch.arange(limit, 0, -1)
         for place, entries in self._hits(hashes(torch.full_like(lengths, start), lengths)):
@@ -157,8 +158,8 @@ class Index:
     def likely_starts(self, hashes: Hashes, total: int, length: int) -> list[int]:
         """Returns the places where the hash of the next `length` tokens is in the index.
 
-        `length` is 4 or 16, and `total` is the number of tokens. The result is [] if more than
-        total / length places match, as in a repetitive text.
+        `length` is 4 or 16, and `total` is the number of tokens. If more than total / length places
+        match, for example in a repetitive text, the result is [].
         """
         places = torch.arange(max(total - length + 1, 0))
         wanted = hashes(places, torch.full_like(places, length))
@@ -170,7 +171,7 @@ class Index:
     ) -> dict[int, list["_Beginning"]]:
         """Returns, for each start, the beginnings whose hashes are in the index, longest first.
 
-        A start is left out if the index contains no beginning of this start.
+        If the index contains no beginning at a start, the dict has no key for this start.
         """
         if not starts:
             return {}
@@ -229,7 +230,7 @@ class Index:
         return [*cut_off.values(), *sorted(ending.values(), key=lambda c: -c.length)]
 
     def _hits(self, wanted: Tensor) -> list[tuple[int, range]]:
-        """Returns the position in `wanted` and the index entries of each hash that is indexed."""
+        """Returns (position in `wanted`, index entries) for each hash that is in the index."""
         if not len(self.hashes):
             return []
         low = torch.searchsorted(self.hashes, wanted)
@@ -251,9 +252,9 @@ class Index:
         return Match(shard, document, end - begin)
 
 
-# The length of a beginning, its index entry, and a flag. The flag is True if no shard has several
-# documents with this beginning. For the longer beginnings that `_proposed` adds, the flag is always
-# False.
+# A hit holds the length of a beginning, its index entry, and a flag. The flag is True if no shard
+# has several documents with this beginning. For the longer beginnings that `_proposed` adds, the
+# flag is always False.
 _Hit = tuple[int, int, bool]
 
 

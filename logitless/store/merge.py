@@ -1,4 +1,4 @@
-"""Merges several stores into one, for example the stores of several machines."""
+"""Merges several stores, for example from several machines, into one store."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ def merge(
     Returns the number of documents in the new store. A document that is in several stores is copied
     only once. The headers of all stores must be equal. Before anything is copied, the SHA-256 of
     each file is checked. Rows are copied without being rounded again, except rows of version 1
-    (store/format.py). Merging a single store into a new store changes the size of the shards to
-    `shard_bytes`. Running the same merge again resumes a merge that was killed.
+    (store/format.py). To change the size of a store's shards, merge this single store into a new
+    store with another `shard_bytes`. Running the same merge again resumes a merge that was killed.
     """
     opened = [store if isinstance(store, Store) else Store(store) for store in stores]
     checks.some_stores(opened)

@@ -11,9 +11,9 @@ Each row of a parquet file is one document:
                                    column exists only with values="u8"
 
 A token without a distribution has an empty list of ids. The metadata of a file holds the header of
-the store. If a file has the column `step`, its rows are encoded without being rounded again. If a
-file has no column `step`, for example because another program wrote the file, its rows are rounded
-as in `Writer.add`. This module needs the package pyarrow.
+the store. Rows of a file with the column `step` are encoded without being rounded again. Rows of
+other files, for example of files that another program wrote, are rounded as in `Writer.add`. This
+module needs the package pyarrow.
 """
 
 import os
@@ -84,9 +84,9 @@ def from_parquet(
 ) -> int:
     """Adds the documents of parquet files to a store, and returns the store's number of documents.
 
-    The store is created if it does not exist. Files of `to_parquet` contain the store's header. For
-    other files, pass the arguments `vocab_size` and `k` of `Writer`. The arguments `values`,
-    `teacher`, `tokenizer` and `temperature` of `Writer` are optional. After each group of
+    The store is created if it does not exist. Files that `to_parquet` wrote contain the store's
+    header. For other files, `header` must have the arguments `vocab_size` and `k` of `Writer`, and
+    can have the arguments `values`, `teacher`, `tokenizer` and `temperature`. After each group of
     documents, `progress` is called with the number of tokens in the group.
     """
     _, pq = parquet_checks.pyarrow()
@@ -208,13 +208,13 @@ def _targets(name: str, columns: dict[str, Any], starts: Tensor, header: Header)
 def _read(
     name: str, column: str, columns: dict[str, Any], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns the offsets of the lists of a column, and all their numbers."""
+    """Returns the offsets of the lists in a column, and the numbers of all lists as one tensor."""
     offsets, values = _offsets(name, column, columns[column])
     return offsets, _numbers(name, column, values, dtype)
 
 
 def _offsets(name: str, column: str, array: Any) -> tuple[Tensor, Any]:
-    """Returns the offsets of lists, beginning with 0, and the array of their items."""
+    """Returns the offsets of the lists in `array`, beginning with 0, and the array of all items."""
     pa, _ = parquet_checks.pyarrow()
     parquet_checks.is_list(name, column, array, pa)
     # The offsets are computed from the lengths, because the offsets of a slice do not begin with 0.
@@ -223,7 +223,7 @@ def _offsets(name: str, column: str, array: Any) -> tuple[Tensor, Any]:
 
 
 def _numbers(name: str, column: str, array: Any, dtype: torch.dtype) -> Tensor:
-    """Returns the numbers of an array as a tensor that does not share the memory of the array."""
+    """Copies the numbers of an array into a tensor."""
     pa, _ = parquet_checks.pyarrow()
     parquet_checks.is_numbers(name, column, array, pa)
     kinds = {torch.int64: pa.int64(), torch.float32: pa.float32(), torch.uint8: pa.uint8()}

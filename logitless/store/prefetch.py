@@ -1,9 +1,9 @@
 """Fetches the shards that will be read next, in background threads.
 
-The order of the shards is known in two cases. Either the reader passes the order of the documents,
-or the reader reads one shard after the other. Each thread fetches one shard into the cache, and
-then ends. If a thread fails, its error is ignored. Then the reader fetches the shard itself, and
-raises if the shard still cannot be fetched.
+The order of the shards is known in two cases: the reader has passed the order of the documents, or
+the reader reads one shard after the other. Each thread fetches one shard into the cache, and then
+ends. If a thread fails, its error is ignored. Then the reader fetches the shard itself, and raises
+an error if this fetch fails too.
 """
 
 import contextlib
@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 SCANNED = 256  # number of entries of `order` that are searched for the next shards
-NEARBY = 1024  # a shard of the last NEARBY documents is not fetched again
+NEARBY = 1024  # a shard is not fetched again if one of the last NEARBY documents was in it
 
 
 class Prefetch:
-    """Starts to fetch shards. `fetch` fetches a shard by its number.
+    """Starts the threads that fetch shards. `fetch(number)` fetches one shard.
 
-    `use` returns whether the cache has a shard, and marks the shard as used now, so that the cache
-    does not delete the shard to make room for the next shard. The cache has room for `room` shards.
+    `use(number)` returns whether the cache has a shard, and sets the time of its last use to now.
+    So the cache does not delete this shard to make room for the next shard. The cache has room for
+    `room` shards.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class Prefetch:
         self._change = threading.Lock()
 
     def follow(self, order: Tensor | None, ahead: int, mixed: int = 1) -> None:
-        """Fetches the first shards of an order. If `order` is None, uses the order of the store.
+        """Sets the order of the shards, and starts to fetch the first shards of this order.
+
+        If `order` is None, the shards are read in the order of the store.
 
         The documents of `mixed` shards are read at the same time.
         """
@@ -48,11 +51,11 @@ class Prefetch:
         self._start(self._upcoming(-1))
 
     def _fitting(self, ahead: int, mixed: int = 1) -> int:
-        """Returns how many shards can be fetched while `mixed` shards stay in the cache."""
+        """Reduces `ahead`, if the cache has no room for (ahead + mixed) shards."""
         return max(0, min(ahead, self.room - mixed))
 
     def reading(self, number: int) -> None:
-        """Fetches the shards after shard `number`. The reader calls `reading` before each read."""
+        """Starts to fetch the next shards. The reader calls this method before each read."""
         self._fetching()
         with self._change:
             if number == self.last:
@@ -98,7 +101,7 @@ class Prefetch:
 
 
 def without_repetitions(numbers: Tensor) -> Tensor:
-    """Removes each shard number that also occurs among the NEARBY entries before.
+    """Removes each shard number that also occurs among the NEARBY entries before its entry.
 
     `numbers` holds the shard number of each document. If the documents of a few shards are shuffled
     together, each of these shards is kept once.

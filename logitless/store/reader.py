@@ -1,4 +1,4 @@
-"""Reads documents of a store by number or by tokens, and the targets of whole batches.
+"""Reads the documents of a store by their numbers, and the targets of batches by their tokens.
 
 store/lookup.py finds documents by tokens, store/shard.py reads the files, and store/training.py
 combines the targets of a batch with a loss. store/remote_shard.py reads the files of a remote
@@ -37,18 +37,18 @@ SLOTS = 1 << 19  # number of slots that are read and decoded at once
 
 
 class Store:
-    """The documents of a store, and the teacher's distribution of each next token.
+    """Reads the documents of a store, and the teacher's distribution of each next token.
 
-    Rows are read from the files when they are used. To refuse a store that was captured with
+    Rows are read from the files only when they are needed. To refuse a store that was captured with
     another tokenizer, pass the `tokenizer_hash` of your tokenizer as `tokenizer`.
 
-    `path` is a local folder, or an address such as s3://bucket/targets. The store fetches whole
-    shards from an address into the folder `cache`, whose files take at most `cache_bytes`. By
-    default, `cache` is the folder LOGITLESS_CACHE or ~/.cache/logitless, and `cache_bytes` is
-    64 GiB. A failed request is repeated until `attempts` requests have failed (5 by default). A
-    request over http or https fails if the server sends nothing for `timeout` seconds (60 by
-    default). `storage_options` are the arguments of the file system of fsspec. For http and https,
-    `storage_options` is `{"headers": {...}}`.
+    `path` is a local folder, or an address such as s3://bucket/targets. From an address, whole
+    shards are fetched into the folder `cache`. The files in this folder take at most `cache_bytes`
+    bytes (64 GiB by default). By default, `cache` is the folder that the environment variable
+    LOGITLESS_CACHE names, or ~/.cache/logitless. If a request fails, it is repeated, up to
+    `attempts` attempts in total (5 by default). A request over http or https fails if the server
+    sends nothing for `timeout` seconds (60 by default). `storage_options` are the keyword arguments
+    of fsspec's file system. For http and https, `storage_options` is `{"headers": {...}}`.
 
     >>> store = Store("targets")
     >>> tokens, targets = store[0]  # targets[i] describes the token after tokens[i]
@@ -92,10 +92,10 @@ class Store:
         `order` lists the numbers of the documents in the order in which you will read them. Without
         `order`, `prefetch` expects that you read the documents from the first to the last. While
         you read a shard, the next `ahead` shards are fetched. If the order mixes the documents of
-        several shards, `mixed` is the number of these shards. Fewer than `ahead` shards are
-        fetched, if otherwise the `mixed` shards that are being read would not stay in the cache.
-        For a local store, `prefetch` only checks its arguments. If you read the shards in ascending
-        order, the next 2 shards are fetched even without a call of `prefetch`.
+        several shards, `mixed` is the number of these shards. If the cache has no room for (ahead +
+        mixed) shards, fewer than `ahead` shards are fetched. For a local store, `prefetch` only
+        checks its arguments. If you read the shards in ascending order, the next 2 shards are
+        fetched even without a call of `prefetch`.
         """
         order = checks.order(order, len(self), ahead, mixed)
         if self._files is not None:
@@ -110,7 +110,7 @@ class Store:
 
     @property
     def digest(self) -> str:
-        """A SHA-256 of all shards. A local store and its copy at an address have the same."""
+        """A SHA-256 of all shards. A local store and its remote copy have the same digest."""
         return hashlib.sha256("".join(shard.digest for shard in self.shards).encode()).hexdigest()
 
     @property
@@ -147,7 +147,7 @@ class Store:
 
     @on_cpu
     def find(self, tokens: Any) -> int:
-        """The number of the document with exactly these tokens.
+        """Returns the number of the document that has exactly these tokens.
 
         Raises KeyError if no document has exactly these tokens.
         """
@@ -164,11 +164,11 @@ class Store:
 
         A row of the batch holds documents of the store, one after the other, and then padding. Each
         document is whole or cut off at its end. All slots of padding tokens are masked. `lengths`
-        gives the lengths of the documents in each row: one number per row, or several numbers for
-        packed rows. With `lengths`, all tokens after the last document are padding. Without
-        `lengths`, documents are found one by one, and padding must repeat a single token. A row of
-        negative ids consists only of padding. Raises KeyError if tokens match no document of the
-        store.
+        has one entry per row: the length of the row's document, or a list of lengths if the row
+        holds several documents. With `lengths`, all tokens after the last document are padding.
+        Without `lengths`, documents are found one by one, and padding must repeat a single token. A
+        row of negative ids consists only of padding. Raises KeyError if tokens match no document of
+        the store.
         """
         checks.input_ids(input_ids)
         flat = input_ids.detach().to("cpu", torch.int64).reshape(-1).contiguous()
@@ -185,11 +185,11 @@ class Store:
 
     @on_cpu
     def verify(self) -> Report:
-        """Checks that the store is intact and plausible. A report with problems is falsy."""
+        """Checks that the store is intact and plausible. A report that lists problems is falsy."""
         return verify(self)
 
     def _of_lengths(self, flat: Tensor, lengths: list[list[int]], width: int) -> list["Span"]:
-        """Finds the documents of a batch by one lookup, because their lengths are known."""
+        """Finds the documents of a batch with one lookup, if the lengths are known."""
         starts, limits = [], []
         for row, of_row in enumerate(lengths):
             starts += list(accumulate(of_row, initial=row * width))[:-1]
@@ -240,8 +240,8 @@ class Store:
     ) -> list[Match]:
         """Returns the matches of a row, if all tokens after the matched documents are padding.
 
-        If the tokens after the matched documents are not padding, tries other documents. Raises if
-        the tokens match no document.
+        If these tokens are not padding, searches for other documents that fill the row. Raises
+        KeyError if there are none.
         """
         begin, end = row * width, (row + 1) * width
         at = begin + sum(match.length for match in matches)
@@ -257,11 +257,11 @@ class Store:
         return matches
 
     def _other_reading(self, flat: Tensor, hashes: Hashes, begin: int, end: int) -> list[Match]:
-        """Finds consecutive documents that together fill a row, or returns [].
+        """Returns consecutive documents that together fill a row, or [] if there are none.
 
         Negative ids at the end of the row are padding.
 
-        Longer documents are tried first. Each start within the row is tried only once.
+        At each position, longer documents are tried first. Each position is tried only once.
         """
         while end > begin and int(flat[end - 1]) < 0:
             end -= 1
@@ -283,7 +283,7 @@ class Store:
     def _options(self, flat: Tensor, hashes: Hashes, at: int, end: int) -> Iterator[Match]:
         """Yields candidates for the document that begins at `at`, longest document first.
 
-        The caller must compare the tokens of the candidates, by calling `Index.agree`.
+        The caller must compare the tokens of the candidates with `Index.agree`.
         """
         if at < end:
             longest = self.index.match(flat, hashes, [at], [end - at], whole=True)[0]
@@ -303,7 +303,7 @@ class Store:
         return decoding.targets()
 
     def _pieces(self, spans: list["Span"]) -> Pieces:
-        """The bytes of all rows in `spans`, in the order of `spans`."""
+        """Returns the bytes of all rows in `spans`, in the order of `spans`."""
         by_shard: dict[Shard | None, list[int]] = {}
         for i, (shard, _, _) in enumerate(spans):
             by_shard.setdefault(shard, []).append(i)
@@ -321,9 +321,10 @@ class Store:
         return pieces
 
     def __reduce__(self):
-        """Pickles only the arguments, so that each DataLoader worker opens the files itself.
+        """Pickles only the arguments and the digest. Each DataLoader worker opens the files itself.
 
-        The digest is pickled too, because documents have other numbers if the store has changed.
+        The digest is compared after unpickling, because the numbers of the documents can be
+        different if the store has changed.
         """
         return _reopened, (self.path, self._arguments, self.digest)
 
@@ -334,7 +335,7 @@ class Store:
 
 
 def _reopened(path: str | Path, arguments: dict[str, Any], digest: str) -> Store:
-    """Opens a store that was pickled."""
+    """Opens the store again when a Store is unpickled."""
     store = Store(path, **arguments)
     file_checks.same_store(path, store.digest == digest)
     return store
@@ -356,7 +357,7 @@ Span = tuple[Shard | None, int, int]  # shard (None for padding), first row, num
 
 
 def _with_padding(starts: Sequence[int], matches: Sequence[Match], total: int) -> list[Span]:
-    """The spans of the matches in the order of the batch, with spans of padding in the gaps."""
+    """Returns the spans of the matches in the order of the batch, and spans of padding between."""
     spans: list[Span] = []
     place = 0
     for start, match in sorted(zip(starts, matches, strict=True), key=lambda pair: pair[0]):

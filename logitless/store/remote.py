@@ -1,10 +1,11 @@
 """Reads and writes files at an address, such as s3://bucket/targets.
 
-Python's standard library reads addresses of http and https. The package fsspec reads and writes all
-other addresses. A request that fails is repeated after a wait, and each wait is twice as long as
-the wait before it. If the size or the SHA-256 of a file is known, the size or the SHA-256 of the
-fetched bytes must be equal. So a file that was cut off or changed during the transfer counts as a
-failed request.
+Files at http and https addresses are read with Python's standard library. Files at all other
+addresses are read and written with the package fsspec. A request that fails is repeated after a
+wait, and each wait is twice as long as the previous wait, up to LONGEST_WAIT. If the size or the
+SHA-256 of a file is known, the fetched bytes must have this size and this SHA-256. If they do not,
+the request counts as failed. So a file that was cut off or changed during the transfer is fetched
+again.
 """
 
 import functools
@@ -27,8 +28,8 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts
 PIECE = 1 << 24  # largest number of bytes per call of `read`
 LARGEST = 1 << 36  # largest size in bytes of a file whose size is not known
 # Protocols that require a folder to exist before a file is written into the folder. For other
-# protocols, folders are not created, because an object store would create a bucket if its name is
-# misspelt.
+# protocols, folders are not created, because an object store would create a new bucket if the name
+# of the bucket is misspelt.
 FOLDERS = {"file", "local", "ftp", "hdfs", "sftp", "smb", "ssh", "webdav"}
 TRY_AGAIN = {408, 425, 429}  # HTTP statuses below 500 after which another attempt can succeed
 Result = TypeVar("Result")
@@ -57,9 +58,9 @@ class Remote:
     """The folder at an address.
 
     A request over http or https fails if the server sends nothing for `timeout` seconds. `options`
-    are the keyword arguments of the file system of fsspec, which can include its timeouts. For http
-    and https, the only option is `headers`. If a server redirects a request to another host,
-    `headers` are not sent to this host. Errors name the argument `argument`.
+    are the keyword arguments of fsspec's file system, for example timeouts. For http and https, the
+    only option is `headers`. If a server redirects a request to another host, `headers` are not
+    sent to this host. `argument` is the name of the caller's argument in error messages.
     """
 
     def __init__(
@@ -107,7 +108,8 @@ class Remote:
     def fetch(self, listed: Listed, into: Any, attempts: int | None = None) -> None:
         """Writes a listed file into an open local file, and checks the file's size and SHA-256.
 
-        `attempts` replaces the number of attempts of the constructor.
+        Makes at most `attempts` attempts. The default is the argument `attempts` of the
+        constructor.
         """
         where = self.address(listed.name)
 
@@ -186,7 +188,7 @@ class Remote:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[tuple[Readable, int | None]]:
-        """Opens a file, and yields the open file and its size, or None if the size is unknown."""
+        """Yields an open file, and the size of the file, or None instead of an unknown size."""
         if self.is_http:
             with _opener().open(self._request(name), timeout=self.timeout) as file:
                 yield file, _length(file)
@@ -231,7 +233,7 @@ class Remote:
 
 
 class _SameHost(urllib.request.HTTPRedirectHandler):
-    """Sends the headers of `Remote` again after a redirection, if the host is the same."""
+    """Sends the headers of `Remote` again after a redirection to the same host."""
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):
         new = super().redirect_request(req, fp, code, msg, headers, newurl)
@@ -246,7 +248,7 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 class _LocalError(Exception):
-    """An error of the local disk. The request is not repeated."""
+    """An error of the local disk. After this error, the request is not repeated."""
 
     def __init__(self, error: OSError):
         super().__init__(str(error))
@@ -261,7 +263,7 @@ def _locally(write: Callable[[bytes], Any], piece: bytes) -> None:
 
 
 def _pieces(file: Readable, most: int) -> Iterator[bytes]:
-    """Yields the bytes of an open file, up to `most` bytes."""
+    """Yields the first `most` bytes of an open file, in several pieces."""
     while most > 0 and (piece := file.read(min(PIECE, most))):
         most -= len(piece)
         yield piece

@@ -35,7 +35,7 @@ def http_options(options: Any) -> None:
 
 
 def local_options(given: dict[str, Any]) -> None:
-    """Refuses options of remote stores for a store in a local folder."""
+    """Raises if an option of remote stores is given for a store in a local folder."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(
@@ -96,7 +96,7 @@ def missing(where: str, got: str = "no file") -> FileNotFoundError:
 
 
 def missing_listed(error: FileNotFoundError) -> FileNotFoundError:
-    """Returns the error for a missing file of an open store."""
+    """Returns the error for a file that an open store lists, but that no longer exists."""
     return FileNotFoundError(
         f"{error} store.index listed this file when the store was opened. If the store has changed"
         " since it was opened, open it again."

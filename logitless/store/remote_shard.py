@@ -34,7 +34,8 @@ class RemoteFiles:
         shards = self.listing.shards
         largest = max((shard.file.bytes for shard in shards), default=1)
         checks.cache_bytes(cache.limit, max(largest, self.listing.lookup.bytes))
-        # If the only attempt of a prefetch fails, the reader makes all of its attempts.
+        # A prefetch makes only one attempt. If this attempt fails, the reader fetches the file
+        # itself, with all of its attempts.
         once = functools.partial(remote.fetch, attempts=1)
         self.prefetch = Prefetch(
             len(shards),
@@ -49,8 +50,8 @@ class RemoteFiles:
     def from_cache(self, listed: Listed, read: Callable[[Path], Result]) -> Result:
         """Returns read(path) for a file in the cache.
 
-        If `read` raises a ValueError, because the file's bytes have changed in the cache, the file
-        is fetched once more.
+        If bytes of the file have changed in the cache, `read` raises a ValueError. Then the file is
+        fetched once more.
         """
         try:
             with self.cache.reading(listed, self._fetch) as path:
@@ -69,8 +70,8 @@ class RemoteFiles:
     def index_of(self, number: int) -> tuple[Tensor, Tensor]:
         """Returns the columns index.hash and index.doc of a shard.
 
-        The columns of the other shards are kept only until they are returned too, because the
-        reader's index has a sorted copy.
+        The first call reads the columns of all shards. The columns of a shard are dropped when they
+        are returned, because the reader's index keeps a sorted copy.
         """
         if number not in self._lookup:
             self._lookup = dict(enumerate(self._read_lookup()))
@@ -93,7 +94,7 @@ class RemoteFiles:
 
 
 class RemoteShard(Shard):
-    """A shard of a remote store. Its starts come from store.index, before its file is fetched."""
+    """A shard of a remote store. Its starts are read from store.index, not from its file."""
 
     def __init__(self, files: RemoteFiles, number: int):
         self.files, self.number = files, number
@@ -128,7 +129,7 @@ class RemoteShard(Shard):
         self.files.prefetch.reading(self.number)
 
         def read_file(path: Path) -> Result:
-            shard, self._of_cache = self._of_cache, None  # None stays if a check of the file fails
+            shard, self._of_cache = self._of_cache, None  # remains None if the file is damaged
             if shard is None:
                 shard = Shard(path, self.header)
                 checks.same_starts(path, torch.equal(shard.starts, self.starts))

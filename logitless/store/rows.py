@@ -4,12 +4,12 @@ store/format.py describes the columns. A slot is one of the K stored ids of a ro
 log-probability of a slot is stored as its distance below `top`, the log-probability of the row's
 first slot. With `values="u8"`, distances are measured in units, and each row has its own unit, in
 nats. Distances of up to NEAR units are rounded to whole units. Beyond NEAR units, the distance
-grows by a factor of 2^0.4, about 1.32, from one code to the next. So a slot with almost no
-probability, far below `top`, does not require a larger unit for its row.
+grows by a factor of 2^0.4, about 1.32, from one code to the next. So a row does not need a larger
+unit because of a slot whose probability is almost 0.
 
-Rounding keeps the sum of a row's probabilities, because `top` is chosen so that the rounded
-probabilities have the same sum. Rounding changes only the ratios between the probabilities. The KL
-divergence that rounding causes grows with the square of the row's unit.
+The stored `top` is chosen so that rounding does not change the sum of a row's probabilities.
+Rounding changes only the ratios between the probabilities. The KL divergence that rounding causes
+grows with the square of the row's unit.
 """
 
 import functools
@@ -31,7 +31,7 @@ CODES = 253  # the largest code of a positive probability
 ZERO, EMPTY = 254, 255
 NEAR, GROWTH = 223, 0.4  # codes above NEAR mean (NEAR · 2^(GROWTH · (code - NEAR))) units
 PER_OCTAVE, LOWEST = 32, -288  # a unit is 2^((step + LOWEST) / 32) nats; step is 0 to 255
-TRIED = 8  # number of units that are tried after a row's first unit, each 2 % larger than the last
+TRIED = 8  # number of further units to try after the first unit, each 2 % larger than the previous
 AT_ONCE = 1 << 16  # largest number of tensor elements in a pass that tries several units
 FAR_MASS = 2.0**-17  # largest total mass of slots beyond NEAR units, for each of the TRIED units
 NEGLIGIBLE = 2.0**-20  # a row keeps its first unit if the divergence is at most this many nats
@@ -99,8 +99,9 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
     `top`. The row uses this unit if the divergence of the decoded row from the exact row is at most
     NEGLIGIBLE. Otherwise, TRIED further units are tried, and the row uses the unit with the
     smallest divergence. The further units start at the smallest unit for which all slots beyond
-    NEAR units have a total mass of at most FAR_MASS. Trying several units helps, because most of a
-    row's mass is in a few slots, and some units round all of these slots well.
+    NEAR units have a total mass of at most FAR_MASS. Trying several units reduces the divergence.
+    Most of a row's mass is in a few slots, and some units have small rounding errors at all of
+    these slots.
     """
     p = torch.softmax(logprobs.clamp_min(torch.finfo(torch.float32).min), -1)
     beyond = p.flip(-1).cumsum(-1).flip(-1) <= FAR_MASS
@@ -125,8 +126,8 @@ def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
     off = below - _codes(below, _unit(steps)[..., None])[1]
     # `off` is the rounding error of each distance. So log p̂ = log p + off - log Σ p e^off for the
     # decoded row p̂. `off` is limited to 80, so that e^off does not overflow. `off` is above 80
-    # only where p is 0, or with a unit whose divergence is so large that another unit is chosen. So
-    # this limit does not change which unit is chosen.
+    # only if p is 0, or if the divergence of the unit is so large that another unit is chosen. So
+    # the limit does not change the choice of the unit.
     return (p * off.clamp_max(80.0).exp_()).sum(-1).log_() - (p * off).sum(-1)
 
 
@@ -139,7 +140,7 @@ def _codes(below: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unit(step: Tensor) -> Tensor:
-    """The unit of a row's codes, in nats."""
+    """Returns the unit of a row's codes, in nats."""
     return torch.exp2((step.float() + LOWEST) / PER_OCTAVE)
 
 
@@ -170,8 +171,8 @@ def recoded(table: Table, header: Header) -> Table:
 def reencoded(targets: SparseTargets, header: Header, step: Tensor | None) -> Table:
     """Encodes targets that were decoded from a store, without rounding them again.
 
-    `step` is the column `step` of the rows, or None with values="f16". Decoding the result returns
-    the same targets.
+    `step` is the column `step` of the rows, or None with values="f16". If the result is decoded,
+    the decoded targets equal `targets`.
     """
     ids, logprobs, valid = _ordered(targets, header.k, sorted_=True)
     top, logprobs = logprobs[:, 0], logprobs.masked_fill(~valid, -torch.inf)
@@ -192,9 +193,9 @@ def reencoded(targets: SparseTargets, header: Header, step: Tensor | None) -> Ta
 class Decoding:
     """Decodes rows into targets part by part. Each call of `add` decodes one part.
 
-    Only the tensors of the targets are allocated for all rows. All other tensors have the size of
-    one part, so that the next part can reuse their memory. Obtaining new memory from the system
-    takes longer than filling the memory.
+    Only the tensors of the targets are allocated for all rows at once. All other tensors have the
+    size of one part, so that the next part can reuse their memory. Allocating new memory from the
+    system takes longer than filling the memory.
     """
 
     def __init__(self, rows: int, header: Header, near: int = NEAR):
@@ -229,9 +230,11 @@ class Decoding:
             self._masked(begin, logprobs)
 
     def _far(self, units: Tensor, codes: Tensor) -> int:
-        """In `units`, replaces codes above `near` by numbers of units. Returns the largest code.
+        """Replaces the codes above `self.near` in `units` by numbers of units.
 
-        Before the call, `units` holds the codes. A code of at most `near` is already a number of
+        Returns the largest code.
+
+        Before the call, `units` holds the codes. A code of at most `self.near` equals its number of
         units, and stays unchanged.
         """
         last = codes[:, -1]  # a row's codes ascend, so its last code is the largest
@@ -244,7 +247,7 @@ class Decoding:
         return most
 
     def _masked(self, begin: int, logprobs: Tensor) -> None:
-        """Masks empty slots, whose log-probability is NaN, and rows whose first slot is empty."""
+        """Masks slots with a log-probability of NaN. If the first slot is NaN, masks the row."""
         mask = ~logprobs.isnan()
         mask &= mask[:, :1].clone()
         if bool(mask.all()):
@@ -265,7 +268,7 @@ def _all_units() -> Tensor:
 
 @functools.lru_cache
 def _units_of_codes(near: int) -> Tensor:
-    """The number of units that each code stands for.
+    """Returns the number of units that each code stands for.
 
     The number is inf for ZERO, the code of probability 0, and NaN for EMPTY, the code of a masked
     slot.
@@ -277,9 +280,9 @@ def _units_of_codes(near: int) -> Tensor:
 
 
 def empty_pieces(n: int, header: Header) -> dict[str, bytearray]:
-    """Returns the bytes of n rows without slots. A row whose `top` is NaN has no slots.
+    """Returns the bytes of n rows without slots.
 
-    With values="counts", all bytes of a row without slots are 0.
+    In a row without slots, `top` is NaN. With values="counts", all bytes of such a row are 0.
     """
     pieces = {name: bytearray(n * size) for name, size in header.sizes().items()}
     return (

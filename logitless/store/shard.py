@@ -96,14 +96,14 @@ class Shard:
         return tokens[first : first + end - begin]
 
     def tokens_of(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
-        """Returns one tensor with the tokens of several spans, and the position of each span.
+        """Returns a tensor with the tokens of several spans, and the position of each span in it.
 
         The tensor has up to 7 other tokens before and after each span.
         """
         return self._packed("tokens", spans)
 
     def _packed(self, name: str, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
-        """Returns a tensor with the unpacked integers of several spans, and each span's position.
+        """Returns a tensor with the integers of several spans, and the position of each span in it.
 
         In all columns, every eighth integer begins at a byte boundary. So each span is extended to
         multiples of eight integers.
@@ -155,8 +155,8 @@ class Shard:
     def _sampled_pieces(self, spans: Sequence[Span]) -> Pieces:
         """Returns `pieces_of` for sampled targets, whose rows have different lengths in the shard.
 
-        The column `slots` holds the first slot of each document, but not of each row. So `draws` is
-        read from the first row of the document.
+        The column `slots` holds the first slot of each document, but not of each row. To find the
+        first slot of a span, `draws` is read from the first row of the document on.
         """
         size, offset = self.header.sizes()["draws"], self.entries["draws"].begin
         documents = [bisect.bisect_right(self._spans, a) - 1 for a, _ in spans]
@@ -202,7 +202,7 @@ class Shard:
     def index(self) -> tuple[Tensor, Tensor]:
         """Returns the columns index.hash and index.doc.
 
-        For a shard of version 1, both index columns are computed from the tokens.
+        For a shard of version 1, both columns are computed from the tokens.
         """
         if self.version == VERSION:
             return self.column("index.hash"), self.column("index.doc")
@@ -235,16 +235,15 @@ def write_shard(
         "sha256": digest_of(columns),
     }  # fmt: skip
     # The checksums depend on the order of the columns in the file. So the columns are sorted here
-    # in the order of `safetensors.write`, widest dtype first. `crc` is added last. `crc` is also
-    # last in the file, because `safetensors.write` sorts stably, and no dtype is narrower than
-    # uint8, the dtype of `crc`.
+    # as in `safetensors.write`, widest dtype first. `crc` is added last, and is also last in the
+    # file, because the sort in `safetensors.write` is stable, and no dtype is narrower than uint8.
     columns = dict(sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize))
     columns["crc"] = checksums(columns.values())
     safetensors.write(path, columns, metadata, durable=True)
 
 
 def digest_of(columns: Mapping[str, Tensor]) -> str:
-    """The SHA-256 of the columns, sorted by name."""
+    """Returns the SHA-256 of the columns. The columns are hashed in the order of their names."""
     digest = hashlib.sha256()
     for name in sorted(columns):
         digest.update(f"{name}:".encode())
@@ -255,7 +254,7 @@ def digest_of(columns: Mapping[str, Tensor]) -> str:
 def _wanted(
     header: Header, entries: dict, size: int, checked: bool
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The expected dtype and shape of every column of a shard.
+    """Returns the expected dtype and shape of every column of a shard.
 
     The numbers of documents, tokens and index entries are taken from the shapes in `entries`.
     """

@@ -1,4 +1,4 @@
-"""Statistics of a store: mass of the stored ids (slots), entropy, and rank of the next token.
+"""Computes statistics of a store: mass of the slots (stored ids), entropy, and token ranks.
 
 `logitless teacher info` prints and plots these statistics (cli/teacher_info.py).
 """
@@ -25,7 +25,7 @@ class Summary:
 
     rows: int
     covered: Tensor  # covered[k - 1] is the mean mass of the k most probable tokens
-    # A lower bound of the entropy in nats per row, because the tail counts as one token.
+    # Entropy in nats per row. This is a lower bound, because the whole tail counts as one token.
     entropy: Tensor
     rank: Tensor  # rank of each next token among the slots, from 0; K if no slot has the token
     slots: float  # mean number of slots with a positive probability per row
@@ -45,7 +45,7 @@ def _sample(store: Store, most: int) -> Iterator[tuple[Tensor, Tensor, SparseTar
         needed = math.ceil(len(shards) * most / store.tokens)
         count = min(len(shards), max(FETCHED, needed))
         chosen = [n * len(shards) // count for n in range(count)]
-        store.prefetch([store.firsts[n] for n in chosen])  # no other shard is fetched
+        store.prefetch([store.firsts[n] for n in chosen])  # so that no other shard is fetched
         shards = [shards[n] for n in chosen]
     every, skipped = max(1, sum(int(shard.starts[-1]) for shard in shards) // most), 0
     for shard in shards:
@@ -57,7 +57,7 @@ def _sample(store: Store, most: int) -> Iterator[tuple[Tensor, Tensor, SparseTar
 
 
 def summary(store: Store, most: int = SAMPLE) -> Summary:
-    """Reads about `most` tokens and returns their statistics."""
+    """Reads about `most` tokens of a store, and returns the statistics of their rows."""
     k = store.info.k
     covered, entropies, ranks, rows = torch.zeros(k, dtype=torch.float64), [], [], 0
     slots = 0

@@ -1,4 +1,4 @@
-"""Computes the targets of a batch from a store, and the student's loss.
+"""Looks up the targets of a batch in a store, and computes the student's loss.
 
 logitless/hf.py uses this module in a Trainer of Transformers.
 """
@@ -21,7 +21,7 @@ from .reader import Store
 
 
 class DistillLosses(NamedTuple):
-    """The result of `distill_loss`. `ce` and `kd` are None, except with parts=True."""
+    """The result of `distill_loss`. `ce` and `kd` are None, unless parts=True."""
 
     loss: Tensor
     ce: Tensor | None = None
@@ -46,8 +46,8 @@ def distill_loss(
     model. `labels`, of shape (B, T), must not be shifted, because the logits at position t are
     compared with labels[:, t + 1]. Tokens with the label -100 are ignored. `targets` come from
     `Store.targets_for`, and have the shape of `labels`. The loss is the mean over the tokens that
-    are not ignored. With num_items, the loss is the sum over the tokens that are not ignored,
-    divided by num_items. With parts=True, the cross-entropy `ce` and the divergence `kd` are
+    are not ignored. With `num_items`, the loss is the sum over the tokens that are not ignored,
+    divided by `num_items`. With `parts=True`, the cross-entropy `ce` and the divergence `kd` are
     returned too, for logging. To compute `ce` and `kd`, the logits are read a second time. Other
     options are passed to `topk_distill`. The options `divergence` and `support` must be passed. For
     sampled targets, `support` must be "truncate" or "renorm_teacher".
@@ -89,8 +89,8 @@ def whole_loss(
     """Returns the loss of `distill_loss` for a teacher with logits of shape (B, T, V).
 
     `divergence` is a name, or a mapping from names to weights. With a mapping, the divergence of a
-    token is the weighted sum of all named divergences. Each divergence reads the logits of student
-    and teacher.
+    token is the weighted sum of all named divergences. The logits of student and teacher are read
+    once per divergence.
     """
     next_tokens = F.pad(labels[..., 1:], (0, 1), value=-100)
     reduction = "mean" if num_items is None else "sum"
@@ -126,16 +126,16 @@ def _whole_divergence(name: str, logits: Tensor, teacher: Tensor, beta: float, o
 def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
     """Returns the targets of a batch whose input_ids have the shape (B, T).
 
-    Tokens whose attention_mask is 0 are padding, on either side of a row. A document begins where
-    position_ids are 0. Without position_ids, `targets_for` finds where the documents of a row
-    begin.
+    Tokens whose attention_mask is 0 are padding. Padding can be on the left or on the right of a
+    row. A document begins where position_ids are 0. Without position_ids, `targets_for` finds where
+    the documents of a row begin.
     """
     ids = batch["input_ids"]
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if mask is not None and mask.shape != ids.shape:  # a 4-dimensional mask does not mark padding
         mask = None
     is_token = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.cpu() != 0
-    order = torch.sort(~is_token, dim=-1, stable=True).indices  # places padding last
+    order = torch.sort(~is_token, dim=-1, stable=True).indices  # moves padding to the end
     tokens = ids.cpu().masked_fill(~is_token, -1).gather(-1, order)
     lengths = None
     if positions is not None:
@@ -144,7 +144,8 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
     if mask is not None:
         # Without `lengths`, `targets_for` treats the tokens after the last matched document as
         # padding if these tokens are all equal. Here, the id of padding is -1, and another -1 is
-        # appended to every row. So these tokens are all equal only if all tokens are padding.
+        # appended to every row. So the tokens after the last matched document are all equal only if
+        # all of them are padding.
         tokens = F.pad(tokens, (0, 1), value=-1)
     targets = store.targets_for(tokens, lengths)
     if mask is not None:
@@ -154,7 +155,10 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
 
 
 def _lengths(begins: Tensor, tokens: int) -> list[int]:
-    """Returns the lengths of the documents in one row. `begins` is True at each first token."""
+    """Returns the lengths of the documents in the first `tokens` tokens of a row.
+
+    `begins` is True at the first token of each document.
+    """
     starts = begins[1:tokens].nonzero()[:, 0] + 1
     return torch.diff(starts, prepend=torch.tensor([0]), append=torch.tensor([tokens])).tolist()
 

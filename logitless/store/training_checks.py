@@ -78,7 +78,7 @@ def divergences(divergence: Any) -> dict[str, float]:
 
 
 def sparse_options(divergence: Any, support: Any) -> None:
-    """Checks the options of DistillTrainer that compare the top-k of each row."""
+    """Checks the options `divergence` and `support` of DistillTrainer for sparse targets."""
     _checks.one_of("support", support, (*_option_checks.SUPPORTS, "whole"))
     if isinstance(divergence, Mapping):
         raise ValueError(
@@ -89,7 +89,7 @@ def sparse_options(divergence: Any, support: Any) -> None:
 
 
 def live_teacher(store: Any, support: Any, on_policy: Any, generation_config: Any) -> None:
-    """Refuses combinations of DistillTrainer's arguments that need a teacher model."""
+    """Checks the arguments of DistillTrainer that are possible only with a teacher model."""
     _option_checks.fraction("on_policy", on_policy)
     if store is not None and support == "whole":
         raise ValueError(
@@ -109,7 +109,7 @@ def live_teacher(store: Any, support: Any, on_policy: Any, generation_config: An
 
 
 def support_of_store(support: Any, sampled: bool) -> None:
-    """Refuses supports that compare sampled targets with a part of the student's distribution."""
+    """Refuses the supports "tail" and "renorm" for sampled targets, which have no tail."""
     if sampled and support in ("tail", "renorm"):
         raise ValueError(
             'support must be "truncate" or "renorm_teacher" for a store with values="counts",'

@@ -1,10 +1,11 @@
 """Uploads the finished shards of a writer in a background thread.
 
 The file RANK.uploaded has one line per uploaded shard. If a writer was killed, the next writer
-reads this file, and uploads only the other shards. A line counts only if the shard is still at the
-address. After its last shard, a writer uploads store.index, which lists the uploaded shards of all
-ranks that share the folder. So every shard that store.index lists was uploaded before. The lookup
-files of older indices stay at the address, because open readers can still need them.
+reads this file, and uploads only shards that are not in the file. A line is ignored if its shard is
+no longer at the address. After its last shard, a writer uploads store.index, which lists the
+uploaded shards of all ranks that share the folder. So store.index never lists a shard that is not
+uploaded yet. The lookup files of older versions of store.index stay at the address, because open
+readers can still need these files.
 """
 
 import contextlib
@@ -109,8 +110,8 @@ class Uploads:
         """Returns the names of recorded shards that are at the address.
 
         A shard is at the address if the address's store.index lists the shard, or if the file at
-        the address has the size of the local file. Raises if the address has another store, because
-        the upload would replace its files.
+        the address has the size of the local file. Raises if another store is at the address,
+        because the upload would replace the files of this store.
         """
         found = {*self._uploaded, *self._listed()}
         for name in set().union(*(_recorded(record, self.remote.url) for record in records)):
@@ -140,7 +141,7 @@ class Uploads:
 
 
 def _recorded(record: Path, url: str) -> set[str]:
-    """Returns the names of the shards that were uploaded to an address."""
+    """Returns the names of the shards that `record`, a file RANK.uploaded, lists for `url`."""
     found = set()
     with contextlib.suppress(FileNotFoundError):
         for line in record.read_text(errors="replace").splitlines():

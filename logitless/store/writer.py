@@ -43,11 +43,11 @@ SHORT = 64
 class Writer:
     """Appends documents to a store. The store is created if it does not exist.
 
-    After `add` returns, the document is not lost if the process is killed, because the next writer
-    with the same `part` recovers the document. Readers find the document after its shard is full,
-    after `flush`, or after the end of the `with` block. A document that readers can find also
-    survives a loss of power. Adding a document again does nothing. So a run that was killed is
-    resumed by running the same program again.
+    If the process is killed after `add` has returned, the document is not lost, because the next
+    writer with the same `part` recovers the document. Readers find the document after its shard is
+    full, after `flush`, or after the end of the `with` block. A document that readers can find also
+    survives a loss of power. Adding a document again does nothing. So running the same program
+    again resumes a run that was killed.
 
     Several processes can write to one store at the same time, each with its own `part`. The default
     of `part` is the process's RANK, as torchrun sets it. A second writer with the same `part` is
@@ -56,12 +56,13 @@ class Writer:
     `upload` is an address such as s3://bucket/targets. With `upload`, each full shard is also
     uploaded in the background, and `close` waits for the uploads. `close` raises an OSError if a
     shard could not be uploaded. If you open the writer again, the missing shards are uploaded.
-    `storage_options` are the arguments of the file system of fsspec.
+    `storage_options` are the keyword arguments of fsspec's file system.
 
     `values` is "u8" for 8-bit log-probabilities, "f16" for 16-bit log-probabilities, or "counts"
     for sampled targets. With "counts", k is the number n of draws, and `add` takes the results of
-    `capture_sampled(logits, n)`. The store returns the same weights, bit for bit. If the proposal
-    is not 1, the weights are not counts. Store such weights with values="u8" or "f16".
+    `capture_sampled(logits, n)`. The store returns the same weights, bit for bit. If the `proposal`
+    of `capture_sampled` is not 1, the weights are not multiples of 1 / n, and must be stored with
+    values="u8" or "f16".
 
     >>> with Writer("targets", vocab_size=151_936, k=64) as writer:
     ...     writer.add(tokens, capture_topk(teacher(tokens).logits, 64))
@@ -90,7 +91,7 @@ class Writer:
         checks.shard_bytes(shard_bytes)
         remote = None if upload is None else destination(upload, storage_options)
         self.path, self.rank, self.shard_bytes = Path(path), rank, shard_bytes
-        self.closed, self.written = True, 0.0  # bytes of the rows that this writer added
+        self.closed, self.written = True, 0.0  # `written`: bytes of all rows added
         created(self.path)
         existing = write_header(self.path, header)
         advice = "; pass the store's value, or write to another folder"
@@ -200,7 +201,7 @@ class Writer:
     def _new(
         self, tokens: Tensor, starts: Sequence[int]
     ) -> tuple[list[bytes], slice | Tensor, Sequence[int]]:
-        """Returns digests, row indices and starts of the documents that the store does not have."""
+        """Returns the digests, row indices and starts of those documents that the store lacks."""
         data, new = memoryview(buffer(tokens)).cast("B"), {}
         known = self.index.documents(tokens, torch.tensor(starts)) if self.shards else ()
         for (a, b), match in zip_longest(pairwise(starts), known):
@@ -234,9 +235,10 @@ class Writer:
             first = last
 
     def _count(self, tokens: int, slots: int) -> None:
-        """Adds the bytes of these tokens and their rows in a shard to `self.written`.
+        """Adds the size in bytes of `tokens` tokens and their rows in a shard to `self.written`.
 
-        `slots` is the number of distinct ids in all rows. Only values="counts" uses `slots`.
+        `slots` is the total number of distinct ids in these rows. `slots` has an effect only with
+        values="counts".
         """
         self.written += tokens * self.header.token_bytes(slots / tokens)
 
@@ -246,7 +248,7 @@ class Writer:
             self.flush()
 
     def _bytes(self, tokens: int, documents: int) -> int:
-        """Returns the number of bytes that count towards `shard_bytes`."""
+        """Returns how many bytes of `shard_bytes` this many tokens and documents take."""
         return tokens * (8 + self.row_bytes) + documents * PER_DOCUMENT
 
     @on_cpu
@@ -303,7 +305,7 @@ class Writer:
     def __exit__(self, kind, error, trace) -> None:
         try:
             # After an error, `close` does not wait for the uploads, so that the user sees the error
-            # now. The next writer uploads the other shards.
+            # now. The next writer uploads the shards that are not uploaded yet.
             self._close(finish=error is None)
         except OSError:
             # If the `with` block raised an error, the OSError of `close` is suppressed, so that the
@@ -324,8 +326,9 @@ def _digest_of(tokens: Any) -> bytes:
 def recover(path: str | os.PathLike) -> int:
     """Moves documents of killed writers from journals to shards.
 
-    Returns the number of documents in the store. `recover` is needed only if the killed writers
-    will not be opened again, because opening a writer recovers its own documents.
+    Returns the number of documents in the store. `recover` is needed only if no writer will be
+    opened again with the `part` of a killed writer. Opening such a writer recovers the documents of
+    the killed writer.
     """
     path = Path(path)
     fields = asdict(header_of(path))

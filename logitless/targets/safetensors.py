@@ -2,12 +2,12 @@
 
 A file has three parts: eight bytes with the length of the header, a header in JSON, and the bytes
 of the tensors. The numbers of the tensors are little-endian, and there are no gaps between tensors.
-Files are not trusted. Every size in the header is compared with the length of the file before
-memory of this size is allocated.
+A file can be damaged or malicious. So every size in the header is compared with the length of the
+file before memory of this size is allocated.
 
-This module does not use the package safetensors, because the package takes five times as long for
-the slices of a batch, and a file that is cut off while it is open kills the process
-(benchmarks/results/store-safetensors.txt).
+This module does not use the package safetensors, for two reasons. The package takes five times as
+long to read the slices of a batch. The package also kills the process if a file is cut off while it
+is open (benchmarks/results/store-safetensors.txt).
 """
 
 import ctypes
@@ -28,8 +28,8 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_HEADER_BYTES = 1 << 20  # maximum length of a header, which has about 100 bytes per tensor
-_DIMENSIONS = 64  # maximum number of dimensions, which is also the limit of PyTorch's kernels
+_HEADER_BYTES = 1 << 20  # maximum length of a header; a header has about 100 bytes per tensor
+_DIMENSIONS = 64  # maximum number of dimensions; PyTorch's kernels have the same limit
 _METADATA = "__metadata__"
 
 
@@ -69,8 +69,8 @@ def write(
 ) -> None:
     """Writes tensors to a file. A failed write leaves the old file at `path` unchanged.
 
-    The file is written under another name and then renamed. If `durable`, the file is on the disk
-    when this function returns.
+    The file is written under another name and then renamed. If `durable` is True, the file is on
+    the disk when this function returns.
     """
     # Wide dtypes come first, so that each tensor is aligned to its dtype.
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
@@ -150,13 +150,16 @@ def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tens
 
 
 def read_header(path: str | os.PathLike) -> Header:
-    """Reads the header of a file, and checks every size and offset in it."""
+    """Reads the header of a file, and checks every size and offset in the header."""
     with open(path, "rb") as file:
         return header_in(path, file, os.fstat(file.fileno()).st_size)
 
 
 def from_bytes(name: str, data: bytes) -> tuple[Header, dict[str, Tensor]]:
-    """Returns the checked header and the tensors of a file in memory. Errors call it `name`."""
+    """Returns the checked header and the tensors of a file.
+
+    `data` holds the bytes of the file, and `name` is the name of the file in error messages.
+    """
     header = header_in(name, io.BytesIO(data), len(data))
     tensors = {}
     for column, (dtype, shape, begin, end) in header.entries.items():
@@ -166,7 +169,7 @@ def from_bytes(name: str, data: bytes) -> tuple[Header, dict[str, Tensor]]:
 
 
 def header_in(path: str | os.PathLike, file: BinaryIO, size: int) -> Header:
-    """Reads the header of an open file of `size` bytes, and checks every size and offset in it."""
+    """Reads the header of an open file of `size` bytes, and checks all sizes and offsets."""
     length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= min(size - 8, _HEADER_BYTES):
         limit = f"{_HEADER_BYTES} bytes within the file's {size} bytes"
@@ -212,7 +215,7 @@ def _entry(path: str | os.PathLike, name: str, field: Any) -> Entry:
 
 
 def _are_sizes(value: Any) -> bool:
-    """Whether the value is a list of integers in [0, 2^63)."""
+    """Returns whether the value is a list of integers in [0, 2^63)."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 

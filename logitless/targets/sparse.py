@@ -23,17 +23,18 @@ _NAMES = ("ids", "logprobs", "tail", "mask")
 class SparseTargets:
     """A teacher's distribution per row: K ids, their log-probabilities, and the mass of other ids.
 
-    `ids` has shape (..., K), and is int32 or int64. `logprobs` has shape (..., K), and holds the
-    teacher's log-probabilities at the teacher's temperature. `tail` holds, for each row, the log of
-    the mass outside the ids. If this mass is unknown, `tail` is None. A slot is one of the K
-    positions of a row. `mask` has shape (..., K). Slots whose mask is False or 0 are ignored. An id
-    can be in several slots of a row, and every slot adds its own term to a loss.
+    `ids` has shape (..., K) and dtype int32 or int64. `logprobs` has shape (..., K), and holds the
+    teacher's log-probabilities of these ids, at the teacher's temperature. `tail` has shape (...),
+    and holds the log of the mass outside the ids. If this mass is unknown, `tail` is None. A slot
+    is one of the K positions of a row. `mask` has shape (..., K), or is None. Slots whose mask is
+    False or 0 are ignored. An id can be in several slots of a row, and every slot adds its own term
+    to a loss.
 
     On a CPU, or with LOGITLESS_CHECK=1, a row whose probabilities add up to more than 1 raises an
     error. In the sum of probabilities, a repeated id counts once, with its largest probability. A
     sum of up to 1 + 2⁻⁸ (1 + log(K + 1)) is allowed, because of rounding errors.
 
-    An index selects rows. For example, targets[:, 1:] drops the first position of each sequence.
+    Indexing selects rows. For example, targets[:, 1:] drops the first position of each sequence.
 
     >>> targets = capture_topk(teacher_logits, 64)
     >>> loss = topk_distill(logits, targets, divergence="forward_kl", support="tail")
@@ -91,7 +92,7 @@ class SparseTargets:
         return self.shape[0]
 
     def __getitem__(self, rows) -> "SparseTargets":
-        """Selects rows. An index cannot select among the K ids of a row."""
+        """Selects rows. It is not possible to select some of the K ids of a row."""
         index = sparse_checks.row_index(rows, self.ids)
         return self._map(lambda t: t[index])
 
@@ -108,9 +109,10 @@ class SparseTargets:
     def cat(targets: Sequence["SparseTargets"], dim: int = 0) -> "SparseTargets":
         """Concatenates the rows of several targets along a dimension of rows.
 
-        Rows with fewer slots are padded to the largest K. The added slots are masked, and hold id 0
-        and log-probability -inf. The result has a mask if a target has a mask or is padded. Dtypes
-        are promoted as in torch.cat. Either all targets must have a tail, or none.
+        Targets with fewer slots per row are padded to the largest K. The added slots are masked,
+        and have the id 0 and the log-probability -inf. The result has a mask if any of the targets
+        has a mask or is padded. Dtypes are promoted as in torch.cat. The targets must either all
+        have a tail, or all have no tail.
         """
         sparse_checks.joined(targets, SparseTargets)
         dim = sparse_checks.row_dim(dim, len(targets[0].shape))
@@ -121,7 +123,7 @@ class SparseTargets:
     def stack(targets: Sequence["SparseTargets"], dim: int = 0) -> "SparseTargets":
         """Stacks several targets along a new dimension of rows. Rows are padded as in `cat`.
 
-        default_collate, the default of a DataLoader, uses `stack` for the targets of a batch.
+        `default_collate`, the default `collate_fn` of a DataLoader, calls `stack` for targets.
         """
         sparse_checks.joined(targets, SparseTargets)
         dim = sparse_checks.row_dim(dim, len(targets[0].shape) + 1)
@@ -129,14 +131,14 @@ class SparseTargets:
         return _join(targets, lambda tensors: torch.stack(tensors, dim))
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a file in the safetensors format, which holds no code."""
+        """Writes the targets to a file in the safetensors format. Such a file contains no code."""
         safetensors.write(path, _present(self), {"format": FORMAT, "version": VERSION})
 
     @staticmethod
     def load(path: str | os.PathLike) -> "SparseTargets":
         """Reads a file that `save` wrote. The tensors of the result are on the CPU.
 
-        Raises for files of other formats.
+        Raises an error if the file has another format.
         """
         header = safetensors.read_header(path)
         sparse_checks.saved(path, header, FORMAT, VERSION)
@@ -165,8 +167,8 @@ def unchecked(ids, logprobs, tail=None, mask=None) -> SparseTargets:
     """Builds SparseTargets without checks, from valid tensors or from leaves of a pytree."""
     targets = object.__new__(SparseTargets)
     for name, t in zip(_NAMES, (ids, logprobs, tail, mask), strict=True):
-        # object.__setattr__ works for a frozen dataclass, and older versions of Dynamo can trace
-        # the call.
+        # object.__setattr__ can set attributes of a frozen dataclass, and older versions of Dynamo
+        # can trace this call.
         object.__setattr__(targets, name, t)
     return targets
 
@@ -185,7 +187,7 @@ def _join(targets: Sequence[SparseTargets], join: Callable) -> SparseTargets:
 
 
 def _padded(targets: SparseTargets, k: int, masked: bool) -> tuple:
-    """Returns the tensors padded to k slots. If `masked`, the returned mask is not None."""
+    """Returns the tensors padded to k slots. If `masked` is True, the returned mask is not None."""
     ids, logprobs, tail, mask = _tensors(targets)
     if masked:
         mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
@@ -201,8 +203,8 @@ def _collate(batch: Sequence[SparseTargets], *, collate_fn_map=None) -> SparseTa
     return SparseTargets.stack(batch)
 
 
-# Pickles contain the module name "logitless", so they can be loaded even after the class moves to
-# another file.
+# Pickled targets contain the module name "logitless", so that they can be loaded even after the
+# class is moved to another file.
 SparseTargets.__module__ = "logitless"
 torch.serialization.add_safe_globals([SparseTargets])
 default_collate_fn_map[SparseTargets] = _collate

@@ -34,14 +34,15 @@ def tensors(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:
 
 
 def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None) -> None:
-    """Raises an error that names the row, if the probabilities of a row add up to more than 1.
+    """Raises if the probabilities of a row add up to more than 1. The error names the row.
 
     Values on a GPU are read only with LOGITLESS_CHECK=1. A sum that exceeds 1 only by rounding
-    errors is allowed. If a log-probability l has a relative error u, then the probability p = e^l
-    has an error of u |l| p. So the errors of a row add up to u times the row's entropy. The entropy
-    of K slots and a tail is at most log(K + 1). Adding up the probabilities causes another error of
-    u. The values of an fp32 tensor are sometimes converted from bfloat16, so u is at least 2⁻⁸, the
-    rounding error of bfloat16. A NaN raises no error here, because the loss of its row will be NaN.
+    errors is allowed. If a log-probability `l` has a relative error u, then the probability p = e^l
+    has an error of u · |l| · p. So the errors of a row add up to u times the entropy of the row.
+    The entropy of K slots and a tail is at most log(K + 1). Adding the probabilities causes another
+    error of up to u. The values of an fp32 tensor are sometimes converted from bfloat16, so u is at
+    least 2⁻⁸, the rounding error of bfloat16. This function accepts rows with a NaN, because their
+    loss will be NaN anyway.
     """
     tensors = [t for t in (ids, logprobs, tail, mask) if t is not None]
     if (
@@ -62,8 +63,8 @@ def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None
     _at_most_0("logprobs", logprobs, p > most)
     if tail is not None:
         _at_most_0("tail", tail, rest > most)
-    # `_once_each` sorts, which is slow. So repeated ids are removed only if the sum over all slots
-    # is above `most`.
+    # `_once_each` is slow, because it sorts. So `_once_each` is called only if the sum over all
+    # slots, including repeated ids, is above `most`.
     total = _once_each(ids, p).sum(-1) + rest
     over = total > most
     if bool(over.any()):
@@ -88,10 +89,10 @@ def _where(place: tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def _once_each(ids: Tensor, p: Tensor) -> Tensor:
-    """Returns p sorted by id, in which only one slot of each repeated id keeps its p.
+    """Returns `p` sorted by id, with 0 for all repetitions of an id within a row.
 
-    If an id is in several slots of a row, the slot with the largest p keeps p, and the other slots
-    get 0.
+    If an id is in several slots of a row, the slot with the largest `p` keeps its value, and the
+    other slots of this id get 0.
     """
     p, order = p.sort(dim=-1, descending=True)
     ids, order = ids.gather(-1, order).sort(dim=-1, stable=True)
@@ -106,9 +107,9 @@ _SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))
 
 
 def row_index(index: Any, ids: Tensor) -> tuple:
-    """Returns the index as a tuple in which slices replace an Ellipsis.
+    """Returns the index as a tuple. Slices replace an Ellipsis in the index.
 
-    Raises if the index selects among the K ids of a row.
+    Raises if the index selects some of the K ids of a row.
     """
     entries = index if isinstance(index, tuple) else (index,)
     entries = [entry if isinstance(entry, _SIMPLE) else _array(entry) for entry in entries]
@@ -131,14 +132,14 @@ def _array(entry: Any) -> Tensor:
 
 
 def _dimensions(entry: Any) -> int:
-    """The number of dimensions that an entry of an index consumes."""
+    """Returns the number of dimensions of rows to which an entry of an index applies."""
     if entry is None or entry is Ellipsis or isinstance(entry, bool):
         return 0
     return entry.dim() if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
 
 
 def joined(targets: Sequence[Any], kind: type) -> None:
-    """Checks that all targets are on one device, and that all or none have a tail."""
+    """Checks that all targets are on the same device, and that either all or none have a tail."""
     if not targets:
         raise ValueError("targets must hold at least one SparseTargets, got none.")
     for i, t in enumerate(targets):
@@ -156,7 +157,7 @@ def joined(targets: Sequence[Any], kind: type) -> None:
 def same_rows(targets: Sequence[Any], except_dim: int | None) -> None:
     """Checks that all targets have rows of the same shape.
 
-    The dimension `except_dim` can differ.
+    The targets can have different sizes in the dimension `except_dim`.
     """
     first = targets[0].shape
     for i, t in enumerate(targets):

@@ -2,9 +2,9 @@
 
 The contenders are logitless, PyTorch eager, torch.compile, and other libraries if they can be
 imported. Before any time is measured, the values and gradients of every contender are compared with
-formulas in fp64. On a GPU, a contender's time is compared with a lower bound: the time of a memory
-copy or of GEMMs, measured in the same run. On a CPU, a contender's time is compared with PyTorch's
-time.
+formulas in fp64. On a GPU, the time of a contender is compared with a lower bound, which is the
+time of a memory copy or of GEMMs in the same run. On a CPU, the time of a contender is compared
+with the time of PyTorch.
 
     logitless bench                                  all cases: logits, teachers, heads
     logitless bench --family heads                   losses over a head only
@@ -12,7 +12,7 @@ time.
     logitless bench --against eager --against liger  logitless beside these two only
     logitless bench --from-json FILE                 report and plots of a stored result
 
-A family of cases that takes long can be run in several parts. All parts must be run at the same
+If a family of cases takes long, it can be run in several parts. All parts must be run at the same
 commit and on the same kind of machine. With --resume, the command runs the missing cases, and joins
 the results of all parts:
 
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
-    """Runs the cases for which `stored` has no correct result of logitless.
+    """Runs the chosen cases, except those for which `stored` has a correct result of logitless.
 
     Returns a dictionary with the stored results and the new results.
     """
@@ -112,9 +112,8 @@ def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
         while left and (not rows or time.monotonic() < end):
             name, case = next(iter(left.items()))
             advance(0, name)
-            # One call of a loss over a head takes tens of milliseconds, and the GPU's clock rate
-            # becomes stable only in a longer run. So a loss over a head is timed five times as long
-            # as other losses.
+            # A loss over a head is timed five times as long as other losses. One call takes tens of
+            # milliseconds, and the GPU's clock rate becomes stable only in a longer run.
             longer = 5 if case.family == "heads" else 1
             rows += runner.run_case(left.pop(name), loaded, device, longer * budget)
             advance(1, name)

@@ -1,15 +1,15 @@
-"""The cases of the benchmark: functions, sizes, lower bounds on times (floors), and our targets.
+"""Defines the cases of the benchmark: functions, sizes, lower bounds on times, and our targets.
 
 The size of the logits in bytes is B = rows · vocab · itemsize. A forward moves B bytes, because it
-reads the logits once. A forward + backward moves 3B bytes, because it reads the logits twice and
-writes a gradient of the same size. An in-place forward + backward moves 2B bytes, because it reads
-and overwrites each logit once. The copy bandwidth C is measured in the same run. The *floor* of a
-case is a lower bound on its time: the number of moved bytes divided by C.
+reads the logits once. A forward + backward moves 3 · B bytes, because it reads the logits twice and
+writes a gradient of the same size. An in-place forward + backward moves 2 · B bytes, because it
+reads and overwrites each logit once. The copy bandwidth C is measured in the same run. The *floor*
+of a case is a lower bound on its time: the number of moved bytes divided by C.
 
-If bandwidth does not limit a function, its floor is the time of a *yardstick*: simpler work that is
-measured in the same run. The yardstick of a head is its GEMMs in cuBLAS: three GEMMs for a mean or
-sum, and four GEMMs for results per row. On a CPU, cases have no floor, and times are compared with
-PyTorch's time.
+If bandwidth does not limit a function, its floor is the time of a *yardstick*. A yardstick is
+simpler work that is timed in the same run. The yardstick of a loss over a head is the GEMMs of the
+head in cuBLAS: three GEMMs if the loss is a mean or a sum, and four GEMMs if the loss has one
+result per row. On a CPU, cases have no floor, and times are compared with PyTorch's time.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class Work:
 
 @dataclass
 class Case(Work):
-    """One case of the benchmark. Every contender (a library) that has the op runs the case.
+    """One case of the benchmark. The case is run for every contender (library) that has the op.
 
     For each reference, our time must be at most `targets[reference]` times the reference's time. A
     reference is one of these strings:
 
-    - "floor" is the lower bound on the time of the case, which the top of this file defines.
+    - "floor" is the lower bound on the time of the case. The docstring of this file defines it.
 
     - "start + floor" is for small inputs. Our time must be at most 6 µs + targets[reference] times
       the floor, because starting the kernels takes time.
@@ -88,7 +88,7 @@ class Case(Work):
     yardstick: str = ""  # name of a yardstick (see runner.yardstick), or empty
     spare_mib: float | None = None  # largest allowed memory beyond the gradients, in MiB
     alone: bool = False  # whether only logitless is run
-    compiled: bool = True  # whether torch.compile, which starts slowly, is run
+    compiled: bool = True  # whether torch.compile is run; compiling is slow
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -170,7 +170,7 @@ PAIRS = [
     TEACHERS("soft_cross_entropy", BOTH),
 ]
 ROOMY = {"floor": 1.25}
-LIGER = {"liger": 1.0}  # at most Liger's time, if our workspace is as large as Liger's memory
+LIGER = {"liger": 1.0}  # must be as fast as Liger, with a workspace as large as Liger's memory
 ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
 PLAIN_HEAD = HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")
 IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}
@@ -187,7 +187,7 @@ OVER_A_HEAD = [
 
 
 def workspaces(targets: dict[int, dict]) -> list[Case]:
-    """Cases of cross_entropy over a head, for several workspaces and values of `accumulate`.
+    """Returns cases of cross_entropy over a head, with several workspaces and `accumulate`.
 
     `targets` maps the size of a workspace in MiB to the targets of its case (see Case).
     """
@@ -230,14 +230,14 @@ def parse_shape(text: str) -> str:
 
 
 def smaller(shape: str, device: str) -> str:
-    """Reduces each size of a shape to at most the limit of --quick."""
+    """Reduces each size of a shape to the limit of --quick, if the size is larger."""
     rows, vocab = QUICK[device]
     *others, last = map(int, shape.split("×"))
     return "×".join(map(str, [*(min(size, rows) for size in others), min(last, vocab)]))
 
 
 def suits(shape: str, family: str, kinds: tuple[str, ...], device: str) -> bool:
-    """Whether a shape given by --shape fits a group of cases.
+    """Returns whether a group of cases accepts a shape of the option --shape.
 
     Shapes of heads have three dimensions, and other shapes have two dimensions. `kinds` contains
     "few" if the group accepts shapes of at most FEW_ROWS rows on a GPU, and "many" if the group
@@ -251,7 +251,7 @@ def suits(shape: str, family: str, kinds: tuple[str, ...], device: str) -> bool:
 def choose(
     device: str, *, quick=False, families=None, ops=None, shapes=None, dtypes=None
 ) -> list[Case]:
-    """The cases that pass all filters. A case in two groups is taken from the first group."""
+    """Returns the cases that pass all filters. A case in two groups is taken from the first."""
     default = ["fp32" if device == "cpu" else "bf16"]
     requested = list(product(map(parse_shape, shapes or ()), dtypes or default))
     chosen: dict[str, Case] = {}

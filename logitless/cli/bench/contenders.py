@@ -1,7 +1,7 @@
-"""The inputs of a case, and its contenders: logitless, PyTorch, and other installed libraries.
+"""Creates the inputs of a case, and finds its contenders: logitless, PyTorch, other libraries.
 
-For each contender, a function (a `Finder`) takes a case, and returns the function to time. The
-result is None if the contender's library does not have the op of the case.
+For each contender, a function (a `Finder`) takes a case, and returns the function to time. If the
+library does not have the op of the case, the result is None.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Finder = Callable[[Case], Callable | None]
 
 
 def inputs(case: Case, device: str) -> Inputs:
-    """The arguments of a case's op, such as logits and uniformly random targets."""
+    """Returns the arguments of a case's op, such as logits and uniformly random targets."""
     N, V, leaves = case.rows, case.sizes[-1], leaves_of(case, device)
     options = {name: x for name, x in case.options.items() if name not in OF_A_HEAD}
     target = torch.randint(V, (N,), device=device)
@@ -61,7 +61,7 @@ def inputs(case: Case, device: str) -> Inputs:
 
 
 def leaves_of(case: Case, device: str) -> tuple[Tensor, ...]:
-    """Logits of variance 4, or hidden states and a weight whose logits have variance 4."""
+    """Returns logits of variance 4, or hidden states and a weight whose logits have variance 4."""
     normal = partial(torch.randn, dtype=DTYPES[case.dtype], device=device)
     if case.family != "heads":
         return (normal(case.sizes).mul_(2),)
@@ -94,7 +94,7 @@ OURS_BY_OP = {  # functions of logitless whose arguments differ from the argumen
 
 
 def ours(case: Case) -> Callable:
-    """The function of logitless that a user would call for this case."""
+    """Returns the function of logitless that a user would call for this case."""
     name = "in place" if case.mode == Mode.INPLACE else case.op
     op = OURS_BY_OP.get(name) or getattr(ll, name)
     if case.family != "heads":
@@ -104,7 +104,7 @@ def ours(case: Case) -> Callable:
 
 
 def eager(case: Case) -> Callable | None:
-    """The formula in PyTorch, or None for an in-place case. PyTorch has no in-place losses."""
+    """Returns the PyTorch formula, or None for in-place cases. PyTorch has no in-place losses."""
     formula = formulas.FORMULAS[case.op]
     op = formula if case.op in BY_ROW else lambda *x, **options: formula(*x, **options).mean()
     op = F.cross_entropy if case.op == "cross_entropy" else op
@@ -138,7 +138,7 @@ def liger(module) -> dict:
 
 
 def fla(module) -> dict:
-    """The losses of fla. The logsumexp of fla is left out, because its autotuning takes minutes."""
+    """Returns the losses of fla, except its logsumexp, whose autotuning takes minutes."""
     head = module.FusedLinearCrossEntropyLoss()
     return {
         "heads: cross_entropy": lambda hidden, weight, target: head(hidden, target, weight),
@@ -149,8 +149,8 @@ def fla(module) -> dict:
 def both_ways(loss) -> dict:
     """Returns an op that keeps the logits, and an op that overwrites the logits in backward.
 
-    `loss(**options)` must return an op, as the constructor of a loss class does. If a library has
-    only a function f, pass partial(partial, f) as `loss`. Then loss(**options) is
+    `loss(**options)` must return an op. For example, `loss` can be a class whose instances are ops.
+    If a library has only a function f, pass partial(partial, f), because then loss(**options) is
     partial(f, **options).
     """
     return {"logits: cross_entropy": loss(), "logits: in place": loss(inplace_backward=True)}

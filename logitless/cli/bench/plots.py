@@ -24,7 +24,7 @@ LEAST_WIDTH = 4  # smallest width of a group, in bar widths; the group's label n
 
 
 class Bar(NamedTuple):
-    """One bar of a plot. If `limit` is not None, a dashed line is drawn at this height."""
+    """One bar of a plot. If `limit` is not None, a dashed line is drawn at the height `limit`."""
 
     panel: str
     group: str
@@ -34,7 +34,7 @@ class Bar(NamedTuple):
 
 
 def save(document: dict, folder: Path) -> list[Path]:
-    """Writes the plots that have bars, and returns the paths of the plots."""
+    """Writes all plots that have at least one bar, and returns the paths of the plots."""
     paths, where = [], f"{document['device']['name']}, torch {document['versions']['torch']}"
     timed = [r for r in document["rows"] if r.ms and r.contender in NAMES]
     together = Counter(r.name for r in timed)
@@ -55,7 +55,7 @@ def save(document: dict, folder: Path) -> list[Path]:
 
 
 def is_shown(r: Result, contenders: int) -> bool:
-    """Whether a result is plotted. `contenders` is the number of contenders that ran this case.
+    """Returns whether a result is plotted. `contenders` is the case's number of contenders.
 
     The plots of logits and heads show cross_entropy without options. The plots of heads also show
     every size of the workspace. The plots of teachers show the cases that several contenders ran.
@@ -69,7 +69,7 @@ def is_shown(r: Result, contenders: int) -> bool:
 
 
 def place(r: Result) -> tuple[str, str, str]:
-    """The panel, the group and the name of the bar that shows a result.
+    """Returns the panel, the group and the name of the bar that shows a result.
 
     In-place results are drawn in the panel of forward + backward.
     """
@@ -85,7 +85,7 @@ def place(r: Result) -> tuple[str, str, str]:
 
 
 def speeds(shown: list[Result]) -> list[Bar]:
-    """Bars of speed: PyTorch's time divided by the time of each result.
+    """Returns bars of speed: PyTorch's time divided by the time of each result.
 
     In-place results are compared with PyTorch's forward + backward, because PyTorch has no in-place
     losses.
@@ -102,7 +102,7 @@ def speeds(shown: list[Result]) -> list[Bar]:
 
 
 def memory(shown: list[Result]) -> list[Bar]:
-    """Bars of the memory that forward + backward takes, in MiB."""
+    """Returns bars of the memory that forward + backward takes, in MiB."""
     both = [r for r in shown if r.mode in (Mode.BACKWARD, Mode.INPLACE)]
     taken = [(place(r), r.spare_mib if r.family == "heads" else r.extra_mib) for r in both]
     return [Bar(*where, max(mib, 0.0)) for where, mib in taken if mib is not None]
@@ -145,7 +145,7 @@ def draw(bars: list[Bar], title: str, line: str | None, path: Path) -> None:
 def draw_groups(axis, bars: list[Bar], names: list[str], colors: dict, handles: dict) -> float:
     """Draws the groups of one panel side by side, and returns the right end of the last group."""
     at, ticks, highest = 0.0, {}, max(bar.value for bar in bars)
-    crowded = len(bars) > 30 and highest >= 1000  # horizontal numbers would be wider than bars
+    crowded = len(bars) > 30 and highest >= 1000  # horizontal numbers would be wider than the bars
     for group in dict.fromkeys(bar.group for bar in bars):
         members = sorted((b for b in bars if b.group == group), key=lambda b: names.index(b.name))
         width = max(len(members), LEAST_WIDTH)
@@ -173,13 +173,13 @@ def draw_groups(axis, bars: list[Bar], names: list[str], colors: dict, handles: 
 
 
 def label_of(name: str) -> str:
-    """The label of a contender, or of a variant such as "logitless, 64 MiB"."""
+    """Returns the label of a contender, or of a variant such as "logitless, 64 MiB"."""
     contender, comma, variant = name.partition(", ")
     return LABELS.get(contender, contender) + comma + variant
 
 
 def amount(value: float) -> str:
-    """Formats a number. A number below 1,000 has at most three digits, a larger one has commas.
+    """Formats numbers below 1,000 with at most three digits, and larger numbers with commas.
 
     Examples are 0.09, 12.3 and 2,004.
     """

@@ -1,7 +1,8 @@
 """Stores a run, checks whether the results of logitless reach their targets, and writes the report.
 
-A run of the benchmark is stored as a document: a dictionary of facts, with the results under
-"rows". The report depends only on the document, so an old run can be reported again on any machine.
+A run of the benchmark is stored as a document. A document is a dictionary of facts about the run,
+and the key "rows" holds the results. The report depends only on the document, so a report of an old
+run can be written on any machine.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def blank(case: Case, contender: str, **known) -> Result:
 
 
 def new_document(device: str, contenders: dict[str, str], commit: str | None) -> dict:
-    """The document of a new run, without results."""
+    """Returns the document of a new run, without results."""
     return {
         "device": machine.device(device),
         "versions": machine.versions(),
@@ -71,7 +72,7 @@ def read(path: Path) -> dict:
 
 
 def write(document: dict, text: str, stem: Path) -> list[Path]:
-    """Writes the document as JSON and the report as Markdown, and returns the paths of both."""
+    """Writes the document as JSON and the report as Markdown, and returns both paths."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     stored, report = stem.with_suffix(".json"), stem.with_suffix(".md")
     data = json.dumps(document, indent=1, ensure_ascii=False, default=asdict)
@@ -161,7 +162,7 @@ def markdown(document: dict) -> str:
 
 
 def about(document: dict) -> list[str]:
-    """The facts of a run, one per line: device, versions, commit and date."""
+    """Returns the facts of a run, one per line: device, versions, commit and date."""
     standing, C, left = document["contenders"], document["copy_tbps"], document.get("left")
     present = {name: text for name, text in standing.items() if not text.startswith("absent")}
     facts = [
@@ -181,7 +182,7 @@ def about(document: dict) -> list[str]:
 
 
 def outcome(results: list[Result]) -> list[str]:
-    """The number of targets reached, and one line per missed target."""
+    """Returns a line with the number of reached targets, and one line per missed target."""
     reached = [r.reached for r in results if r.reached is not None]
     lines = [f"targets reached: {sum(reached)} of {len(reached)}"]
     for r in results:
@@ -194,10 +195,10 @@ def outcome(results: list[Result]) -> list[str]:
 
 
 def target_row(r: Result, results: list[Result]) -> dict[str, str]:
-    """A row of the table of targets. The row also names the fastest other contender.
+    """Returns a row of the table of targets. The row also names the fastest other contender.
 
-    A contender that overwrites the logits is compared only with our in-place results, because a
-    function that keeps the logits does more work.
+    A contender that overwrites the logits is compared only with our in-place result. A comparison
+    with our other results would be unfair, because a function that keeps the logits does more work.
     """
     rivals = [x for x in results if x.name == r.name and x.contender in NAMES[1:] and x.ms]
     fair = [x for x in rivals if x.mode == Mode.INPLACE or OVERWRITES not in x.note]

@@ -1,10 +1,9 @@
 """Runs one case: first checks every contender, then times every contender.
 
-A contender is logitless, PyTorch or another library. A contender that raises is reported as
-"failed". A contender with wrong results is reported as "wrong". For a failed or wrong contender,
-the report gives the reason instead of a time. A contender that overwrites its inputs is timed on a
-copy of the inputs. Before each repetition, the inputs are copied again. The time of this copy is
-not measured.
+A contender is logitless, PyTorch or another library. A contender that raises an error is reported
+as "failed", and a contender with wrong results as "wrong". For both, the report gives the reason
+instead of a time. A contender that overwrites its inputs is timed on a copy of the inputs. Before
+each repetition, the inputs are copied again, and the time of copying is not measured.
 """
 
 from __future__ import annotations
@@ -111,9 +110,9 @@ class Entry:
 def run_case(
     case: Case, loaded: dict[str, Finder], device: str, budget: float, *, checked: bool = True
 ) -> list[Result]:
-    """The results of all contenders that have the op of the case.
+    """Returns the results of all contenders that have the op of the case.
 
-    If `checked` is true, values and gradients are compared with fp64.
+    If `checked` is True, values and gradients are compared with the formulas in fp64.
     """
     torch.manual_seed(case.rows * 1_000_003 + case.sizes[-1])
     finders = {name: f for name, f in loaded.items() if name == OURS or not case.alone}
@@ -148,7 +147,7 @@ def run_case(
 
 
 def yardstick(name: str, leaves: Leaves, budget: float) -> float:
-    """The time of a yardstick, which is zeros_like(logits) or the GEMMs of a head."""
+    """Returns the time of a yardstick. A yardstick is zeros_like(logits) or the GEMMs of a head."""
 
     def run(leaves: Leaves):
         if name == "zeros_like":

@@ -1,4 +1,4 @@
-"""The output of the demo: a table, a plot, and an HTML file with the table and the plot."""
+"""Creates the output of the demo: a table, a plot, and an HTML file with both."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from the store as docs/store.md shows.</p>
 
 
 def results(outcome: Outcome) -> list[tuple[str, ...]]:
-    """The rows of the table of results, with the headings as the first row."""
+    """Returns the rows of the table of results. The first row holds the headings."""
     head = ("", "teacher", *(student.name for student in outcome.students))
     loss = [f"{outcome.teacher_loss:.3f}", *(f"{s.curve[-1][1]:.3f}" for s in outcome.students)]
     seconds = ["", *(f"{s.seconds:.1f} s" for s in outcome.students)]
@@ -65,7 +65,7 @@ def results(outcome: Outcome) -> list[tuple[str, ...]]:
 
 
 def curves(outcome: Outcome) -> list[tuple[str, ...]]:
-    """The rows of a table of held-out losses per step, with the headings as the first row."""
+    """Returns the rows of a table of held-out losses per step. The first row holds the headings."""
     steps = [step for step, _ in outcome.students[0].curve]
     losses = [[f"{loss:.4f}" for _, loss in student.curve] for student in outcome.students]
     head = ("step", *(student.name for student in outcome.students))

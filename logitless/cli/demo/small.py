@@ -32,7 +32,7 @@ Batch = tuple[Tensor, Tensor]  # tokens and next tokens, each of shape (batch, c
 
 
 class Scale(NamedTuple):
-    """Sizes of a model and of its batches. A model of a size in SCALES trains in about a minute."""
+    """Sizes of a model and its batches. With the sizes in SCALES, training takes about a minute."""
 
     batch: int
     context: int
@@ -52,7 +52,7 @@ SCALES = {
 
 
 def read_sources(limit: int) -> str:
-    """The sources of the standard library, sorted by path, up to `limit` characters."""
+    """Returns the first `limit` characters of the standard library, with files sorted by path."""
     root = Path(sysconfig.get_path("stdlib"))
     pieces, size = [], 0
     for path in sorted(root.rglob("*.py")):
@@ -63,19 +63,19 @@ def read_sources(limit: int) -> str:
 
 
 def vocabulary(text: str, size: int = VOCAB) -> list[str]:
-    """The most frequent tokens of a text, indexed by id. Rare tokens have the id UNKNOWN."""
+    """Returns the most frequent tokens, indexed by id. Other tokens get the id UNKNOWN."""
     return ["?"] + [token for token, _ in Counter(TOKEN.findall(text)).most_common(size - 1)]
 
 
 def encode(text: str, words: list[str] | None = None) -> Tensor:
-    """The token ids (T,) of a text. By default, the vocabulary is computed from the text."""
+    """Returns the token ids (T,) of a text. By default, the vocabulary comes from this text."""
     words = vocabulary(text) if words is None else words
     index = {token: i for i, token in enumerate(words) if i != UNKNOWN}
     return torch.tensor([index.get(token, UNKNOWN) for token in TOKEN.findall(text)])
 
 
 def draw_batches(ids: Tensor, scale: Scale, device: str, seed: int) -> Iterator[Batch]:
-    """Yields batches without end. Each window of tokens is from a random place of the text."""
+    """Yields an infinite number of batches. Each row starts at a random place of the text."""
     random = torch.Generator().manual_seed(seed)
     window = torch.arange(scale.context + 1)
     while True:
@@ -108,8 +108,8 @@ class Transformer(nn.Module):
         )
         self.norm = nn.LayerNorm(scale.width)
         # The initial logits have unit variance. The embedded tokens, multiplied by `self.gain`,
-        # have unit variance too. With other variances, training would amplify rounding errors so
-        # much that two correct implementations of a loss would have different loss curves.
+        # have unit variance too. With other variances, training would amplify rounding errors. Then
+        # two correct implementations of a loss would have different loss curves.
         self.gain = scale.width**0.5
         nn.init.normal_(self.token.weight, std=1 / self.gain)
         self.head = nn.Linear(scale.width, vocab, bias=False, device="meta")
@@ -163,13 +163,13 @@ def train(learners: list[Learner], batches: Iterator[Batch], steps: int) -> Iter
 
 
 def largest_difference(learners: list[Learner]) -> float:
-    """The largest difference between the losses of two learners in the same step."""
+    """Returns the largest difference between the losses of two learners in the same step."""
     one, other = learners
     return max(abs(a - b) for a, b in zip(one.curve, other.curve, strict=True))
 
 
 def loss_memory(loss: Loss, rows: int, device: str) -> int:
-    """The peak number of bytes that forward and backward of the loss allocate beyond the logits."""
+    """Returns the peak memory of the loss's forward and backward, in bytes beyond the logits."""
     logits = torch.randn(rows, VOCAB, device=device, requires_grad=True)
     target = torch.randint(VOCAB, (rows,), device=device)
     return extra_memory(device, logits, lambda z: loss(z, target).backward())

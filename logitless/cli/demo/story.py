@@ -1,4 +1,4 @@
-"""The steps of the demo: train a teacher, store its predictions, train four students."""
+"""Runs the steps of the demo: train a teacher, store its predictions, train four students."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     """The sizes of the models, the data and the measurements."""
 
     vocab: int
-    k: int  # number of tokens stored per position; the top 64 would have too little mass
+    k: int  # stored ids per token; 64 ids would have too little mass
     teacher: Scale
     student: Scale
     documents: int  # number of documents that the students train on
@@ -114,7 +114,7 @@ def split(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def windows(ids: Tensor, count: int, plan: Plan, seed: int) -> Tensor:
-    """Documents from random places of the text, as a tensor (count, context + 1)."""
+    """Returns documents from random places of the text, as a tensor (count, context + 1)."""
     random = torch.Generator().manual_seed(seed)
     context = plan.teacher.context
     start = torch.randint(len(ids) - context - 1, (count, 1), generator=random)
@@ -128,7 +128,7 @@ def seeded(scale: Scale, vocab: int, device: str, seed: int) -> Transformer:
 
 @torch.no_grad()
 def held_out_loss(model: Transformer, documents: Tensor) -> float:
-    """The model's mean cross-entropy on the documents, in nats per token."""
+    """Returns the model's mean cross-entropy on the documents, in nats per token."""
     losses = [
         F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         for batch in documents.split(8)
@@ -186,7 +186,7 @@ def captured(model: Transformer, documents: Tensor, path: Path, plan: Plan) -> d
 
 @torch.no_grad()
 def targets_of(name: str, teacher: Transformer, store: Store, documents: Tensor) -> Any:
-    """A student's targets for documents of shape (B, T): SparseTargets, whole logits or None."""
+    """Returns a student's targets for documents (B, T): SparseTargets, whole logits or None."""
     if name == STORED:
         return store.targets_for(documents)
     if name == LIVE:
@@ -196,7 +196,7 @@ def targets_of(name: str, teacher: Transformer, store: Store, documents: Tensor)
 
 
 def student_loss(name: str, logits: Any, labels: Tensor, targets: Any) -> Tensor:
-    """A student's loss, from logits of shape (B, T, V) and unshifted labels of shape (B, T)."""
+    """Returns a student's loss, from logits (B, T, V) and unshifted labels (B, T)."""
     if name in (LIVE, STORED):
         options = {"divergence": "forward_kl", "support": "tail", "ce_weight": CE, "kd_weight": KD}
         return distill_loss(logits, labels, targets, **options).loss
@@ -213,9 +213,9 @@ def train_students(
     students: list[Student], teacher: Transformer, store: Store, documents: Tensor,
     held_out: Tensor, plan: Plan, steps: int, seed: int,
 ) -> None:  # fmt: skip
-    """Trains the students in turns, one step each.
+    """Trains the students alternately, one step at a time.
 
-    A slow phase of the machine then slows all students equally.
+    So a slow phase of the machine slows all students equally.
     """
     optimizers = [Optimizer(s.model, plan.student.lr, steps) for s in students]
     for student in students[2:]:
@@ -240,7 +240,7 @@ def train_students(
 
 
 def loss_memory(name: str, plan: Plan, device: str) -> int:
-    """Peak memory of one step's loss in bytes, including the logits of student and teacher."""
+    """Returns the peak memory in bytes of the loss in one step, including all logits."""
     rows, vocab, width = plan.memory_rows, plan.memory_vocab, plan.student.width
     hidden = torch.randn(1, rows, width, device=device, requires_grad=True)
     head = torch.nn.Linear(width, vocab, bias=False, device=device)
@@ -266,7 +266,7 @@ def loss_memory(name: str, plan: Plan, device: str) -> int:
 
 
 def predictions(store: Store, words: list[str], count: int = 6) -> list:
-    """Beginnings of some documents, each with its next word and the teacher's top five words."""
+    """Returns beginnings of documents, each with its next word and the teacher's top five words."""
     rows = []
     for i in range(0, len(store), max(len(store) // count, 1)):
         tokens, targets = store[i]
