@@ -350,8 +350,7 @@ def read_jsd_tvd(
     if splits > 1 and not known:
         cut = config.jsd_tvd_split_fwd(rows.vocab, rows.itemsize)
         exchange = torch.zeros((rows.count, 2, splits), device=x.device, dtype=torch.int64)
-        size = (rows.count, splits, SUMS_OF_SPLIT.value)
-        sums = torch.empty(size, device=x.device, dtype=torch.float32)
+        sums = state.new_empty((rows.count, splits, SUMS_OF_SPLIT.value))
         first, second = _shared_plan(rows, t_rows, splits, number, options, kind, cut)
         first(x, teacher, label, state, sums, exchange, *tensor)
         second(sums, label, value, state)
