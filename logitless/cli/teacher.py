@@ -205,7 +205,7 @@ def capture(args: argparse.Namespace) -> None:
     from logitless import store
     from logitless.store import file_checks, upload
 
-    # All arguments are checked before the model is loaded and the folder is created.
+    # The model is loaded, and the folder is created, only after all arguments have been checked.
     _data.are_files(args.data)
     file_checks.folder(args.out)
     if args.upload is not None:

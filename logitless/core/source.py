@@ -227,7 +227,7 @@ def flat_teacher(teacher: Any) -> tuple[tuple[Tensor | None, ...], Any]:
 
 
 def scaled_teacher(teacher: Any, factor: float) -> Any:
-    """Returns a dense teacher whose logits are multiplied by `factor`, or None.
+    """Returns a dense teacher whose logits are those of `teacher` times `factor`.
 
     The result is None if the teacher is a Tensor, because the product would be a copy.
     """

@@ -123,7 +123,7 @@ def walk_both(
     f: tl.constexpr, state, row, head, body, lo, hi,
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Calls f for every block of a student's row and a teacher's row. Returns the final state.
+    """Calls f for each block of columns of a student's row and a teacher's row.
 
     The function `walk` of layout.py loops over the blocks. The fringe tile is as wide as a block,
     because the sums have one element per column of a block.

@@ -79,10 +79,10 @@ class LinearLogits(AsTensor, Logits):
     and 64 MiB on a CPU. If 1,024 rows of logits take more than 1 GiB, the default workspace on a
     GPU holds 1,024 rows, but is at most 2 GiB. For fp32 logits of 16-bit hidden states, the default
     workspace is 1.5 times as large. A smaller workspace saves memory and costs time. If many rows
-    fit into the workspace, a GPU computes some whole rows at a time. If only few rows fit into the
-    workspace, a GPU computes some columns of all rows at a time. A small head computes all logits
-    at once. On an NVIDIA GPU, most losses over a 16-bit head write no logits to memory if D is at
-    most 128 and the head is not small (docs/heads.md).
+    fit into the workspace, a GPU computes the logits of several whole rows at a time. If only few
+    rows fit into the workspace, a GPU computes some columns of all rows at a time. A small head
+    computes all logits at once. On an NVIDIA GPU, most losses over a 16-bit head write no logits to
+    memory if D is at most 128 and the head is not small (docs/heads.md).
 
     `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
     to 16 bits. Log-probabilities from fp32 logits are hundreds of times more exact than

@@ -20,7 +20,7 @@ from .weight_changes import Watch
 
 
 def changed(z: LazyLogits, op: Op, **fields) -> LazyLogits:
-    """Returns z with changed `fields` of its `Direct` formula, or NotImplemented."""
+    """Returns z with the given fields in its `Direct` formula, or NotImplemented."""
     formula = replace(z.recipe.formula, **fields)  # pyright: ignore[reportArgumentType]
     if not all(LEAST <= number <= MOST for number in formula.reads.values()):
         return NotImplemented  # our losses do not accept this temperature or softcap
@@ -46,8 +46,8 @@ def to(z: LazyLogits, *args, **kwargs):
     if dtype == z.dtype:
         return z
     if is_summable(z) and dtype == own_dtype(z.recipe.head) and z.recipe.logits.pre == 1:
-        # Rounding fp32 logits to the dtype of hidden gives the logits that the head computes in
-        # this dtype.
+        # fp32 logits that are rounded to the dtype of `hidden` equal the logits of a head that
+        # computes in the dtype of `hidden`.
         recipe = z.recipe.with_head(logits_dtype=None).replace(formula=Direct(dtype))
         return kept(z, recipe, None, Op(lambda t: t.to(dtype), pull=lambda d: d))
     if dtype != torch.float32 or z.recipe.logits is None or not z.is_floating_point():

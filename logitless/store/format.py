@@ -247,7 +247,7 @@ def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tens
 
 @functools.lru_cache
 def _fields_of_byte(width: int, shift: int, dtype: torch.dtype) -> Tensor:
-    """Returns the fields of each possible byte, shifted left by `shift`, as (256, 8 / width).
+    """Returns a table (256, 8 / width). Row b holds the fields of byte b, shifted left by `shift`.
 
     Each row of 8 bytes is viewed as one int64 number, and each row of 16 bytes as one complex128
     number. `index_select` of single numbers is twice as fast as `index_select` of rows. The caller

@@ -295,7 +295,7 @@ def _guard_of(model: nn.Module) -> Guard | None:
 
 
 def _adapted_forward(below: Callable, is_method: bool) -> Callable:
-    """Returns a forward that calls the forward `below`.
+    """Returns a forward function that wraps the forward function `below`.
 
     If the caller requests TRL's fused head, logitless computes the results of this head.
     """

@@ -222,7 +222,7 @@ QUICK = {"cuda": (1024, 32000), "cpu": (64, 4001)}  # largest (rows, vocabulary)
 
 
 def parse_shape(text: str) -> str:
-    """Checks a shape, and returns '8192x128256' as '8192×128256'."""
+    """Checks a shape, and returns the shape with × instead of x between the sizes."""
     sizes = text.lower().replace("×", "x").split("x")
     if len(sizes) not in (2, 3) or not all(size.isdigit() and int(size) for size in sizes):
         raise ValueError(f"--shape must be ROWSxVOCAB or ROWSxWIDTHxVOCAB, got {text!r}.")
@@ -251,7 +251,7 @@ def suits(shape: str, family: str, kinds: tuple[str, ...], device: str) -> bool:
 def choose(
     device: str, *, quick=False, families=None, ops=None, shapes=None, dtypes=None
 ) -> list[Case]:
-    """Returns the cases that pass all filters. A case in two groups is taken from the first."""
+    """Returns the cases that pass all filters. Of two equal cases, the first is returned."""
     default = ["fp32" if device == "cpu" else "bf16"]
     requested = list(product(map(parse_shape, shapes or ()), dtypes or default))
     chosen: dict[str, Case] = {}
