@@ -17,7 +17,7 @@ def target(t: Any, x: Tensor) -> None:
 
 
 def classes(name: str, t: Any, x: Tensor) -> None:
-    """Checks the dtype, shape and device of t. t must have one class per row.
+    """Checks the dtype and device of t, and that t has one class per row.
 
     The error messages also say where logitless differs from F.cross_entropy.
     """

@@ -328,7 +328,7 @@ def logits_of_batch(logits: Any, ids: Tensor, vocab_size: int) -> None:
 def rows_of_teacher(rows: dict[str, Tensor]) -> None:
     """Checks that `top`, the largest log-probability of each row, is finite.
 
-    A row whose log-probabilities are NaN must not be written to a store, because a NaN in the
+    A row whose log-probabilities are NaN cannot be written to a store, because a NaN in the
     column `top` marks a row without slots. With values="counts", such a row has no draws, and is
     refused too.
     """
