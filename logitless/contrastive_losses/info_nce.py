@@ -1,15 +1,17 @@
 """InfoNCE, the cross-entropy of each row against the other rows of a batch, as in CLIP.
 
-Forward computes the similarities once, in chunks, and keeps two numbers per row. The symmetric loss
-also keeps two numbers per column. Backward computes the similarities again, overwrites each chunk
-with its gradient, and adds the chunk's contributions to the gradients of `a` and `b`. Forward and
-backward together take four GEMMs. This number is the same for the loss of one direction and for the
-symmetric loss.
+The first pass computes the similarities in chunks, and keeps two numbers per row. The symmetric loss
+also keeps two numbers per column. The second pass computes the similarities again, overwrites each
+chunk with its gradient, and adds the chunk's contributions to the gradients of `a` and `b`. Both
+passes together take four GEMMs, for one direction and for the symmetric loss.
 
-The gradient of one direction needs only the statistics of whole rows. In one process, each chunk
-contains whole rows. So the mean or sum of one direction computes its gradients in forward, in three
-GEMMs. Over several ranks, the statistics of a row are complete only after the last step of the
-ring. So the loss takes four GEMMs.
+In one process, forward makes both passes for a mean or a sum. Then the second pass finds the last
+chunk of the first pass in memory. The gradient of one direction needs only the statistics of whole
+rows, and each chunk contains whole rows. So one direction takes only one pass, with three GEMMs.
+
+Backward makes the second pass in two cases. For reduction="none", the gradients of the losses are
+known only in backward. Over several ranks, the statistics of a row are complete only after the last
+step of the ring.
 """
 
 from collections.abc import Sequence
@@ -68,8 +70,8 @@ def contrastive(
 
     `reduction` is "mean", "sum", or "none" for one loss per row. The loss is fp32 (fp64 for fp64
     embeddings). Neither the logits nor their gradient are materialised. `workspace` bounds the
-    bytes of logits in memory. Forward and backward together take four GEMMs. In one process, the
-    mean or sum of one direction takes three GEMMs.
+    bytes of logits in memory. Forward and backward together take at most four GEMMs. In one
+    process, the mean or sum of one direction takes three GEMMs.
 
     If `group` is a process group or a DeviceMesh, each rank passes its own rows of `a` and `b`. The
     rows of `b` on all ranks are negatives of each row of `a`. "mean" and "sum" include the rows of
@@ -119,7 +121,7 @@ def _evaluate(
     if not isinstance(scale, Tensor):
         scale = torch.full((), float(scale), device=a.device, dtype=PRECISION[a.dtype])
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (a, b, scale))
-    early = grad and not symmetric and reduction != "none" and ring.count == 1
+    early = grad and reduction != "none" and ring.count == 1
     how = How(ring, symmetric, ignore_index, reduction, averaged, workspace, early)
     return _Contrastive.apply(a, b, scale, positives, mask, of_a, of_b, how)  # pyright: ignore
 
@@ -192,7 +194,10 @@ class _Contrastive(Node):
             pairs = Pairs.of(a, b, scale, positives, mask, of_a, of_b, how)
             similarities = Similarities(pairs.a, how.ring.largest, how.workspace)
             needs = ctx.needs_input_grad if how.early else None
-            losses, rows, columns, ctx.sums = _losses(similarities, pairs, how, needs)
+            one_pass = needs if not how.symmetric else None
+            losses, rows, columns, ctx.sums = _losses(similarities, pairs, how, one_pass)
+            if needs is not None and how.symmetric:
+                ctx.sums = _sums(similarities, pairs, how, rows, columns, None, needs)
         ctx.how, ctx.share, ctx.backend = how, None, similarities.backend
         if how.reduction != "none":
             losses, ctx.share = _reduced(losses, pairs.ignored, how)
@@ -238,7 +243,8 @@ def _losses(
 
     def visit(owner: int, given: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         b, *labels = given
-        for chunk in similarities.chunks(b, pairs.block(owner, labels)):
+        block, overwritten = pairs.block(owner, labels), gradients is not None
+        for chunk in similarities.chunks(owner, b, block, overwritten):
             at = chunk.rows
             found = picked(chunk, None if pairs.bad is None else ~pairs.bad[at])
             if found is not None:
@@ -301,7 +307,7 @@ def _sums(
     by_row: Tensor | None,  # (N,), the upstream gradient, or None for ones
     needs: Sequence[bool],  # whether a, b, scale and the other arguments need a gradient
 ) -> Sums:
-    """Computes the similarities again, and returns the gradients of `a`, `b` and `scale`."""
+    """Makes the second pass, and returns the gradients of `a`, `b` and `scale`."""
     for_a, for_b, for_scale, *_ = needs
     backend, gradients = similarities.backend, Gradients(similarities, for_a)
     d_scale = torch.zeros_like(pairs.scale) if for_scale else None
@@ -310,7 +316,7 @@ def _sums(
         b, *rest = given
         of_columns = rest.pop(0) if how.symmetric else None
         by_column = rest.pop(0) if how.symmetric and by_row is not None else None
-        for chunk in similarities.chunks(b, pairs.block(owner, rest)):
+        for chunk in similarities.chunks(owner, b, pairs.block(owner, rest), overwritten=True):
             at = chunk.rows
             found = backend.contrastive_gradient(
                 chunk.x, chunk.block, rows[at], of_columns,

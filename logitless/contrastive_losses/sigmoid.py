@@ -180,7 +180,7 @@ def _pass(
     def visit(owner: int, given: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         here = owner == ring.index
         block = Block(scale, own if here else None, 0 if here and own is None else None)
-        for chunk in similarities.chunks(given[0], block):
+        for chunk in similarities.chunks(owner, given[0], block, gradients is not None):
             at = chunk.rows
             by_row = None if upstream is None else upstream[at]
             loss, found = backend.sigmoid_contrastive(

@@ -1,7 +1,9 @@
 """Similarities a @ b.T in chunks of rows, and the GEMMs for the gradients of `a` and `b`.
 
 One chunk of similarities is in memory at a time. A backend reads the chunk, or overwrites the chunk
-with its gradient. All chunks use the same memory.
+with its gradient. All chunks use the same memory. A loss that first reads all chunks and then
+overwrites them takes the chunks in reverse order the second time. So the last chunk of the first
+pass is still in memory, and is not computed again.
 """
 
 from collections.abc import Iterator
@@ -56,6 +58,7 @@ class Similarities:
         self.step = min(even_chunk(len(a), limit // max(width, 1)), MOST_ROWS)
         size = min(self.step, len(a)) * _padded(most)
         self.memory = torch.empty(size, device=a.device, dtype=self.a.dtype)
+        self.in_memory: tuple[int, slice] | None = None  # the owner and the rows of a chunk
 
     def working(self, t: Tensor) -> Tensor:
         """Converts embeddings to the dtype of the GEMMs and to contiguous memory.
@@ -66,14 +69,23 @@ class Similarities:
             t = t.to(self.full)
         return t.contiguous()
 
-    def chunks(self, b: Tensor, block: Block) -> Iterator[Chunk]:
-        """Computes the similarities with `b`, one chunk of rows of `a` at a time."""
+    def chunks(
+        self, owner: int, b: Tensor, block: Block, overwritten: bool = False
+    ) -> Iterator[Chunk]:
+        """Computes the similarities with the block `b` of rank `owner`, one chunk at a time.
+
+        If the caller overwrites the chunks, `overwritten` is True, and the order is reversed.
+        """
         m, width = len(b), _padded(len(b))
-        for start in range(0, len(self.a), self.step):
+        starts = range(0, len(self.a), self.step)
+        for start in reversed(starts) if overwritten else starts:
             rows = slice(start, min(start + self.step, len(self.a)))
             n = rows.stop - start
             x = self.memory[: n * width].view(n, width)[:, :m]
-            yield Chunk(rows, add_product(self.a[rows], b, None, x), block.rows(rows))
+            if self.in_memory != (owner, rows):
+                add_product(self.a[rows], b, None, x)
+            self.in_memory = None if overwritten else (owner, rows)
+            yield Chunk(rows, x, block.rows(rows))
 
 
 class Gradients:

@@ -73,16 +73,23 @@ def skewed(log_q, log_p, gap, alpha, IN: tl.constexpr, FORWARD: tl.constexpr):
 
     Forward KL is Σ p log(p / M) with M = αp + (1-α)q. Reverse KL is Σ q log(q / M) with
     M = αq + (1-α)p. The divergence of a distribution r from M is Σ (r log(r / M) + M - r), and each
-    of these terms is at least 0. So a sum over only some columns of a row is at least 0 too. g is
-    the derivative of the divergence with respect to q, up to a constant. g is 0 for p = q. `gap` is
-    log_q - log_p. p / M - 1 is computed from 1 - share, because 2^log2(p / M) - 1 has a larger
-    rounding error.
+    of these terms is at least 0. So a sum over only some columns of a row is at least 0 too. `gap`
+    is log_q - log_p.
+
+    g is the derivative of the divergence with respect to q, up to a constant, and forward KL
+    divides g by 1-α. The constant changes only the rounding error of the gradient q (g - Σ q g).
+    For forward KL of fp32 logits, g is -p / M, which is close to 0 where q is much larger than p.
+    In all other cases, g is 0 for p = q. Then p / M - 1 is computed from 1 - share, because
+    2^log2(p / M) - 1 has a larger rounding error.
     """
     if FORWARD:
         _, mu, _, share, more = _mixed(log_q, log_p, gap, alpha)
         q, _, p, log_p_m = mixture(log_q, log_p, gap, alpha, IN)
-        past = (1.0 - alpha) * (1.0 - share) / mu  # |p / M - 1|
-        g = (1.0 - alpha) * tl.where(more, past, -past)
+        if IN == tl.float32:
+            g = -tl.where(more, share, 1.0) / mu
+        else:
+            past = (1.0 - alpha) * (1.0 - share) / mu  # |p / M - 1|
+            g = tl.where(more, past, -past)
         return q, g, p * log_p_m * LN2 + (1.0 - alpha) * (q - p)
     else:
         _, mu, _, share, more = _mixed(log_p, log_q, -gap, alpha)

@@ -75,7 +75,8 @@ def _row_terms(STATE, row, g, inv_t, blend, KIND: tl.constexpr):
         gain = gain * (1.0 - blend) * LN2 + 0.0 * (norm_q + norm_p)
     elif KIND == "skewed_forward" or KIND == "skewed_reverse":
         norm_q, norm_p = bits(s_q), bits(s_p)
-        gain = gain + 0.0 * (norm_q + norm_p)
+        share = 1.0 - blend if KIND == "skewed_forward" else 1.0
+        gain = gain * share + 0.0 * (norm_q + norm_p)
     elif KIND == "tvd":
         norm_p = to_student(s_q, s_p)
         gain = gain / alive + 0.0 * (bits(s_q) + bits(s_p))
