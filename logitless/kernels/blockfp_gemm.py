@@ -1,17 +1,17 @@
 """A GEMM that sums dz.T @ h over chunks of rows, and stores the sum in block floating point.
 
-In dz.T @ h, dz is the gradient of the logits, h are the hidden states, and the sum is the gradient
-of the weight. A sum in bf16 would be rounded to 8 bits after every chunk. A sum in fp32 would take
-twice the memory of the bf16 gradient. In block floating point, the sum is stored as 16-bit integers
-between chunks, in the memory of the gradient. In each row of the gradient, BLOCK neighbouring
-columns share one exponent:
+Here dz is the gradient of the logits, and h are the hidden states. The sum over all chunks is the
+gradient of the weight. A sum in bf16 would be rounded to 8 bits after every chunk. A sum in fp32
+would take twice the memory of the bf16 gradient. In block floating point, the sum is stored as
+16-bit integers between chunks, in the memory of the gradient. In each row of the gradient, BLOCK
+neighbouring columns share one exponent:
 
     x ≈ q 2^e, where q is an int16 with |q| ≤ 2^14, and e is an int8 per BLOCK columns
 
-The largest number of each block of BLOCK columns keeps 14 bits. The first chunk overwrites the
-memory of the gradient. Each later chunk is added to the sum. After the last chunk, the gradient in
-bf16 replaces the integers in the same memory. If a block contains NaN or an infinity, the whole
-block becomes NaN.
+In each group of BLOCK columns, the largest number has 14 bits of precision. The first chunk
+overwrites the memory of the gradient. Each later chunk is added to the sum. After the last chunk,
+the gradient in bf16 replaces the integers in the same memory. If a block contains NaN or an
+infinity, the whole block becomes NaN.
 """
 
 import functools

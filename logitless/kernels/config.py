@@ -70,14 +70,14 @@ def stats_fwd(
 ) -> Config:
     """Returns the Config of the kernels that compute row statistics.
 
-    If there are enough rows to fill the GPU, each program computes a whole row. If there are too
-    few rows to fill the GPU, several programs share a row, unless rows have at most SHORT columns.
-    `heavy` means that the kernel computes more than max and sum, or applies a softcap. Heavy
-    kernels have blocks of at most 4096 columns. If the logits are 16-bit and there are at least
-    MANY rows per multiprocessor, heavy kernels use one warp, so that no reduction crosses warps.
-    Otherwise, heavy kernels that read whole rows use four warps. `twice` means that the kernel
-    computes two normalisers: one at the temperature, and one at temperature 1. With two
-    normalisers, blocks have at most 4096 columns.
+    If there are enough rows to fill the GPU, each program computes a whole row. Otherwise, several
+    programs share a row. Rows of at most SHORT columns are never shared. `heavy` means that the
+    kernel computes more than max and sum, or applies a softcap. Heavy kernels have blocks of at
+    most 4096 columns. If the logits are 16-bit and there are at least MANY rows per multiprocessor,
+    heavy kernels use one warp, so that no reduction crosses warps. Otherwise, heavy kernels that
+    read whole rows use four warps. `twice` means that the kernel computes two normalisers: one at
+    the temperature, and one at temperature 1. With two normalisers, blocks have at most 4096
+    columns.
 
     For 16-bit logits, a kernel with a block of 8192 columns is compiled for at most 80 registers
     per thread. Without the limit of 80 registers, fewer programs fit on each multiprocessor, and
@@ -114,7 +114,8 @@ def ids_bwd(vocab: int, itemsize: int) -> Config:
     are long, so that a row has few programs. A program writes its span one block at a time, with
     several warps.
     """
-    # Block and span are at least 16, because Triton would treat a span of 1 as a constant.
+    # The block and the span have at least 16 columns, because Triton would treat a span of 1 as a
+    # constant.
     width = max(ceil_pow2(vocab), 16)
     return overridden(Config(min(8192 // itemsize, width), 2 * itemsize, span=min(8192, width)))
 

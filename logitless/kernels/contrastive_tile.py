@@ -51,7 +51,7 @@ def positives_of(pairs, rows, cols, n):
 def exponentials(x, rate, ref, rows, cols, n, m, FULL: tl.constexpr):
     """Returns 2^(z - ref) for each pair of a tile, and 0 outside the similarities.
 
-    The similarities must have neither a mask nor labels.
+    The function ignores masks and labels, so callers use it only if no pair is left out.
     """
     e = tl.exp2(x * rate - ref)
     if not FULL:

@@ -45,11 +45,11 @@ class _Constants:
 
     has: tuple[str, ...]  # names of the coefficients in use, and "second" if needed (see `uses`)
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # each row starts at the same address modulo 16 in X and DX
+    x_aligned: bool  # for each row, X and DX have the same address modulo 16
     preload_ids: bool  # the gradient overwrites X, so the logits at the ids are loaded first
-    step_c: int  # elements between rows of COEF; 0 if COEF has a single row
-    step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
-    step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
+    step_c: int  # row stride of COEF; 0 if COEF has a single row
+    step_u: int  # row stride of UPSTREAM; 0 if all rows share one number
+    step_f: int  # row stride of FACTOR; 0 if all rows share one number
     span: int
     block_v: int
     block_k: int
@@ -82,7 +82,9 @@ def sums_of_same(IDS, G, ids, K):
 
 
 class _Row(NamedTuple):
-    """Pointers to one row of each tensor, and numbers for the gradient at the label and the ids."""
+    """Pointers to one row of each tensor, and the numbers that the gradient at the label and at the
+    ids depends on.
+    """
 
     X: tl.tensor
     W: tl.tensor  # a pointer or None
@@ -155,7 +157,7 @@ def _rewrite(
             tl.debug_barrier()
         bad = _write_ids(row, x_ids, terms, span, HAS, CONSTANTS) | bad
     if bad:
-        tl.debug_barrier()  # NaN must be stored after the gradients of label and ids
+        tl.debug_barrier()  # NaN must be stored after the gradients of the label and the ids
         fill_span(
             row.DX, float("nan"), span, pack_of(row.X), ALIGNED, False, field(CONSTANTS, "block_v")
         )

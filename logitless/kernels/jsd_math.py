@@ -73,10 +73,10 @@ def skewed(log_q, log_p, gap, alpha, IN: tl.constexpr, FORWARD: tl.constexpr):
 
     Forward KL is Σ p log(p / M) with M = αp + (1-α)q. Reverse KL is Σ q log(q / M) with
     M = αq + (1-α)p. The divergence of a distribution r from M is Σ (r log(r / M) + M - r), and each
-    of these terms is at least 0. So a sum over only some columns of a row is at least 0 too. g is
-    the derivative of the divergence with respect to q, up to a constant. g is 0 for p = q. `gap` is
-    log_q - log_p. p / M - 1 is computed from 1 - share, because 2^log2(p / M) - 1 has a larger
-    rounding error.
+    of these terms is at least 0. So a sum over only some columns of a row is at least 0 too. The
+    result g is the derivative of the divergence with respect to q, plus a constant that makes g 0
+    for p = q. `gap` is log_q - log_p. The kernel computes p / M - 1 from 1 - share, because
+    2^log2(p / M) - 1 has a larger rounding error.
     """
     if FORWARD:
         _, mu, _, share, more = _mixed(log_q, log_p, gap, alpha)

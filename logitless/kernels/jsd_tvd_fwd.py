@@ -85,7 +85,7 @@ class Apart(NamedTuple):
     shift_p: tl.tensor
     scale: tl.tensor  # s_q divided by the teacher's normaliser
     gaps: tl.tensor  # Σ |p - q|
-    above: tl.tensor  # the student's masses above and below the teacher (see tvd_math.py)
+    above: tl.tensor  # the sums `above` and `below` of tvd_math.py, times s_q
     below: tl.tensor
 
 
@@ -307,7 +307,7 @@ def _jsd_tvd_split_fwd_kernel(
 )
 def _jsd_tvd_merge_kernel(
     SUMS, LABEL,  # inputs
-    # Outputs. In rows that are not ignored, only the field `mean` of STATE is written.
+    # Outputs. For rows that are not ignored, the kernel writes only the field `mean` of STATE.
     VALUE, STATE,
     splits, blend, ignore_index,
     KIND: tl.constexpr, BLOCK_P: tl.constexpr,

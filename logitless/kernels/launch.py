@@ -7,9 +7,9 @@ constants. Each Launch is built once, by a cached function of shapes and options
 keeps the compiled kernel, and calls its entry point with bare addresses instead of tensors.
 
 Triton compiles a kernel once per combination of dtypes and alignments. An address is aligned if it
-is a multiple of 16 bytes. A Launch selects the compiled kernel by the dtypes only. Therefore a
-pointer must have the same alignment in all calls of a Launch, or the compiled kernel must not
-depend on the alignment:
+is a multiple of 16 bytes. A Launch selects the compiled kernel by the dtypes only. Therefore every
+pointer needs one of two guarantees. Either its alignment is the same in all calls of a Launch, or
+the compiled kernel does not depend on its alignment:
 
 - For logits and their gradient, each alignment has its own Launch, because the alignment is an
   argument of the cached function that builds the Launch.

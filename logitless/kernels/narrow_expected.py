@@ -3,10 +3,11 @@
 The gradient of the logsumexp with respect to a row's hidden states is Σ_i p_i w_i, divided by the
 temperature T, where p_i are the probabilities and w_i are the rows of the weight. Attention
 computes a sum of the same form: the hidden states are the queries, and the weight is both the keys
-and the values. So the forward kernel (narrow_fwd.py) computes Σ_i e^(d_i/T) w_i together with the
-logsumexp, where d = y - max y, and y are the logits before the division by T (state.py). Each split
-of the vocabulary has its own max and its own sum. The kernel of this file merges the sums of all
-splits, and computes the gradient of the hidden states without computing the logits again.
+and the values. So the forward kernel (narrow_fwd.py) computes the sum Σ_i e^(d_i/T) w_i together
+with the logsumexp. Here d = y - max y, and y are the logits before the division by T (state.py).
+Each split of the vocabulary has its own max and its own sum. The kernel of this file merges the
+sums of all splits, and computes the gradient of the hidden states without computing the logits
+again.
 
 The column of the label is left out of the sums. If the sums included this column, and p of the
 label were near 1, the gradient would be the difference of two nearly equal vectors. To avoid this
@@ -39,7 +40,8 @@ class Expected(NamedTuple):
     """The sums Σ_i e^(d_i/T) w_i of each split, without the label's column (see above)."""
 
     sums: Tensor  # (splits, N, D), fp32
-    # (N rounded up to whole tiles, fields, splits); holds the max of each split, and y at the label
+    # (padded N, fields, splits), where N is padded to whole tiles. Holds the max of each split, and
+    # y at the label.
     state: Tensor
 
 

@@ -73,9 +73,9 @@ class _Sums(NamedTuple):
     """The sums over the columns read so far, and the next label in the order of the tiles."""
 
     state: State
-    expected: tl.tensor  # (rows, D), see narrow_expected.py; 0 if not needed
+    expected: tl.tensor  # (rows, D), the sums of narrow_expected.py, or 0 if not needed
     pair: tl.tensor  # the index of the next label
-    place: tl.tensor  # the place of the next label's tile (see Order in narrow_terms.py)
+    place: tl.tensor  # the place of the next label's tile (see `Order` in narrow_terms.py)
 
 
 class _Window(NamedTuple):
@@ -84,7 +84,7 @@ class _Window(NamedTuple):
     h: tl.tensor  # (rows, D)
     rows: tl.tensor  # (rows, 1)
     labels: _Labels
-    begin: tl.tensor  # the place (see Order in narrow_terms.py) of the tile at column 0
+    begin: tl.tensor  # the place of the tile at column 0 (see `Order` in narrow_terms.py)
     WEIGHT: tl.tensor
     BIAS: tl.tensor  # a pointer or None
     CLASS_WEIGHT: tl.tensor  # a pointer or None

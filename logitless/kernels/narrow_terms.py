@@ -100,9 +100,9 @@ class _Constants:
     """The constants that the kernel is compiled for."""
 
     has: tuple[str, ...]  # names of the coefficients in use, and "second" if needed (see `uses`)
-    step_c: int  # elements between rows of COEF; 0 if COEF has a single row
-    step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
-    step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
+    step_c: int  # row stride of COEF; 0 if COEF has a single row
+    step_u: int  # row stride of UPSTREAM; 0 if all rows share one number
+    step_f: int  # row stride of FACTOR; 0 if all rows share one number
     block_k: int
     orders: tuple[tuple[int, int, bool], ...]  # block_n, block_v and by_rows of each Order
 
@@ -269,7 +269,7 @@ def visited(order: Order, places: Tensor) -> Visits:  # places (P,)
 
 
 def steps_of(orders: tuple[Order, ...]) -> tuple[int, int]:
-    """Returns the field `step` of the first and of the last Order."""
+    """Returns the field `step` of the first `Order`, and the field `step` of the last `Order`."""
     return (orders[0].step, orders[-1].step) if orders else (0, 0)
 
 

@@ -33,7 +33,7 @@ def only_if(flag, mask):
 
     In Triton's interpreter, the result of an int32 comparison is int32. From Triton 3.9 on, the
     interpreter rejects masks that were combined with an int32 flag. Therefore the mask is combined
-    with `True & flag`, which is a bool. The compiled kernel has no instruction for `True &`.
+    with `True & flag`, which is a bool. The compiler removes the operation with `True`.
     """
     return mask & (True & flag)
 

@@ -131,10 +131,10 @@ class _Constants:
     """The constants that the kernel is compiled for."""
 
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # each row starts at the same address modulo 16 in X and DX
-    t_aligned: bool  # each row starts at the same address modulo 16 in T and DX
-    step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
-    step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
+    x_aligned: bool  # for each row, X and DX have the same address modulo 16
+    t_aligned: bool  # for each row, T and DX have the same address modulo 16
+    step_u: int  # row stride of UPSTREAM; 0 if all rows share one number
+    step_f: int  # row stride of FACTOR; 0 if all rows share one number
     block_v: int
 
 

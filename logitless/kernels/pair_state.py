@@ -49,7 +49,7 @@ class PairState(NamedTuple):
     m_q: tl.tensor  # max y of the student
     s_q: tl.tensor  # Σ e_q
     m_p: tl.tensor  # max of the teacher's logits; not used by "soft"
-    s_p: tl.tensor  # Σ e_p; for "soft" Σ v, where v are the results of `target`
+    s_p: tl.tensor  # Σ e_p; for "soft", the sum of the results of `target`
     c: tl.tensor  # the sum c of the loss (see pair_fwd.py)
 
 
@@ -197,7 +197,7 @@ def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
 
 @functools.lru_cache(REMEMBERED)
 def with_one_rows_t(*several: Rows) -> tuple[Rows, ...] | None:
-    """Returns the layouts with one common rows_t, or None if no rows_t fits all layouts.
+    """Returns the layouts with the same `rows_t` in all layouts, or None if this is not possible.
 
     rows_t is the size T of a (B, T, V) view. With a common rows_t, a kernel finds a row in all
     tensors by one division. A layout with a single row stride can use any rows_t.

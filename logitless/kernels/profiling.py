@@ -30,10 +30,10 @@ def profiled(
 ) -> dict[str, Callable]:
     """Returns the options `repr` and `launch_metadata` of triton.jit.
 
-    `shows` lists the parameters whose values are in the name. By default, the bytes of a launch
-    include each element of each tensor once. The keyword argument P=count replaces the default for
-    the parameter P. The function count(args) returns the number of elements of P that a launch
-    reads and writes.
+    The name of the kernel shows the values of the parameters in `shows`. By default, the bytes of a
+    launch include each element of each tensor once. The keyword argument P=count replaces the
+    default for the parameter P. The function count(args) returns the number of elements of P that a
+    launch reads and writes.
     """
 
     def repr(specialization) -> str:

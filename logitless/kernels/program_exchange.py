@@ -3,8 +3,8 @@
 A split is the part of a row that one program reads. Each split has one 64-bit integer in memory.
 The integer is initially 0. A program packs two fp32 numbers, the max m and the normaliser s of its
 split, into this integer. The program then waits until the integers of all splits are written, and
-computes max and normaliser of the whole row. While the program waits, its split stays in the L1
-cache.
+computes the max and the normaliser of the whole row. While the program waits, its split stays in
+the L1 cache.
 
 The exchange is free of deadlocks if programs start in the order of tl.program_id, and if all
 programs of one row fit on the GPU together. Under these two conditions, all programs of the oldest
@@ -24,7 +24,7 @@ import triton.language as tl
 
 from .numerics import move
 
-EMPTY = tl.constexpr(-(0x00800000 << 32))  # max -inf and normaliser 0, packed
+EMPTY = tl.constexpr(-(0x00800000 << 32))  # max -inf and normaliser 0, packed into one integer
 MAX_PROGRAMS = 64  # largest number of programs that can share a row
 WAITING = os.environ.get("LOGITLESS_WAITING", "1") != "0"  # read once, when the module is imported
 

@@ -188,8 +188,8 @@ def partial(
 def above(x: Tensor, reading: Reading, y0: Tensor) -> Tensor:
     """Returns, for each row, how many logits of x (..., V) are greater than y0 (N,), as int64.
 
-    The logits are compared after the softcap. A NaN in x, or in y0, counts as greater. The result
-    of an ignored row is 0.
+    The logits are compared after the softcap. If x or y0 is NaN, x counts as greater than y0. The
+    result of an ignored row is 0.
     """
     x, rows = rows_of(x)
     label = None if reading.ignore_index is None else reading.label

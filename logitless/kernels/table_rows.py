@@ -264,7 +264,7 @@ def _contiguous_rows(t: Tensor) -> Tensor:
 def _aligned(t: Tensor) -> bool:
     """Returns whether every row of t starts on a 16-byte boundary.
 
-    If so, one load instruction can read 16 bytes.
+    In such a tensor, one load instruction can read 16 bytes.
     """
     return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
 

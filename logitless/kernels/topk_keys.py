@@ -68,8 +68,8 @@ def _sort_runs(h, places, runs: tl.constexpr, LOG_K: tl.constexpr):
 def sort_bitonic(keys, LOG_K: tl.constexpr):
     """Sorts a bitonic list in descending order.
 
-    Callers pass the elementwise max of a descending list and an ascending list. Such a max is
-    bitonic.
+    Callers pass the elementwise max of a descending list and an ascending list. The max of two such
+    lists is bitonic.
     """
     h = _sort_runs(tl.reshape(keys, [2] * LOG_K), _places(LOG_K), LOG_K, LOG_K)
     return tl.reshape(h, [1 << LOG_K])
