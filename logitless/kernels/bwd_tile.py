@@ -82,9 +82,9 @@ class Tile(NamedTuple):
 def uses(has, name):
     """Whether a loss uses the coefficient `name`.
 
-    The tuple `has` can also contain "second", which is not a coefficient. "second" means that the
-    loss has a temperature other than 1, and also uses log p of the label at temperature 1. Then the
-    kernel needs a second normaliser, at temperature 1.
+    The tuple `has` can also contain the name "second", although "second" is not a coefficient. This
+    name means that the temperature is not 1, and that the loss uses log p of the label at
+    temperature 1. Then the kernel needs a second normaliser, at temperature 1.
     """
     return name in has
 

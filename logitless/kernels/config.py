@@ -33,7 +33,7 @@ class Config(NamedTuple):
 
 
 _override: dict[str, int] = {}
-# The revision is incremented whenever _override changes. The cache key of a launch plan contains
+# The revision is incremented whenever `_override` changes. The cache key of a launch plan contains
 # either the revision, or the Config from which the plan was built. Therefore no call uses a plan
 # that was built from another Config.
 revision = 0
@@ -111,7 +111,7 @@ def ids_bwd(vocab: int, itemsize: int) -> Config:
 
     Each program writes the gradient of one span, and then rewrites the gradient at the ids, while
     the span is in the cache. Every program of a row searches all ids of the row. Therefore spans
-    are long, so that a row has few programs. A program writes its span one block at a time, with
+    are long, and a row has few programs. A program writes its span one block at a time, with
     several warps.
     """
     # The block and the span have at least 16 columns, because Triton would treat a span of 1 as a
@@ -150,8 +150,8 @@ def blockfp_gemm() -> Config:
 
 
 # The tile sizes of row_gemm.py. A key is (bytes per element, whether the GPU has at least as much
-# shared memory as Hopper). A value is (rows, columns, columns of the first matrix per step, warps,
-# stages).
+# shared memory as Hopper). A value is (rows, columns, step, warps, stages), where `step` is the
+# number of columns of the first matrix that are added at a time.
 ROW_GEMM = {
     (2, True): (128, 256, 64, 8, 3), (2, False): (128, 128, 32, 4, 2),
     (4, True): (64, 128, 16, 8, 3), (4, False): (64, 64, 16, 4, 2),
@@ -237,13 +237,14 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
     a loop, `stages` tiles in advance. The function reduces `stages` until the kept tile and the
     tiles loaded in advance fit into `memory` bytes of shared memory.
 
-    `heavy` is 0, 1 or 2. In the forward kernel, a softcap or any flag of `Sums` (contract.py) adds
-    1 to `heavy`. In the backward kernels, a softcap or any of the coefficients "b", "total" and
-    "logprob_t1" adds 1 to `heavy`. If the rows of the hidden states or of the weight do not start
-    on 16-byte boundaries, another 1 is added to `heavy`. If `heavy` is not 0, the kernel needs more
-    registers per thread and uses eight warps. In the backward kernels and in "fwd_expected", the
-    size of the tiles that are loaded in a loop is halved `heavy` times, but stays at least 16. If
-    `heavy` is not 0, a tile of "d_hidden" or "fwd_expected" has at most 64 rows.
+    `heavy` is 0, 1 or 2. In the forward kernel, `heavy` increases by 1 if there is a softcap or if
+    any flag of `Sums` (contract.py) is set. In the backward kernels, `heavy` increases by 1 if
+    there is a softcap, or if any of the coefficients "b", "total" and "logprob_t1" is used. In all
+    kernels, `heavy` increases by 1 if the rows of the hidden states or of the weight do not start
+    on 16-byte boundaries. If `heavy` is not 0, the kernel needs more registers per thread and uses
+    eight warps. The backward kernels and "fwd_expected" load tiles in a loop. The size of these
+    tiles is halved `heavy` times, but is at least 16. If `heavy` is not 0, a tile of "d_hidden" or
+    "fwd_expected" has at most 64 rows.
     """
     rows, columns, warps, stages, *limit = NARROW[kernel, itemsize][max(width, 64)]
     if kernel in ("d_hidden", "fwd_expected"):
@@ -268,9 +269,9 @@ def narrow_splits(
     """Returns the Config `cut` with the number of splits that keeps the GPU busiest.
 
     `splits` is the number of splits of the vocabulary. The function assumes that a processor runs
-    two programs at once. The function chooses the number of splits that keeps the processors busy
-    for the largest fraction of the time. Among equally good numbers, the function chooses the
-    smallest.
+    two programs at once. The function chooses the number of splits for which the processors are
+    idle for the smallest fraction of the time. If several numbers are equally good, the function
+    chooses the smallest.
 
     Each split has its own partial sums of shape (rows, width) in fp32. All partial sums together
     take at most `limit` bytes.
@@ -309,7 +310,8 @@ def contrastive_fwd(rows: int, columns: int, itemsize: int) -> Config:
 def contrastive_merge() -> Config:
     """Returns the Config of the kernel that merges contrastive states (contrastive_fwd.py).
 
-    In each step, a program merges `block_n` states of each of its `block_v` rows or columns.
+    In each step, a program merges `block_n` states per row or column, for `block_v` rows or
+    columns.
     """
     return overridden(Config(32, 4, block_n=32))
 
@@ -368,5 +370,5 @@ def ceil_pow2(n: int) -> int:
 
 
 def overridden(config: Config) -> Config:
-    """Returns `config` with the fields that `override` replaces."""
+    """Returns a copy of `config` with the values that `override` has set."""
     return config._replace(**_override)

@@ -1,9 +1,9 @@
 """Loads tiles of similarities x = a @ b.T, and finds the pairs that are positives or left out.
 
-A tile has two dimensions, or three dimensions of which the first two are rows. The row numbers and
-the column numbers of a tile are passed with as many dimensions as the tile. Rows of similarities
-are padded in memory. Kernels read and overwrite the padding, so that every load and store moves 16
-bytes per thread.
+A tile has either the dimensions (rows, columns), or three dimensions, where the first two
+dimensions are rows. The arguments `rows` and `cols` hold the row and column numbers of a tile, with
+as many dimensions as the tile. Rows of similarities are padded in memory. Kernels read and
+overwrite the padding, so that every load and store moves 16 bytes per thread.
 """
 
 from typing import Any, NamedTuple

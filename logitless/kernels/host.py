@@ -261,9 +261,9 @@ _gradient_plans: Plans[_GradientKey, _GradientPlan | None] = Plans(_gradient_pla
 
 
 def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
-    """Subtracts `start` from the ids in [start, start + width), and returns all ids.
+    """Returns ids relative to column `start`, for the columns [start, start + width).
 
-    Other ids of the vocabulary become NO_ID. Ids outside the vocabulary become -1.
+    Ids of other columns become NO_ID. Ids outside the vocabulary become -1.
     """
     local = torch.where((ids >= start) & (ids < start + width), ids - start, NO_ID)
     bad = ((ids < 0) | (ids >= vocab)) & (ids != NO_ID)
@@ -286,15 +286,15 @@ def one_pass(
     reading: Reading,
     coefficients: Coefficients,  # "a" and "label"
     factor: Tensor | None,  # one number, or one number per row
-    into: Tensor,  # x itself, contiguous memory like x, or (N, V) in another dtype
+    into: Tensor,  # x itself, contiguous memory of the same shape, or (N, V) of another dtype
     mean: bool = False,  # divides loss and gradient by the number of rows that are not ignored
 ) -> Tensor | None:
     """Returns -log p of each row's label, and writes the gradient times `factor` to `into`.
 
     If one pass over the logits is not possible, the function returns None and writes nothing. One
     pass is possible if x has a (B, T, V) view with contiguous rows (layout.py), and if the programs
-    of a row are allowed to wait for each other (program_exchange.py). For a mean, one pass also
-    needs at least one row and at most MAX_COUNTED rows.
+    of a row are allowed to wait for each other (program_exchange.py). For a mean, a third condition
+    is that there are at least one row and at most MAX_COUNTED rows.
     """
     label, temperature = reading.label, reading.row_temperature
     over_logits = into.data_ptr() == x.data_ptr()
@@ -308,7 +308,7 @@ def one_pass(
     if plan is None:
         return None
     label = label.contiguous()
-    nll = torch.empty_like(label, dtype=torch.float32)  # torch.empty takes twice as long
+    nll = torch.empty_like(label, dtype=torch.float32)  # torch.empty would take twice as long
     if plan.launch is None:  # no rows
         return nll
     exchange = None

@@ -176,7 +176,7 @@ class RowGradient(NamedTuple):
     c_logprob_t1: tl.tensor
     g_c: tl.tensor
     lift: tl.tensor
-    c0_ids: tl.tensor  # c0 of the columns among the ids
+    c0_ids: tl.tensor  # c0 for columns that are among the ids
     g_label: tl.tensor  # added to the gradient at the label
 
 
@@ -185,8 +185,8 @@ def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
     """Computes a RowGradient from the saved state and the coefficients.
 
     The fields of the result give the gradient of y, the logits before the division by the
-    temperature. If the loss uses the label's log-probability at temperature 1, with a coefficient
-    d, the gradient of y_i has the term d ([i = label] - p1_i), where p1 = softmax(y). The kernel
+    temperature. A loss can use the label's log-probability at temperature 1, with a coefficient d.
+    Then the gradient of y_i has the term d ([i = label] - p1_i), where p1 = softmax(y). The kernel
     adds d to the gradient at the label. In every column, the kernel also adds -d · p1_i in one of
     two ways:
 

@@ -1,7 +1,7 @@
 """The gradient of a loss without ids. Each program computes one block of one row.
 
-ids_bwd.py computes the gradient of losses that use ids, or the log-probability of the label at
-temperature 1.
+If a loss uses ids, or the log-probability of the label at temperature 1, ids_bwd.py computes its
+gradient.
 """
 
 from dataclasses import dataclass

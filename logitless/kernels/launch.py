@@ -59,7 +59,7 @@ class Plans(dict[K, V]):
 
 
 class Launch:
-    """Launches one kernel, as kernel[programs](*tensors, *numbers, **constants) would.
+    """Launches one kernel, like the call kernel[programs](*tensors, *numbers, **constants).
 
     The tensors are passed in each call. Everything else is fixed when the Launch is created.
     """
@@ -110,8 +110,8 @@ class Launch:
         """Launches the kernel through Triton, and keeps the compiled kernel for later calls.
 
         FMA contraction computes a · b + c with one rounding instead of two. FMA contraction is
-        enabled explicitly, because Triton 3.10 changes the default, and because all GPU tests and
-        measurements used FMA contraction.
+        enabled explicitly, because Triton 3.10 changes the default. All GPU tests and measurements
+        used FMA contraction.
         """
         with on(tensors[0].device):
             compiled = self.kernel[self.programs](

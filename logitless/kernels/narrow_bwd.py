@@ -240,7 +240,8 @@ def _add_rows(
     acc, total, pair, place, window, start, WHOLE: tl.constexpr, WEIGHTS: tl.constexpr,
     BIASES: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile of rows to the gradients of weight (`acc`) and bias (`total`).
+    """Adds one tile of rows to the gradient `acc` of the weight and to the gradient `total` of the
+    bias.
 
     If WHOLE is True, all rows of the tile are < N.
     """

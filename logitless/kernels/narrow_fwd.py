@@ -133,7 +133,7 @@ def _fold(sums, window, ref, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr
     )  # fmt: skip
     expected, pair, at = sums.expected, sums.pair, sums.place
     if window.labels.PLACES is not None:
-        # fold_values contains the same exponentials. The compiled kernel computes these
+        # `fold_values` contains the same exponentials. The compiled kernel computes these
         # exponentials only once.
         e, _ = exponentials(y, new.m, window.rate)
         labels = window.labels

@@ -18,8 +18,8 @@ backend.
 The function `pair_partial` returns a partial state, which covers only some columns of a row. A
 partial state holds the max instead of the shift. Instead of the mean, a partial state holds the sum
 c (see pair_fwd.py), divided by the temperature. In both backends, the sum in a partial state is in
-nats, because both backends use the same function `merge_pairs` (eager/pair.py) to merge partial
-states.
+nats. The reason is that both backends merge partial states with the same function `merge_pairs`
+(eager/pair.py).
 """
 
 import functools
@@ -108,7 +108,7 @@ def target(both, at, mask):
 
 @triton.jit
 def extend(m, y, rate):
-    """Returns the new max, the change of the max, and the block's d = y - max and e = 2^(d·rate).
+    """Returns the new max, the change of the max, d = y - max, and e = 2^(d·rate).
 
     The change is 0 if the old max is -inf.
     """
@@ -158,7 +158,7 @@ def sum_lanes(state):
 
 @triton.jit
 def save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean):
-    """Saves the state of a row. In a partial state, the shifts are the maxima, finite or not."""
+    """Saves the state of a row. For a partial state, the shifts are the maxima."""
     at = STATE + row.to(tl.int64) * PAIR_STATE
     tl.store(at, shift_q)
     tl.store(at + 1, s_q)
@@ -182,7 +182,7 @@ def load_state(STATE, row):
 def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
     """Returns x and its layout, and `other` and its layout.
 
-    Both layouts have the same rows_t, the size T of a (B, T, V) view. If no rows_t fits both
+    Both layouts have the same rows_t, the size T of a (B, T, V) view. If no `rows_t` fits both
     layouts, `other` is copied.
     """
     x, rows = rows_of(x)
@@ -199,8 +199,8 @@ def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
 def with_one_rows_t(*several: Rows) -> tuple[Rows, ...] | None:
     """Returns the layouts with the same `rows_t` in all layouts, or None if this is not possible.
 
-    rows_t is the size T of a (B, T, V) view. With a common rows_t, a kernel finds a row in all
-    tensors by one division. A layout with a single row stride can use any rows_t.
+    `rows_t` is the size T of a (B, T, V) view. With a common `rows_t`, a kernel finds a row in all
+    tensors by one division. A layout with a single row stride can use any `rows_t`.
     """
     rows_t = min(rows.rows_t for rows in several)
     if any(rows.rows_t not in (rows_t, rows.count) for rows in several):
@@ -220,9 +220,9 @@ def contiguous(t: Tensor | None) -> Tensor | None:
 def temperature_of(reading: Reading) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
     """Returns the temperature as arguments of a launch: a tuple of tensors, and a tuple of numbers.
 
-    If each row has its own temperature, the first tuple holds the tensor of temperatures, which a
-    launch takes as its last tensor. Otherwise, the second tuple holds the temperature, which a
-    launch takes as its first number.
+    If each row has its own temperature, the first tuple holds the tensor of temperatures. A launch
+    takes this tensor as its last tensor. Otherwise, the second tuple holds the temperature. A
+    launch takes this number as its first number.
     """
     t = contiguous(reading.row_temperature)
     return ((), (reading.temperature,)) if t is None else ((t,), ())

@@ -10,10 +10,10 @@ The exchange is free of deadlocks if programs start in the order of tl.program_i
 programs of one row fit on the GPU together. Under these two conditions, all programs of the oldest
 unfinished row are always running, and no program waits forever. A row has at most MAX_PROGRAMS
 programs. In Triton's interpreter, programs must not share a row, because the interpreter runs one
-program after another. The two conditions can fail on a GPU that is partitioned or shared with other
-processes, because programs can start in another order, or because the programs of a row do not fit
-on the GPU together. With LOGITLESS_WAITING=0, programs do not wait for each other, and the kernels
-read every row twice instead.
+program after another. On a GPU that is partitioned or shared with other processes, the two
+conditions can fail. Programs can start in another order, or the programs of a row do not fit on the
+GPU together. With LOGITLESS_WAITING=0, programs do not wait for each other, and the kernels read
+every row twice instead.
 """
 
 import os
@@ -48,7 +48,8 @@ def publish(at, m, s):
 
 @triton.jit
 def collect(at, splits, rate, BLOCK_P: tl.constexpr):
-    """Waits until all splits are published, and returns max and normaliser of the whole row.
+    """Waits until all splits are published, and returns the max and the normaliser of the whole
+    row.
 
     BLOCK_P must be at least `splits`.
     """

@@ -86,7 +86,7 @@ def _sample_sums_kernel(
     BLOCK_V: tl.constexpr = SPANS * SPAN
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
-    early = 0  # the number of columns by which the first span begins before the row
+    early = 0  # the first span begins `early` columns before the row
     if not ALIGNED:
         early = ((lead + offset) % PACK).to(tl.int32)
     first = split * per_program
@@ -124,7 +124,7 @@ def _sample_columns_kernel(
     rate, softcap,  # options
     PACK: tl.constexpr, ALIGNED: tl.constexpr, SPAN: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
-    """Each program finds the columns of DRAWS draws of one row."""
+    """Each program finds the columns of DRAWS draws. All these draws belong to one row."""
     row = tl.program_id(0)
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
     early = 0

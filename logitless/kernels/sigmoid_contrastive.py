@@ -116,8 +116,8 @@ def sigmoid_contrastive(
 
     In this formula, y is 1 for positives and -1 for all other pairs.
 
-    If `gradient` is True, the function overwrites x with the gradient of the logits, and also
-    returns Σ gradient · x and Σ gradient, in shape (2,).
+    If `gradient` is True, the function overwrites x with the gradient of the logits. The second
+    result then has shape (2,) and holds Σ gradient · x and Σ gradient.
     """
     n, m = x.shape
     if n == 0 or m == 0:

@@ -2,12 +2,12 @@
 
     m = max y,  s = Σ e^(d/T),  w = Σ d e^(d/T),  c = Σ v (y - ref),  n = Σ v,  where d = y - m
 
-In these formulas, y are the logits after the softcap, T is the temperature, and v are the class
-weights, or 1 without class weights. The number `ref` is close to the mean of the row's logits, so
-that the sum of the differences y - ref stays small and exact. The field `block` is the first column
-of the first block that contains the row's max. The field `s1` is Σ e^(y - max y), the normaliser at
-temperature 1. The field `above` is the number of logits y that are greater than y0, where y0 is the
-logit of the row's first id or label. If y or y0 is NaN, y counts as greater.
+In these formulas, y are the logits after the softcap, and T is the temperature. The numbers v are
+the class weights. Without class weights, every v is 1. The number `ref` is close to the mean of the
+row's logits, so that the sum of the differences y - ref stays small and exact. The field `block` is
+the first column of the first block that contains the row's max. The field `s1` is Σ e^(y - max y),
+the normaliser at temperature 1. The field `above` is the number of logits y that are greater than
+y0, where y0 is the logit of the row's first id or label. If y or y0 is NaN, y counts as greater.
 """
 
 from typing import NamedTuple
@@ -103,7 +103,8 @@ def fold_values(
     state, y, top, place, W, first, at, mask, ref, rate, y0,
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Returns the state after the columns first + at are added. The logits of these columns are y.
+    """Returns the state after the columns `first + at` are added. The logits of these columns are
+    y.
 
     The shape of y is (columns,) for a block of one row, or (rows, columns) for a tile of several
     rows. `top` is the max of y per row. In rows where `top` is larger than the previous max, the
@@ -142,7 +143,7 @@ def fold_values(
 
 @triton.jit
 def fold(state, window, start, offs, mask):
-    """Returns the state after one more block, which has the columns start + offs."""
+    """Returns the state after the columns `start + offs` are added."""
     at = start + offs
     y, _ = capped(load(window.X, at, mask), window.softcap)
     if mask is not None:

@@ -32,7 +32,7 @@ LEAST_TAIL = tl.constexpr(_contract.LEAST_TAIL)
 
 @triton.jit
 def lift_of(tail):
-    """Returns min(tail - LEAST_TAIL, 0), which contract.py calls the lift.
+    """Returns the lift, which is min(tail - LEAST_TAIL, 0) (see contract.py).
 
     The lift is 0 if the tail is empty or NaN.
     """
@@ -63,7 +63,9 @@ def _rank(IDS, ids, offs_k, K, repeated):
 
 @triton.jit
 def _sum_between(Xrow, SORTED, V, rate, softcap, BLOCK_V: tl.constexpr):
-    """Returns the max m of y, and Σ e^((y - m) / temperature), over the columns not in SORTED.
+    """Returns the max m of y, and Σ e^((y - m) / temperature). SORTED lists the columns to leave
+    out.
+
 
     The last element of SORTED must be at least V, so that the search for the next id ends.
     """

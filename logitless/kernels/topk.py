@@ -107,7 +107,7 @@ def topk(
     softcap: float | None,
     invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ids and log-probabilities of the k largest logits of each row, and `log_tail`.
+    """Returns the ids and log-probabilities of the k largest logits of each row, and `log_tail`.
 
     `log_tail` is the log of the softmax mass of all other columns. Ids are sorted by descending
     logit. Equal logits are sorted by ascending id. For k > 256, eager/topk.py computes the results
@@ -148,9 +148,8 @@ def _log_k(k: int) -> int:
 def _cut(rows: int, vocab: int, processors: int, narrow: bool) -> config.Config:
     """Returns the Config of both kernels. A program has one warp, so reductions need no barrier.
 
-    The number of splits of a row is at most the number of its blocks divided by four, rounded up.
-    Block sizes are chosen by register use on sm_90. `narrow` selects smaller blocks for programs
-    that need more registers.
+    A row of B blocks has at most ceil(B / 4) splits. Block sizes are chosen by register use on
+    sm_90. `narrow` selects smaller blocks for programs that need more registers.
     """
     block = min(512 if narrow else 1024, max(128, config.ceil_pow2(vocab)))
     splits = min(
