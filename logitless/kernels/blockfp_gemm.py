@@ -64,8 +64,8 @@ def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr
     """Adds a tile x to the sum. The tile starts at row v and column d of the sum.
 
     `e` holds the exponents of the sum before the addition. The new exponents are stored at the
-    addresses `at`. If LAST is True, the tile completes the sum, and the sum is stored in OUT as
-    floating-point numbers, without exponents.
+    addresses `at`. If LAST is True, the sum is complete after this tile. Then the sum is stored in
+    OUT as floating-point numbers, without exponents.
     """
     if not FIRST:
         x += _decode(SUM.load([v, d]), e)
@@ -126,8 +126,8 @@ def _blockfp_gemm_kernel(
 def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
     """Whether the gradient of the weight can be accumulated in block floating point.
 
-    Three conditions must hold: hidden states and weight are bf16, the length of each weight row is
-    a multiple of 16 bytes, and the tiles fit into the GPU's shared memory.
+    Three conditions must hold: The hidden states and the weight are bf16. The length of a weight
+    row is a multiple of 16 bytes. The tiles fit into the shared memory of the GPU.
     """
     bf16 = hidden.dtype == weight.dtype == torch.bfloat16
     return bf16 and weight.shape[1] % PACK == 0 and _fits_tiles(hidden.device)

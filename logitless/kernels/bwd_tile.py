@@ -192,7 +192,7 @@ def write_tile(state, tile, start, offs, mask):
 class Fill(NamedTuple):
     """The number to write to all columns of a row.
 
-    The number is 0 in an ignored row, and NaN in a row with an invalid label or id.
+    The number is 0 for an ignored row. If the label or an id is invalid, the number is NaN.
     """
 
     DX: tl.tensor

@@ -1,4 +1,4 @@
-"""Block sizes, warps and splits of each kernel, as pure functions of sizes and device.
+"""Block sizes, warps and splits of each kernel, as pure functions of the sizes and the device.
 
 The numbers come from sweeps on an H200 (benchmarks/results/h200/sweeps.txt). Tests call `override`
 to get several blocks even in short rows, and benchmarks call `override` to try other numbers.
@@ -198,10 +198,10 @@ def pair_bwd(vocab: int, itemsize: int) -> Config:
 # The table NARROW holds the tile sizes of the kernels for narrow heads. The outer key is the
 # kernel's name and the number of bytes per element. The inner key is the width D of the hidden
 # states, padded to a power of two. Each entry is (rows, columns, warps, stages). An optional fifth
-# number limits the registers per thread. "fwd_expected" is the variant of the forward kernel that
-# also computes the sums of narrow_expected.py. "fwd_expected" and the backward kernels also
-# accumulate a sum of D columns. Therefore these kernels have smaller tiles of logits than "fwd" at
-# D = 256. At D = 512, only the backward kernels have smaller tiles than "fwd".
+# number limits the registers per thread. The kernel "fwd_expected" is a forward kernel that also
+# computes the sums of narrow_expected.py. This variant and the backward kernels also accumulate a
+# sum of D columns. Therefore these kernels have smaller tiles of logits than "fwd" at D = 256. At
+# D = 512, only the backward kernels have smaller tiles than "fwd".
 NARROW = {
     ("fwd", 2): {
         64: (128, 64, 4, 4), 128: (128, 64, 8, 4), 256: (128, 64, 8, 3), 512: (64, 64, 4, 2),

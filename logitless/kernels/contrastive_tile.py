@@ -61,7 +61,7 @@ def exponentials(x, rate, ref, rows, cols, n, m, FULL: tl.constexpr):
 
 @triton.jit
 def may_hold_positives(pairs, row, column, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Returns False only if the tile that begins at (row, column) contains no positives."""
+    """Returns whether the tile that begins at (row, column) can contain positives."""
     if pairs.POSITIVES is not None:
         return row >= 0
     else:

@@ -143,16 +143,16 @@ def gradient(
     coefficients: Coefficients,
     upstream: Tensor,  # one number, or one number per row
     factor: Tensor | None = None,  # one number, or one number per row
-    # `into` is x itself, a tensor in the memory of x, or other memory (see Place in layout.py).
+    # `into` is x itself, a tensor in the memory of x, or other memory (see `Place` in layout.py).
     into: Tensor | None = None,
     start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
 ) -> Tensor:
     """Returns the gradient of the logits, multiplied by `upstream` and `factor`.
 
     The gradient has the dtype of `into`, or of x if `into` is None. The gradient is written to
-    `into`, except in one case: if `into` is x and rows have more than MAX_PRELOADED ids, the
-    gradient is a new tensor. To overwrite x, a program must first load the logits at all ids of its
-    row, and one program can hold at most MAX_PRELOADED logits.
+    `into`, with one exception. If `into` is x and rows have more than MAX_PRELOADED ids, the
+    gradient is a new tensor. The reason is that a program must load the logits at all ids of its
+    row before the gradient overwrites x. One program can hold at most MAX_PRELOADED logits.
     """
     coefs, has, g_ids = coefficients
     key = _gradient_key(x, reading, coefficients, upstream, factor, into, start)
@@ -195,7 +195,7 @@ class _GradientKey(NamedTuple):
 
     logits: tuple  # shape, strides, address modulo 16, bytes per element
     over_logits: bool  # whether `into` is the memory of the logits
-    place: Place | None  # the caller's memory for the gradient; None if over_logits or if not given
+    place: Place | None  # from the caller; None if over_logits, or if there is no `into`
     K: int  # ids per row; 0 if the loss has no gradient at ids
     has_g_ids: bool  # whether each id has its own coefficient
     has: tuple[str, ...]  # names of the coefficients in use

@@ -197,7 +197,7 @@ def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
       c_logprob_t1 = -d / s1 to the gradient.
 
     If the loss uses the coefficient "a_ids", columns among the ids have the term a_ids · p_i.
-    Columns outside the ids have the term a · p_i · e^-lift. Here, `a` is the field A of the
+    Columns outside the ids have the term a · p_i · e^-lift. Here `a` is the field A of the
     coefficients. This field already contains the factor e^lift (see LEAST_TAIL in contract.py). The
     factor e^-lift must not apply to the term -d · p_i of the label's log-probability. Therefore,
     for columns outside the ids, the coefficient `a` is replaced by `a` - d · e^lift:
@@ -243,7 +243,7 @@ def _ids_bwd_kernel(
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes a span of a row, and then rewrites the gradient at label and ids."""
+    """Each program writes a span of a row, and then rewrites the columns of the label and the ids."""
     HAS: tl.constexpr = field(CONSTANTS, "has")
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     PRELOAD_IDS: tl.constexpr = field(CONSTANTS, "preload_ids")

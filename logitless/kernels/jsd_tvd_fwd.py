@@ -154,8 +154,9 @@ def _second_sweep(
     """Returns three sums over the columns [lo, hi).
 
     For JSD, the sums are Σ q log2(q / M), Σ p log2(p / M), and 0. For a skewed KL, the sums are
-    Σ q g, the divergence, and Σ q (0 for 16-bit logits). For TVD, the sums are Σ |p - q|, `above`
-    and `below` (see tvd_math.py). All sums of TVD are multiplied by s_q.
+    Σ q g, the divergence, and Σ q. For 16-bit logits, Σ q is not computed and is 0. For TVD, the
+    sums are Σ |p - q|, `above` and `below` (see tvd_math.py). All sums of TVD are multiplied by
+    s_q.
     """
     zero = tl.zeros((BLOCK_V,), tl.float32)
     if KIND != "tvd":

@@ -76,9 +76,9 @@ class Rows(NamedTuple):
         if itemsize >= self.itemsize:
             return rows._replace(lead=offset // self.itemsize)
         rows = rows._replace(lead=offset // itemsize, pack=16 // itemsize)
-        # The elements of this gradient are smaller than the elements of x. But kernels compute
-        # `head` and `body` of the gradient's rows with the pack size of x. `head` and `body` are
-        # then correct only if every row of the gradient starts on a 16-byte boundary.
+        # The elements of this gradient are smaller than the elements of x. Kernels compute `head`
+        # and `body` of a gradient row with the pack size of x. The results are correct only if
+        # every row of the gradient starts on a 16-byte boundary.
         assert rows.starts_aligned
         return rows
 

@@ -82,9 +82,9 @@ def _load_terms(TERMS, N, rows, mask, rate, AXIS: tl.constexpr, HAS: tl.constexp
     """Returns the Terms of some rows. Where the mask is False, the result makes the gradient 0.
 
     `rate` is log2(e) / temperature if all rows have the same temperature. `rate` is None if each
-    row has its own temperature. The field `softcap` of the result is 0 and is not used, because the
-    softcap can be None, and a function of Triton 3.6 cannot return None. Callers pass the softcap
-    to `_gradient` instead.
+    row has its own temperature. The field `softcap` of the result is not used. Its value is 0,
+    because a function of Triton 3.6 cannot return None, and the softcap can be None. Callers pass
+    the softcap to `_gradient` instead.
     """
     if rate is None:
         rate = _term(TERMS, N, rows, mask, TERM_RATE, 1.0, AXIS, True)

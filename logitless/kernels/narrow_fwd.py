@@ -246,7 +246,8 @@ def narrow_partial(
     """Returns the partial statistics of each split of the logits hidden @ weight.T + bias.
 
     The second result holds the sums for the gradient of the hidden states. The second result is
-    None if `expects` or `is_expected(reading)` is False, or if the sums would take too much memory.
+    None if `expects` is False, if `is_expected(reading)` is False, or if the sums would take too
+    much memory.
     """
     (N, D), V, device = hidden.shape, len(weight), hidden.device
     sums, label, ids = reading.sums, reading.label, reading.ids

@@ -36,8 +36,8 @@ TERM_C1 = tl.constexpr(3)
 TERM_LOGPROB_T1 = tl.constexpr(4)
 TERM_G_C = tl.constexpr(5)
 TERMS = 6
-# If a pair has an invalid id, or is in an ignored row, the pair belongs to no tile. The place (see
-# Order) of such a pair is NO_TILE, which is larger than the place of every tile.
+# If a pair has an invalid id, or is in an ignored row, the pair belongs to no tile. The place of
+# such a pair is NO_TILE, which is larger than the place of every tile (see `Order`).
 NO_TILE = tl.constexpr(2**62)
 
 
@@ -127,7 +127,7 @@ def next_place(PLACES, pair, count):
 
 @triton.jit
 def _store_places(PLACES, at, row, ids, inside, mask, step, ORDER: tl.constexpr):
-    """Stores, for one Order, the place of the tile that contains each pair."""
+    """Stores the places of the tiles that contain the pairs, for one `Order`."""
     if ORDER is not None:
         i, j = row // ORDER[0], ids.to(tl.int64) // ORDER[1]
         if ORDER[2]:

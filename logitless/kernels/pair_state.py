@@ -10,7 +10,7 @@ normaliser, the teacher's shift and normaliser, and a mean. A shift is the max, 
 infinite. The mean is an expectation under the student's probabilities. For reverse KL, the mean is
 Σ q (d_q - d_p), which is not divided by the temperature. For JSD, the mean is Σ q log2(q / M), in
 bits, where M is the mixture of student and teacher. For a skewed KL, the mean is Σ q g, in nats
-(see `skewed` in jsd_math.py). For the total variation (TVD), the state holds the ratio of
+(see `skewed` in jsd_math.py). For the total variation (TVD), the state holds the field `ratio` of
 tvd_math.py instead of the mean. For other losses, the mean is 0. eager/pair.py saves the mean in
 nats. The different units cause no conflict, because a backend never reads the state of the other
 backend.
@@ -182,8 +182,8 @@ def load_state(STATE, row):
 def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
     """Returns x and its layout, and `other` and its layout.
 
-    Both layouts have the same rows_t, the size T of a (B, T, V) view. If no `rows_t` fits both
-    layouts, `other` is copied.
+    Both layouts have the same `rows_t`, which is the size T of a (B, T, V) view. If no `rows_t`
+    fits both layouts, `other` is copied.
     """
     x, rows = rows_of(x)
     other, o_rows = rows_of(other)

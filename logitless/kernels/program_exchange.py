@@ -1,4 +1,4 @@
-"""Exchange of max m and normaliser s between the programs that share a row.
+"""Exchanges the max m and the normaliser s between the programs that share a row.
 
 A split is the part of a row that one program reads. Each split has one 64-bit integer in memory.
 The integer is initially 0. A program packs two fp32 numbers, the max m and the normaliser s of its

@@ -143,8 +143,8 @@ def _sample_columns_kernel(
         up, low = _mass_bits(y, top, rate)
         mass = (up - UP).to(tl.int64) * 1048576 + (low - REST)
         passed = tl.sum((tl.cumsum(mass, axis=0) <= rest).to(tl.int32), axis=0)
-        # In a row with NaN or +inf, the sums are not sums of masses, and the column can be outside
-        # the row.
+        # In a row with NaN or +inf, the masses are arbitrary, and so `begin + passed` can be
+        # outside the row.
         tl.store(COLUMNS + at, tl.minimum(tl.maximum(begin + passed, 0), V - 1).to(tl.int64))
         if RELATIVE is not None:
             tl.store(RELATIVE + at, tl.sum(tl.where(offs == passed, y - top, 0.0), axis=0))

@@ -29,7 +29,8 @@ NOWHERE = tl.constexpr(_contract.NOWHERE)  # stands for "no column"
 class State(NamedTuple):
     """The state of a row over the columns read so far.
 
-    A field that no requested statistic needs stays 0, and the compiler removes its computation.
+    If no requested statistic needs a field, the field stays 0, and the compiler removes its
+    computation.
     """
 
     m: tl.tensor
@@ -51,9 +52,9 @@ class RowWindow(NamedTuple):
     ref: tl.tensor
     rate: tl.tensor  # log2 e / temperature
     softcap: tl.tensor  # a number or None
-    y0: tl.tensor  # the logit that all logits are compared with; None without `above`
+    y0: tl.tensor  # the logit that all logits are compared with; None if `above` is not needed
     ENTROPY: tl.constexpr  # whether to compute w
-    TOTAL: tl.constexpr  # whether to compute c, and n if there are class weights
+    TOTAL: tl.constexpr  # whether to compute c; with class weights, also n
     SECOND: tl.constexpr  # whether to compute s1
 
 

@@ -73,7 +73,7 @@ class _Constants:
 )
 def _stats_split_fwd_kernel(
     X, LABEL, IDS, W,  # inputs
-    Y0,  # input, (N,), the logits to compare with; None if X holds the logits of the first ids
+    Y0,  # input, (N,), the logits to compare with; if None, X holds these logits
     SPLITS, PICKED, ABOVE,  # outputs, (N, fields, splits), (N, K) and (N, splits)
     temperature,
     rows_t, stride_xb, stride_xt, lead, V, K, start, span,  # sizes

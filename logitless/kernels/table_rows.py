@@ -246,7 +246,7 @@ def _d_weight(hidden: Tensor, weight: Tensor, ids: Tensor, g: Tensor, sparse: bo
 def _add_runs(
     hidden: Tensor, g: Tensor, M: int, order: Tensor, runs: Tensor, out: Tensor
 ) -> None:  # fmt: skip
-    """Writes to row r of `out` the sum of g · hidden over all pairs whose entry in `runs` is r."""
+    """Sums g · hidden over the pairs of each run, and writes the sum of run r to row r of `out`."""
     if not order.numel() or not out.numel():
         return
     hidden, (rows, D), count = _contiguous_rows(hidden), out.shape, order.numel()

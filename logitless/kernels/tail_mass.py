@@ -63,9 +63,7 @@ def _rank(IDS, ids, offs_k, K, repeated):
 
 @triton.jit
 def _sum_between(Xrow, SORTED, V, rate, softcap, BLOCK_V: tl.constexpr):
-    """Returns the max m of y, and Σ e^((y - m) / temperature). SORTED lists the columns to leave
-    out.
-
+    """Returns the max m of y, and Σ e^((y - m) / temperature), without the columns in SORTED.
 
     The last element of SORTED must be at least V, so that the search for the next id ends.
     """
