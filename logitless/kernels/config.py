@@ -150,8 +150,8 @@ def blockfp_gemm() -> Config:
 
 
 # The tile sizes of row_gemm.py. A key is (bytes per element, whether the GPU has at least as much
-# shared memory as Hopper). A value is (rows, columns, step, warps, stages), where `step` is the
-# number of columns of the first matrix that are added at a time.
+# shared memory as Hopper). A value is (rows, columns, span, warps, stages). Each step of a program
+# reads `span` columns of the first matrix.
 ROW_GEMM = {
     (2, True): (128, 256, 64, 8, 3), (2, False): (128, 128, 32, 4, 2),
     (4, True): (64, 128, 16, 8, 3), (4, False): (64, 64, 16, 4, 2),
@@ -269,9 +269,9 @@ def narrow_splits(
     """Returns the Config `cut` with the number of splits that keeps the GPU busiest.
 
     `splits` is the number of splits of the vocabulary. The function assumes that a processor runs
-    two programs at once. The function chooses the number of splits for which the processors are
-    idle for the smallest fraction of the time. If several numbers are equally good, the function
-    chooses the smallest.
+    two programs at once. For each number of splits, the function estimates the fraction of the time
+    in which a processor is busy, and chooses the largest fraction. If several numbers are equally
+    good, the function chooses the smallest.
 
     Each split has its own partial sums of shape (rows, width) in fp32. All partial sums together
     take at most `limit` bytes.
@@ -310,8 +310,8 @@ def contrastive_fwd(rows: int, columns: int, itemsize: int) -> Config:
 def contrastive_merge() -> Config:
     """Returns the Config of the kernel that merges contrastive states (contrastive_fwd.py).
 
-    In each step, a program merges `block_n` states per row or column, for `block_v` rows or
-    columns.
+    Each program merges the states of `block_v` rows or columns. In each step, a program merges
+    `block_n` states per row or column.
     """
     return overridden(Config(32, 4, block_n=32))
 

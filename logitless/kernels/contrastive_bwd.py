@@ -52,7 +52,8 @@ def _load_normalisers(P, offs, mask, other):
 def _all_near(m, log_s, middle):
     """Returns whether 2^(z - middle) and 2^(middle - lse) stay in the range of fp32.
 
-    Here z is any logit with z <= lse, and `lse` is m + log2 s. The result is False for infinite numbers and for NaN.
+    Here z is any logit with z <= lse, and `lse` is m + log2 s. The result is False for infinite
+    numbers and for NaN.
     """
     return tl.min((tl.abs(m - middle + log_s) < 60.0).to(tl.int32)) != 0
 

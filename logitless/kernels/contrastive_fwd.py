@@ -184,8 +184,8 @@ def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Te
     """Returns -log p of the positives, and the normalisers that `contrastive_gradient` takes.
 
     `picked` holds the similarities of the positives. The normalisers have shape (n, 2) and hold m
-    and log2 s of each row. The sum m + log2 s is not stored instead, because a large m would round
-    away most digits of log2 s. The loss is clamped to at least 0.
+    and log2 s of each row. The sum m + log2 s is not stored, because a large m would round away
+    most digits of log2 s. The loss is clamped to at least 0.
     """
     m, log_s = state[:, 0], state[:, 1].log2()
     of_positives = picked.float() * (scale * LOG2E.value)

@@ -1,9 +1,9 @@
 """Loads tiles of similarities x = a @ b.T, and finds the pairs that are positives or left out.
 
-A tile has either the dimensions (rows, columns), or three dimensions, where the first two
-dimensions are rows. The arguments `rows` and `cols` hold the row and column numbers of a tile, with
-as many dimensions as the tile. Rows of similarities are padded in memory. Kernels read and
-overwrite the padding, so that every load and store moves 16 bytes per thread.
+A tile has the shape (rows, columns), or the shape (lanes, repeats, columns) of contrastive_fwd.py.
+The arguments `rows` and `cols` hold the row and column numbers of a tile. These arguments have as
+many dimensions as the tile. Rows of similarities are padded in memory. Kernels read and overwrite
+the padding, so that every load and store moves 16 bytes per thread.
 """
 
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ def positives_of(pairs, rows, cols, n):
 def exponentials(x, rate, ref, rows, cols, n, m, FULL: tl.constexpr):
     """Returns 2^(z - ref) for each pair of a tile, and 0 outside the similarities.
 
-    The function ignores masks and labels, so callers use it only if no pair is left out.
+    The function ignores masks and labels. Callers use the function only if no pair is left out.
     """
     e = tl.exp2(x * rate - ref)
     if not FULL:

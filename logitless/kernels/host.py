@@ -195,7 +195,7 @@ class _GradientKey(NamedTuple):
 
     logits: tuple  # shape, strides, address modulo 16, bytes per element
     over_logits: bool  # whether `into` is the memory of the logits
-    place: Place | None  # from the caller; None if over_logits, or if there is no `into`
+    place: Place | None  # of `into`; None if over_logits is True or `into` is None
     K: int  # ids per row; 0 if the loss has no gradient at ids
     has_g_ids: bool  # whether each id has its own coefficient
     has: tuple[str, ...]  # names of the coefficients in use
@@ -293,8 +293,8 @@ def one_pass(
 
     If one pass over the logits is not possible, the function returns None and writes nothing. One
     pass is possible if x has a (B, T, V) view with contiguous rows (layout.py), and if the programs
-    of a row are allowed to wait for each other (program_exchange.py). For a mean, a third condition
-    is that there are at least one row and at most MAX_COUNTED rows.
+    of a row are allowed to wait for each other (program_exchange.py). A mean also requires at least
+    one row and at most MAX_COUNTED rows.
     """
     label, temperature = reading.label, reading.row_temperature
     over_logits = into.data_ptr() == x.data_ptr()

@@ -243,7 +243,7 @@ def _ids_bwd_kernel(
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes a span of a row, and then rewrites the columns of the label and the ids."""
+    """Each program writes the gradient of a span, and rewrites it at the label and the ids."""
     HAS: tl.constexpr = field(CONSTANTS, "has")
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     PRELOAD_IDS: tl.constexpr = field(CONSTANTS, "preload_ids")

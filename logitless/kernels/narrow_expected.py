@@ -49,9 +49,9 @@ def is_expected(reading: Reading) -> bool:
     """Whether the gradient of the hidden states can be computed from the sums in `Expected`.
 
     The result is False for a loss with ids. The gradient at an id contains the difference between p
-    and a teacher's probability. If these two probabilities are nearly equal, a difference of sums
-    would lose digits. Only the label's column is left out of the sums, so p at an id would come
-    from the sums. The result is also False if the loss reads no statistic at the label. In such a
+    and a teacher's probability. This p would come from the sums, because the sums leave out only
+    the label's column. If p and the teacher's probability are nearly equal, the difference would
+    lose digits. The result is also False if the loss reads no statistic at the label. In such a
     loss, labels only mark ignored rows. The result is also False if the loss has a softcap, or if
     any flag of `Sums` (contract.py) is set.
     """

@@ -57,7 +57,7 @@ class Terms(NamedTuple):
     shift_p: tl.tensor
     norm_q: tl.tensor  # log2 of the student's normaliser, for JSD and a skewed KL
     norm_p: tl.tensor  # like norm_q, but for the teacher; s_q / s_p for TVD
-    mean: tl.tensor  # s_p / s_q for "forward" and "soft"; or else the saved mean (pair_state.py)
+    mean: tl.tensor  # s_p / s_q for "forward" and "soft"; for other losses, the saved mean
     gain: tl.tensor  # multiplies the gradient of the whole row
 
 
@@ -200,7 +200,7 @@ def pair_gradient(
     state: Tensor,  # (N, PAIR_STATE), from pair_read
     upstream: Tensor,  # one number, or one number per row
     factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
-    into: Tensor | None = None,  # (..., V), the output; x is allowed; None allocates a tensor
+    into: Tensor | None = None,  # (..., V), the output, possibly x; None allocates a tensor
 ) -> Tensor:
     """Returns the gradient of the student's logits, in the dtype of the logits."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if into is None else into

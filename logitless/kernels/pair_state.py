@@ -10,8 +10,8 @@ normaliser, the teacher's shift and normaliser, and a mean. A shift is the max, 
 infinite. The mean is an expectation under the student's probabilities. For reverse KL, the mean is
 Σ q (d_q - d_p), which is not divided by the temperature. For JSD, the mean is Σ q log2(q / M), in
 bits, where M is the mixture of student and teacher. For a skewed KL, the mean is Σ q g, in nats
-(see `skewed` in jsd_math.py). For the total variation (TVD), the state holds the field `ratio` of
-tvd_math.py instead of the mean. For other losses, the mean is 0. eager/pair.py saves the mean in
+(see `skewed` in jsd_math.py). For the total variation (TVD), the state holds `ratio` (see
+tvd_math.py) instead of the mean. For other losses, the mean is 0. eager/pair.py saves the mean in
 nats. The different units cause no conflict, because a backend never reads the state of the other
 backend.
 

@@ -79,7 +79,7 @@ def _inverse_temperatures(temperature, row, mask):
 
 @triton.jit
 def _normalised(y, inv_t):
-    """Returns log q and q for q = softmax(y · inv_t), and a mask of rows.
+    """Returns log q and q for q = softmax(y · inv_t), and a mask with one element per row.
 
     If all values of a row are -inf, log q is -inf, q is 0, and the mask is False. `inv_t` is
     1 / temperature, and None means 1.
@@ -154,7 +154,7 @@ def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE
 
 @triton.jit
 def _row_weights(WEIGHT, row, live, kd_weight):
-    """Returns the factors that the divergences of the rows are multiplied by.
+    """Returns the factor of each row's divergence.
 
     The factor of an ignored row is 0.
     """

@@ -81,8 +81,7 @@ def read_block(Xrow, start, V, softcap, BLOCK_V: tl.constexpr):
 def _set_aside(
     Xrow, Wait, waiting, start, V, threshold, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """Appends the keys of some logits to the waiting list: the logits of a block that are above the
-    threshold.
+    """Finds the logits of a block above the threshold, and appends their keys to the waiting list.
 
     The block is read again from the cache, in pieces of BLOCK_S columns, so that few registers are
     needed. Returns the new length of the waiting list.
