@@ -29,7 +29,7 @@ class Config(NamedTuple):
     span: int = 0  # columns of a row that one program reads and writes
     registers: int | None = None  # the largest number of registers per thread, on NVIDIA GPUs
     block_n: int = 0  # rows of a tile, if a program computes tiles of several rows
-    stages: int = 0  # loop iterations whose loads are in flight at the same time
+    stages: int = 0  # number of loop iterations whose loads are in flight at once
 
 
 _override: dict[str, int] = {}
@@ -74,10 +74,9 @@ def stats_fwd(
     programs share a row. Rows of at most SHORT columns are never shared. `heavy` means that the
     kernel computes more than max and sum, or applies a softcap. Heavy kernels have blocks of at
     most 4096 columns. If the logits are 16-bit and there are at least MANY rows per multiprocessor,
-    heavy kernels use one warp, so that no reduction crosses warps. Otherwise, heavy kernels that
-    read whole rows use four warps. `twice` means that the kernel computes two normalisers: one at
-    the temperature, and one at temperature 1. With two normalisers, blocks have at most 4096
-    columns.
+    heavy kernels use one warp. Then no reduction crosses warps. Otherwise, heavy kernels that read
+    whole rows use four warps. `twice` means that the kernel computes two normalisers: one at the
+    temperature, and one at temperature 1. With two normalisers, blocks have at most 4096 columns.
 
     For 16-bit logits, a kernel with a block of 8192 columns is compiled for at most 80 registers
     per thread. Without the limit of 80 registers, fewer programs fit on each multiprocessor, and
@@ -149,9 +148,9 @@ def blockfp_gemm() -> Config:
     return overridden(Config(128, 8))
 
 
-# The tile sizes of row_gemm.py. A key is (bytes per element, whether the GPU has at least as much
-# shared memory as Hopper). A value is (rows, columns, span, warps, stages). Each step of a program
-# reads `span` columns of the first matrix.
+# The tile sizes of row_gemm.py. A key is a pair: the bytes per element, and whether the GPU has at
+# least as much shared memory as Hopper. A value is (rows, columns, span, warps, stages). Each step
+# of a program reads `span` columns of the first matrix.
 ROW_GEMM = {
     (2, True): (128, 256, 64, 8, 3), (2, False): (128, 128, 32, 4, 2),
     (4, True): (64, 128, 16, 8, 3), (4, False): (64, 64, 16, 4, 2),
@@ -270,8 +269,8 @@ def narrow_splits(
 
     `splits` is the number of splits of the vocabulary. The function assumes that a processor runs
     two programs at once. For each number of splits, the function estimates the fraction of the time
-    in which a processor is busy, and chooses the largest fraction. If several numbers are equally
-    good, the function chooses the smallest.
+    in which a processor is busy. The function chooses the number with the largest fraction. If
+    several numbers are equally good, the function chooses the smallest.
 
     Each split has its own partial sums of shape (rows, width) in fp32. All partial sums together
     take at most `limit` bytes.

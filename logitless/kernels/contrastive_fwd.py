@@ -194,7 +194,7 @@ def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Te
 
 
 def rate_of(block: Block) -> Tensor:
-    """Returns scale · log2 e, the factor that turns similarities into logits times log2 e."""
+    """Returns scale · log2 e. Kernels multiply the similarities by this factor."""
     return block.scale * LOG2E.value
 
 

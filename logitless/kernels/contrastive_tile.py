@@ -114,7 +114,7 @@ def tensors_of(block: Block) -> tuple[Tensor | None, ...]:
 def numbers_of(x: Tensor, block: Block) -> tuple[int | None, ...]:
     """Returns n, m, stride_x, diagonal and stride_mask of a launch.
 
-    The padding of a row of x must be memory that a kernel can overwrite.
+    Kernels can overwrite the padding of the rows of x.
     """
     assert x.stride(1) == 1 or x.shape[1] == 1
     diagonal = block.diagonal if block.positives is None else None

@@ -26,8 +26,8 @@ def _log2(x, IN: tl.constexpr):
     """Returns log2 x with the precision that logits of dtype IN need. log2 of 1 is exactly 0.
 
     The argument x must not be subnormal. For 16-bit logits on NVIDIA GPUs, log2 is one instruction
-    with an error of 2^-22, like exp2. For other dtypes and GPUs, log2 takes about 24 instructions
-    and is exact to one or two units in the last place.
+    with an error of 2^-22. For other dtypes and GPUs, log2 takes about 24 instructions and is exact
+    to one or two units in the last place.
     """
     if (IN == tl.bfloat16 or IN == tl.float16) and is_cuda():
         return tl.inline_asm_elementwise(

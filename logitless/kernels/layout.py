@@ -187,10 +187,10 @@ def walk(
 ):  # fmt: skip
     """Folds f over the columns [lo, hi) of a row's body, and over the fringe if lo = 0.
 
-    f(state, args, start, offs, mask) adds the columns start + offs to the state, and returns the
-    new state. Columns where `mask` is False are left out. A mask of None selects all columns. For
-    the body, `args` is `body_args`, and columns are counted from column `head` of the row. For the
-    fringe, `args` is `row_args`, and columns are counted from the first column of the row. If
+    `f(state, args, start, offs, mask)` adds the columns `start + offs` to the state, and returns
+    the new state. Columns where `mask` is False are left out. A mask of None selects all columns.
+    For the body, `args` is `body_args`, and columns are counted from column `head` of the row. For
+    the fringe, `args` is `row_args`, and columns are counted from the first column of the row. If
     MASKED is True, every block is masked, and the compiled code is shorter. If MASKED is False,
     only the last block is masked, and the kernel is faster.
     """

@@ -83,7 +83,7 @@ def _load_terms(TERMS, N, rows, mask, rate, AXIS: tl.constexpr, HAS: tl.constexp
 
     `rate` is log2(e) / temperature if all rows have the same temperature. `rate` is None if each
     row has its own temperature. The field `softcap` of the result is not used. Its value is 0,
-    because a function of Triton 3.6 cannot return None, and the softcap can be None. Callers pass
+    because the softcap can be None, and a function of Triton 3.6 cannot return None. Callers pass
     the softcap to `_gradient` instead.
     """
     if rate is None:

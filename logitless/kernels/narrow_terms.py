@@ -83,7 +83,7 @@ class Visits(NamedTuple):
 
     first: Tensor  # (programs,), the index of the first pair of each program
     places: Tensor  # (P,), the places of the tiles that contain the pairs, in ascending order
-    ends: Tensor  # (P,), 1 + the index of the last pair in the same tile
+    ends: Tensor  # (P,), for each pair: 1 + the index of the last pair in its tile
     index: Tensor  # (P,), the index of each pair before the sort
 
 

@@ -2,8 +2,7 @@
 
 Kernels first compute y = softcap · tanh(x / softcap) from each logit x. Without a softcap, y = x.
 The logits of the loss are z = y / temperature. Kernels subtract max(y) before they divide by the
-temperature, because the differences y - max(y) are exact even if all logits have a large common
-offset.
+temperature. The differences y - max(y) are exact even if all logits have a large common offset.
 """
 
 import triton
@@ -84,7 +83,7 @@ def _tanh(u, IN: tl.constexpr):
 def rounded_product(a, b):
     """Returns a · b, rounded to fp32 before any further arithmetic.
 
-    With the operator *, the compiler could contract y = a · b and a later difference y - max(y)
+    With the operator `*`, the compiler could contract y = a · b and a later difference y - max(y)
     into one fused multiply-add. A fused multiply-add does not round y, but max(y) is rounded.
     Therefore the difference y - max(y) would not be exactly 0 at the max. Dividing this difference
     by a temperature of 1e-12 would make the exponent infinite.

@@ -1,9 +1,9 @@
 """The loop over a student's row and a teacher's row, and the five numbers saved for each row.
 
 For each row of logits y, let d = y - max y, e = 2^(d·rate) and s = Σ e, where
-rate = 1 / (temperature ln 2). The student's probabilities q are e_q divided by the normaliser s_q,
-and the teacher's probabilities p are e_p divided by the normaliser s_p. Kernels use only
-differences from the max, so that a common offset of the logits costs no precision.
+rate = 1 / (temperature ln 2). With the normalisers s_q and s_p, the student's probabilities are
+q = e_q / s_q, and the teacher's probabilities are p = e_p / s_p. Kernels use only differences from
+the max, so that a common offset of the logits costs no precision.
 
 The saved state has shape (N, PAIR_STATE) and holds five numbers per row: the student's shift and
 normaliser, the teacher's shift and normaliser, and a mean. A shift is the max, or 0 if the max is
@@ -197,7 +197,8 @@ def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
 
 @functools.lru_cache(REMEMBERED)
 def with_one_rows_t(*several: Rows) -> tuple[Rows, ...] | None:
-    """Returns the layouts with the same `rows_t` in all layouts, or None if this is not possible.
+    """Returns the layouts after giving all of them the same `rows_t`, or None if this is not
+    possible.
 
     `rows_t` is the size T of a (B, T, V) view. With a common `rows_t`, a kernel finds a row in all
     tensors by one division. A layout with a single row stride can use any `rows_t`.

@@ -38,8 +38,8 @@ def may_wait(programs: int, device: torch.device) -> bool:
 def publish(at, m, s):
     """Stores the max m and the normaliser s of a split, packed into one integer, in one write.
 
-    The packed integer is never 0, because the normaliser is 0 only if the max is -inf, and the bits
-    of -inf are not 0.
+    The packed integer is never 0. If the normaliser is 0, the max is -inf, and the bits of -inf are
+    not 0.
     """
     high = m.to(tl.int32, bitcast=True).to(tl.int64) << 32
     low = s.to(tl.uint32, bitcast=True).to(tl.int64)

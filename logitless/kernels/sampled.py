@@ -178,7 +178,7 @@ def _sample_counts_kernel(
     tl.store(IDS + row * n + slot, ids, mask=written)
     tl.store(WEIGHTS + row * n + slot, weight, mask=written)
     tl.store(MASK + row * n + slot, tl.full((BLOCK,), 1, tl.int8), mask=written)
-    # The other slots are masked. In a row with NaN or +inf, only the first slot is not masked.
+    # The other slots are masked. In a row with NaN or +inf, all slots except the first are masked.
     rest = inside & (offs >= found)
     nan = offs < tl.where((top != top) | (top == INF), 1, 0)
     tl.store(IDS + row * n + offs, tl.zeros((BLOCK,), tl.int64), mask=rest)

@@ -188,7 +188,8 @@ class _Constants:
 )
 def _stats_finish_kernel(
     # Inputs. SPLITS has shape (N, splits, fields) in any layout. Y (N, K) holds y at the ids. ABOVE
-    # (N, splits) holds the number of logits greater than y0 (see state.py), or is None.
+    # (N, splits) holds the numbers of logits that are greater than y0 (see state.py). ABOVE can be
+    # None.
     SPLITS, Y, LABEL, IDS, ABOVE,
     # Outputs.
     STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, RANK, LOGPROB_T1,

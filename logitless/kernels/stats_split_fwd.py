@@ -187,8 +187,7 @@ def partial(
 
 
 def above(x: Tensor, reading: Reading, y0: Tensor) -> Tensor:
-    """Returns the number of logits of x (..., V) in each row that are greater than y0 (N,), as
-    int64.
+    """Counts the logits of x (..., V) that are greater than y0 (N,), for each row, in int64.
 
     The logits are compared after the softcap. If x or y0 is NaN, x counts as greater than y0. The
     result of an ignored row is 0.

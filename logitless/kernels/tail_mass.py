@@ -2,9 +2,9 @@
 
 The kernel first computes the mass outside the ids as 1 minus the mass of the ids. If this
 difference is below ENOUGH, the subtraction has lost too many bits. In this case, the kernel reads
-the row again, and sums the exponentials of the columns outside the ids, relative to the max of
-these columns. A repeated id counts once, because the mass at each slot is divided by the number of
-slots with the same id. The division is skipped in rows without repeated ids.
+the row again. The kernel then sums the exponentials of the columns outside the ids, relative to the
+max of these columns. A repeated id counts once, because the mass at each slot is divided by the
+number of slots with the same id. The division is skipped in rows without repeated ids.
 """
 
 import functools

@@ -112,8 +112,8 @@ def topk(
     `log_tail` is the log of the softmax mass of all other columns. Ids are sorted by descending
     logit. Equal logits are sorted by ascending id. For k > 256, eager/topk.py computes the results
     on the same device, one chunk of rows at a time, in more than one pass over the logits. If
-    `invariant` is True, the results of a row have the same bits in every batch, provided that the
-    rows of x start on 16-byte boundaries.
+    `invariant` is True and the rows of x start on 16-byte boundaries, the results of a row have the
+    same bits in every batch.
     """
     if k > MAX_K:
         return topk_by_chunks(x, k, temperature, softcap, invariant)
