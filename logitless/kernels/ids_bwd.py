@@ -153,7 +153,7 @@ def _rewrite(
         if at_label(HAS):
             # If the label is among the ids, `write_label` and `_write_ids` store to the same
             # column. `write_label` leaves out the terms of the ids, but `_write_ids` includes the
-            # term of the label. Therefore the store of `_write_ids` must be the last.
+            # term of the label. Therefore the store of `_write_ids` must come last.
             tl.debug_barrier()
         bad = _write_ids(row, x_ids, terms, span, HAS, CONSTANTS) | bad
     if bad:

@@ -110,7 +110,7 @@ def sigmoid_contrastive(
     block: Block,
     bias: Tensor,  # ()
     gradient: bool,
-    upstream: Tensor | None = None,  # (n,), or None for ones
+    upstream: Tensor | None = None,  # (n,); None means 1 for every row
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the sum of softplus(-y (scale · x + bias)) over each row.
 

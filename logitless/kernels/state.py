@@ -7,7 +7,8 @@ the class weights. Without class weights, every v is 1. The number `ref` is clos
 row's logits, so that the sum of the differences y - ref stays small and exact. The field `block` is
 the first column of the first block that contains the row's max. The field `s1` is Σ e^(y - max y),
 the normaliser at temperature 1. The field `above` is the number of logits y that are greater than
-y0, where y0 is the logit of the row's first id or label. If y or y0 is NaN, y counts as greater.
+y0, where y0 is the logit of the row's first id or label. If y or y0 is NaN, y counts as greater
+than y0.
 """
 
 from typing import NamedTuple
