@@ -1,17 +1,17 @@
 """A GEMM that sums dz.T @ h over chunks of rows, and stores the sum in block floating point.
 
-In dz.T @ h, dz is the gradient of the logits, h are the hidden states, and the sum is the gradient
-of the weight. A sum in bf16 would be rounded to 8 bits after every chunk. A sum in fp32 would take
-twice the memory of the bf16 gradient. In block floating point, the sum is stored as 16-bit integers
-between chunks, in the memory of the gradient. In each row of the gradient, BLOCK neighbouring
-columns share one exponent:
+Here dz is the gradient of the logits, and h are the hidden states. The sum over all chunks is the
+gradient of the weight. A sum in bf16 would be rounded to 8 bits after every chunk. A sum in fp32
+would take twice the memory of the bf16 gradient. In block floating point, the sum is stored as
+16-bit integers between chunks, in the memory of the gradient. In each row of the gradient, BLOCK
+neighbouring columns share one exponent:
 
     x ≈ q 2^e, where q is an int16 with |q| ≤ 2^14, and e is an int8 per BLOCK columns
 
-The largest number of each block of BLOCK columns keeps 14 bits. The first chunk overwrites the
-memory of the gradient. Each later chunk is added to the sum. After the last chunk, the gradient in
-bf16 replaces the integers in the same memory. If a block contains NaN or an infinity, the whole
-block becomes NaN.
+In each group of BLOCK columns, the largest number has 14 bits of precision. The first chunk
+overwrites the memory of the gradient. Each later chunk is added to the sum. After the last chunk,
+the gradient in bf16 replaces the integers in the same memory. If a block contains NaN or an
+infinity, the whole block becomes NaN.
 """
 
 import functools
@@ -64,8 +64,8 @@ def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr
     """Adds a tile x to the sum. The tile starts at row v and column d of the sum.
 
     `e` holds the exponents of the sum before the addition. The new exponents are stored at the
-    addresses `at`. If LAST is True, the tile completes the sum, and the sum is stored in OUT as
-    floating-point numbers, without exponents.
+    addresses `at`. If LAST is True, the sum is complete after this tile. Then the sum is stored in
+    OUT as floating-point numbers, without exponents.
     """
     if not FIRST:
         x += _decode(SUM.load([v, d]), e)
@@ -126,8 +126,8 @@ def _blockfp_gemm_kernel(
 def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
     """Whether the gradient of the weight can be accumulated in block floating point.
 
-    Three conditions must hold: hidden states and weight are bf16, the length of each weight row is
-    a multiple of 16 bytes, and the tiles fit into the GPU's shared memory.
+    Three conditions must hold: The hidden states and the weight are bf16. The length of a weight
+    row is a multiple of 16 bytes. The tiles fit into the shared memory of the GPU.
     """
     bf16 = hidden.dtype == weight.dtype == torch.bfloat16
     return bf16 and weight.shape[1] % PACK == 0 and _fits_tiles(hidden.device)

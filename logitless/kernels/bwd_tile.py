@@ -19,7 +19,7 @@ e = 2^d and s = Σ e, the probabilities are p = e / s. Let c0 = (a - b log_s) / 
 c1 = b ln 2 / (T s). In the next formula, g_c is already divided by T. The numbers c0, c1 and g_c
 are the same for all columns of a row. Without the term of d_logprob_t1, the gradient of y_i is:
 
-    dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + the terms of label and ids
+    dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + the terms of the label and the ids
 """
 
 from typing import NamedTuple
@@ -63,7 +63,7 @@ class Terms(NamedTuple):
     c_logprob_t1: tl.tensor  # multiplies e^(y - shift) (see `row_gradient` in ids_bwd.py)
     g_c: tl.tensor
     rate: tl.tensor  # log2 e / temperature
-    # The number `lift` (see LEAST_TAIL in contract.py) times log2 e, for columns outside the ids.
+    # For columns outside the ids: log2 e times the number `lift` (see LEAST_TAIL in contract.py).
     lift: tl.tensor
     softcap: tl.tensor  # a number or None
 
@@ -82,9 +82,9 @@ class Tile(NamedTuple):
 def uses(has, name):
     """Whether a loss uses the coefficient `name`.
 
-    The tuple `has` can also contain "second", which is not a coefficient. "second" means that the
-    loss has a temperature other than 1, and also uses log p of the label at temperature 1. Then the
-    kernel needs a second normaliser, at temperature 1.
+    The tuple `has` can also contain the name "second", although "second" is not a coefficient. This
+    name means that the temperature is not 1, and that the loss uses log p of the label at
+    temperature 1. Then the kernel needs a second normaliser, at temperature 1.
     """
     return name in has
 
@@ -153,7 +153,7 @@ def row_terms(coefs, a, shift, log_s, inv_t, HAS: tl.constexpr):
 
 @triton.jit
 def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
-    """Returns the gradient of y at the columns `at`, without the terms of label and ids."""
+    """Returns the gradient of y at the columns `at`, without the terms of the label and the ids."""
     d = (y - terms.shift) * terms.rate
     if uses(HAS, "b"):
         tl.static_assert(not uses(HAS, "a_ids"))
@@ -173,10 +173,10 @@ def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
 
 @triton.jit
 def write_tile(state, tile, start, offs, mask):
-    """Reads a tile of logits and writes the logits' gradient, without the terms of label and ids.
+    """Reads a tile of logits and writes their gradient, without the terms of the label and the ids.
 
-    The function `walk` passes a state from tile to tile. The gradient needs no such state, so
-    `state` is returned unchanged.
+    The function `walk` passes a state from tile to tile. The gradient needs no state, so `state` is
+    returned unchanged.
     """
     at = start + offs
     y, slope = capped(load(tile.X, at, mask), tile.terms.softcap)
@@ -192,7 +192,7 @@ def write_tile(state, tile, start, offs, mask):
 class Fill(NamedTuple):
     """The number to write to all columns of a row.
 
-    The number is 0 in an ignored row, and NaN in a row with an invalid label or id.
+    The number is 0 for an ignored row. If the label or an id is invalid, the number is NaN.
     """
 
     DX: tl.tensor
@@ -302,7 +302,7 @@ def write_span(
     Xrow, W, DXrow, terms, span, HAS: tl.constexpr,
     ALIGNED: tl.constexpr, X_ALIGNED: tl.constexpr, ONE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of a span, without the terms of label and ids.
+    """Writes the gradient of a span, without the terms of the label and the ids.
 
     The body of DX always starts on a 16-byte boundary. If X_ALIGNED is True, the body of X also
     starts on a 16-byte boundary.

@@ -1,4 +1,4 @@
-"""Block sizes, warps and splits of each kernel, as pure functions of sizes and device.
+"""Block sizes, warps and splits of each kernel, as pure functions of the sizes and the device.
 
 The numbers come from sweeps on an H200 (benchmarks/results/h200/sweeps.txt). Tests call `override`
 to get several blocks even in short rows, and benchmarks call `override` to try other numbers.
@@ -29,11 +29,11 @@ class Config(NamedTuple):
     span: int = 0  # columns of a row that one program reads and writes
     registers: int | None = None  # the largest number of registers per thread, on NVIDIA GPUs
     block_n: int = 0  # rows of a tile, if a program computes tiles of several rows
-    stages: int = 0  # loop iterations whose loads are in flight at the same time
+    stages: int = 0  # number of loop iterations whose loads are in flight at once
 
 
 _override: dict[str, int] = {}
-# The revision is incremented whenever _override changes. The cache key of a launch plan contains
+# The revision is incremented whenever `_override` changes. The cache key of a launch plan contains
 # either the revision, or the Config from which the plan was built. Therefore no call uses a plan
 # that was built from another Config.
 revision = 0
@@ -70,14 +70,13 @@ def stats_fwd(
 ) -> Config:
     """Returns the Config of the kernels that compute row statistics.
 
-    If there are enough rows to fill the GPU, each program computes a whole row. If there are too
-    few rows to fill the GPU, several programs share a row, unless rows have at most SHORT columns.
-    `heavy` means that the kernel computes more than max and sum, or applies a softcap. Heavy
-    kernels have blocks of at most 4096 columns. If the logits are 16-bit and there are at least
-    MANY rows per multiprocessor, heavy kernels use one warp, so that no reduction crosses warps.
-    Otherwise, heavy kernels that read whole rows use four warps. `twice` means that the kernel
-    computes two normalisers: one at the temperature, and one at temperature 1. With two
-    normalisers, blocks have at most 4096 columns.
+    If there are enough rows to fill the GPU, each program computes a whole row. Otherwise, several
+    programs share a row. Rows of at most SHORT columns are never shared. `heavy` means that the
+    kernel computes more than max and sum, or applies a softcap. Heavy kernels have blocks of at
+    most 4096 columns. If the logits are 16-bit and there are at least MANY rows per multiprocessor,
+    heavy kernels use one warp. Then no reduction crosses warps. Otherwise, heavy kernels that read
+    whole rows use four warps. `twice` means that the kernel computes two normalisers: one at the
+    temperature, and one at temperature 1. With two normalisers, blocks have at most 4096 columns.
 
     For 16-bit logits, a kernel with a block of 8192 columns is compiled for at most 80 registers
     per thread. Without the limit of 80 registers, fewer programs fit on each multiprocessor, and
@@ -111,10 +110,11 @@ def ids_bwd(vocab: int, itemsize: int) -> Config:
 
     Each program writes the gradient of one span, and then rewrites the gradient at the ids, while
     the span is in the cache. Every program of a row searches all ids of the row. Therefore spans
-    are long, so that a row has few programs. A program writes its span one block at a time, with
+    are long, and a row has few programs. A program writes its span one block at a time, with
     several warps.
     """
-    # Block and span are at least 16, because Triton would treat a span of 1 as a constant.
+    # The block and the span have at least 16 columns, because Triton would treat a span of 1 as a
+    # constant.
     width = max(ceil_pow2(vocab), 16)
     return overridden(Config(min(8192 // itemsize, width), 2 * itemsize, span=min(8192, width)))
 
@@ -148,9 +148,9 @@ def blockfp_gemm() -> Config:
     return overridden(Config(128, 8))
 
 
-# The tile sizes of row_gemm.py. A key is (bytes per element, whether the GPU has at least as much
-# shared memory as Hopper). A value is (rows, columns, columns of the first matrix per step, warps,
-# stages).
+# The tile sizes of row_gemm.py. A key is a pair: the bytes per element, and whether the GPU has at
+# least as much shared memory as Hopper. A value is (rows, columns, span, warps, stages). Each step
+# of a program reads `span` columns of the first matrix.
 ROW_GEMM = {
     (2, True): (128, 256, 64, 8, 3), (2, False): (128, 128, 32, 4, 2),
     (4, True): (64, 128, 16, 8, 3), (4, False): (64, 64, 16, 4, 2),
@@ -197,10 +197,10 @@ def pair_bwd(vocab: int, itemsize: int) -> Config:
 # The table NARROW holds the tile sizes of the kernels for narrow heads. The outer key is the
 # kernel's name and the number of bytes per element. The inner key is the width D of the hidden
 # states, padded to a power of two. Each entry is (rows, columns, warps, stages). An optional fifth
-# number limits the registers per thread. "fwd_expected" is the variant of the forward kernel that
-# also computes the sums of narrow_expected.py. "fwd_expected" and the backward kernels also
-# accumulate a sum of D columns. Therefore these kernels have smaller tiles of logits than "fwd" at
-# D = 256. At D = 512, only the backward kernels have smaller tiles than "fwd".
+# number limits the registers per thread. The kernel "fwd_expected" is a forward kernel that also
+# computes the sums of narrow_expected.py. This variant and the backward kernels also accumulate a
+# sum of D columns. Therefore these kernels have smaller tiles of logits than "fwd" at D = 256. At
+# D = 512, only the backward kernels have smaller tiles than "fwd".
 NARROW = {
     ("fwd", 2): {
         64: (128, 64, 4, 4), 128: (128, 64, 8, 4), 256: (128, 64, 8, 3), 512: (64, 64, 4, 2),
@@ -236,13 +236,14 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
     a loop, `stages` tiles in advance. The function reduces `stages` until the kept tile and the
     tiles loaded in advance fit into `memory` bytes of shared memory.
 
-    `heavy` is 0, 1 or 2. In the forward kernel, a softcap or any flag of `Sums` (contract.py) adds
-    1 to `heavy`. In the backward kernels, a softcap or any of the coefficients "b", "total" and
-    "logprob_t1" adds 1 to `heavy`. If the rows of the hidden states or of the weight do not start
-    on 16-byte boundaries, another 1 is added to `heavy`. If `heavy` is not 0, the kernel needs more
-    registers per thread and uses eight warps. In the backward kernels and in "fwd_expected", the
-    size of the tiles that are loaded in a loop is halved `heavy` times, but stays at least 16. If
-    `heavy` is not 0, a tile of "d_hidden" or "fwd_expected" has at most 64 rows.
+    `heavy` is 0, 1 or 2. In the forward kernel, `heavy` increases by 1 if there is a softcap or if
+    any flag of `Sums` (contract.py) is set. In the backward kernels, `heavy` increases by 1 if
+    there is a softcap, or if any of the coefficients "b", "total" and "logprob_t1" is used. In all
+    kernels, `heavy` increases by 1 if the rows of the hidden states or of the weight do not start
+    on 16-byte boundaries. If `heavy` is not 0, the kernel needs more registers per thread and uses
+    eight warps. The backward kernels and "fwd_expected" load tiles in a loop. The size of these
+    tiles is halved `heavy` times, but is at least 16. If `heavy` is not 0, a tile of "d_hidden" or
+    "fwd_expected" has at most 64 rows.
     """
     rows, columns, warps, stages, *limit = NARROW[kernel, itemsize][max(width, 64)]
     if kernel in ("d_hidden", "fwd_expected"):
@@ -267,9 +268,9 @@ def narrow_splits(
     """Returns the Config `cut` with the number of splits that keeps the GPU busiest.
 
     `splits` is the number of splits of the vocabulary. The function assumes that a processor runs
-    two programs at once. The function chooses the number of splits that keeps the processors busy
-    for the largest fraction of the time. Among equally good numbers, the function chooses the
-    smallest.
+    two programs at once. For each number of splits, the function estimates the fraction of the time
+    in which a processor is busy. The function chooses the number with the largest fraction. If
+    several numbers are equally good, the function chooses the smallest.
 
     Each split has its own partial sums of shape (rows, width) in fp32. All partial sums together
     take at most `limit` bytes.
@@ -308,7 +309,8 @@ def contrastive_fwd(rows: int, columns: int, itemsize: int) -> Config:
 def contrastive_merge() -> Config:
     """Returns the Config of the kernel that merges contrastive states (contrastive_fwd.py).
 
-    In each step, a program merges `block_n` states of each of its `block_v` rows or columns.
+    Each program merges the states of `block_v` rows or columns. In each step, a program merges
+    `block_n` states per row or column.
     """
     return overridden(Config(32, 4, block_n=32))
 
@@ -367,5 +369,5 @@ def ceil_pow2(n: int) -> int:
 
 
 def overridden(config: Config) -> Config:
-    """Returns `config` with the fields that `override` replaces."""
+    """Returns a copy of `config` with the values that `override` has set."""
     return config._replace(**_override)

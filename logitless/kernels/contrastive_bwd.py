@@ -11,9 +11,9 @@ would have few exact digits.
 The normaliser of a row consists of two numbers, m and log2 s. If z is a logit multiplied by log2 e,
 p is 2^((z - m) - log2 s). For any number h, p is also 2^(z - h) · 2^((h - m) - log2 s). The same
 holds for q, with the normaliser of the column. The factor 2^(z - h) is the same for p and q, so a
-pair needs only one exponential. A program uses these products for 16-bit similarities (see
-`one_exponential`), if its normalisers are so close together that the factors neither overflow nor
-underflow.
+pair needs only one exponential. A program computes p and q in this way if the similarities are
+16-bit (see `one_exponential`), and if its normalisers are close together. Then the factors neither
+overflow nor underflow.
 """
 
 import functools
@@ -50,9 +50,10 @@ def _load_normalisers(P, offs, mask, other):
 
 @triton.jit
 def _all_near(m, log_s, middle):
-    """Returns whether 2^(z - middle) and 2^(middle - lse) are in the range of fp32 for z <= lse.
+    """Returns whether 2^(z - middle) and 2^(middle - lse) stay in the range of fp32.
 
-    `lse` is m + log2 s. The result is False for infinite numbers and for NaN.
+    Here z is any logit with z <= lse, and `lse` is m + log2 s. The result is False for infinite
+    numbers and for NaN.
     """
     return tl.min((tl.abs(m - middle + log_s) < 60.0).to(tl.int32)) != 0
 
@@ -140,8 +141,8 @@ def contrastive_gradient(
     block: Block,
     rows: Tensor,  # (n, 2), the normalisers of the rows
     columns: Tensor | None,  # (m, 2), the normalisers of the columns
-    row_upstream: Tensor | None = None,  # (n,), or None for ones
-    column_upstream: Tensor | None = None,  # (m,), or None for ones
+    row_upstream: Tensor | None = None,  # (n,); None means 1 for every row
+    column_upstream: Tensor | None = None,  # (m,); None means 1 for every column
     d_scale: bool = False,
 ) -> Tensor | None:
     """Overwrites x with the gradient of the logits.

@@ -1,18 +1,18 @@
 """Statistics of the rows and the columns of similarities, from one pass over the similarities.
 
 Each program reads several rows of a strip of columns, one tile at a time. A tile has three
-dimensions: lanes, repeats and columns. Each warp holds one lane. So a sum over the repeats of a
-column needs no exchange between threads, and a sum over the columns of a row stays inside one warp.
-Triton distributes the warps over the first dimension, so the lanes are the first dimension. The
-state of the columns stays in registers until the end of the strip. The states of the rows are
-written once per strip. A second launch merges the states of strips in a fixed order.
+dimensions: lanes, repeats and columns. Each warp holds one lane. So a sum over repeats needs no
+exchange between threads. A sum over the columns of a row stays inside one warp. Triton distributes
+the warps over the first dimension, so the lanes are the first dimension. The state of the columns
+stays in registers until the end of the strip. The states of the rows are written once per strip. A
+second launch merges the states of strips in a fixed order.
 
 All logits are multiplied by log2 e, and the kernels compute exponentials of base 2. The state of a
 row is a reference m, and the sum s of 2^(z - m) over its logits z. In general, the reference is the
 max of the logits. For 16-bit similarities (see `one_exponential`), a program first uses one
 reference for all rows and columns of its strip. Then the row's sum and the column's sum need only
-one exponential per pair. If `_in_range` is False for a sum, the program computes its strip again,
-with the max of each row and the max of each column as references.
+one exponential per pair. If a sum is outside the range of `_in_range`, the program computes its
+strip again. The references are then the max of each row and the max of each column.
 """
 
 import functools
@@ -183,10 +183,9 @@ def contrastive_read(
 def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Returns -log p of the positives, and the normalisers that `contrastive_gradient` takes.
 
-    `picked` holds the similarities of the positives. The normalisers are the numbers m and log2 s
-    of each row, as (n, 2). The normalisers are not stored as the sum m + log2 s, because a large m
-    would leave few digits of s in the rounded sum. A loss is never negative, even if m is not the
-    max of a row.
+    `picked` holds the similarities of the positives. The normalisers have shape (n, 2) and hold m
+    and log2 s of each row. The sum m + log2 s is not stored, because a large m would round away
+    most digits of log2 s. The loss is clamped to at least 0.
     """
     m, log_s = state[:, 0], state[:, 1].log2()
     of_positives = picked.float() * (scale * LOG2E.value)
@@ -195,7 +194,7 @@ def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Te
 
 
 def rate_of(block: Block) -> Tensor:
-    """Returns scale · log2 e, the factor that turns similarities into logits times log2 e."""
+    """Returns scale · log2 e. Kernels multiply the similarities by this factor."""
     return block.scale * LOG2E.value
 
 

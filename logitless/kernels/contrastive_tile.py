@@ -1,9 +1,9 @@
 """Loads tiles of similarities x = a @ b.T, and finds the pairs that are positives or left out.
 
-A tile has two dimensions, or three dimensions of which the first two are rows. The row numbers and
-the column numbers of a tile are passed with as many dimensions as the tile. Rows of similarities
-are padded in memory. Kernels read and overwrite the padding, so that every load and store moves 16
-bytes per thread.
+A tile has the shape (rows, columns), or the shape (lanes, repeats, columns) of contrastive_fwd.py.
+The arguments `rows` and `cols` hold the row and column numbers of a tile. These arguments have as
+many dimensions as the tile. Rows of similarities are padded in memory. Kernels read and overwrite
+the padding, so that every load and store moves 16 bytes per thread.
 """
 
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ def positives_of(pairs, rows, cols, n):
 def exponentials(x, rate, ref, rows, cols, n, m, FULL: tl.constexpr):
     """Returns 2^(z - ref) for each pair of a tile, and 0 outside the similarities.
 
-    The similarities must have neither a mask nor labels.
+    The function ignores masks and labels. Callers use the function only if no pair is left out.
     """
     e = tl.exp2(x * rate - ref)
     if not FULL:
@@ -61,7 +61,7 @@ def exponentials(x, rate, ref, rows, cols, n, m, FULL: tl.constexpr):
 
 @triton.jit
 def may_hold_positives(pairs, row, column, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Returns False only if the tile that begins at (row, column) contains no positives."""
+    """Returns whether the tile that begins at (row, column) can contain positives."""
     if pairs.POSITIVES is not None:
         return row >= 0
     else:
@@ -114,7 +114,7 @@ def tensors_of(block: Block) -> tuple[Tensor | None, ...]:
 def numbers_of(x: Tensor, block: Block) -> tuple[int | None, ...]:
     """Returns n, m, stride_x, diagonal and stride_mask of a launch.
 
-    The padding of a row of x must be memory that a kernel can overwrite.
+    Kernels can overwrite the padding of the rows of x.
     """
     assert x.stride(1) == 1 or x.shape[1] == 1
     diagonal = block.diagonal if block.positives is None else None

@@ -44,7 +44,7 @@ def are_repeated(IDS, K, BLOCK_K: tl.constexpr):
         offs_k = start + tl.arange(0, BLOCK_K)
         ids = load_ids(IDS, offs_k, K)
         end = tl.minimum(start + BLOCK_K, K)
-        copies = tl.zeros((BLOCK_K,), tl.int32)  # slots with the same id, including the slot itself
+        copies = tl.zeros((BLOCK_K,), tl.int32)  # number of slots with this id
         for j in range(start, end):
             copies += (ids == tl.load(IDS + j).to(tl.int32)).to(tl.int32)
         repeated = repeated | (copies > 1)
@@ -59,7 +59,7 @@ def are_repeated(IDS, K, BLOCK_K: tl.constexpr):
 )
 def _duplicate_ids_kernel(
     IDS, STATE,  # inputs
-    OUT,  # output, STATE with the field REPEATS filled in
+    OUT,  # output, a copy of STATE with the computed field REPEATS
     K,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip

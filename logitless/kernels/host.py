@@ -143,16 +143,16 @@ def gradient(
     coefficients: Coefficients,
     upstream: Tensor,  # one number, or one number per row
     factor: Tensor | None = None,  # one number, or one number per row
-    # `into` is x itself, a tensor in the memory of x, or other memory (see Place in layout.py).
+    # `into` is x itself, a tensor in the memory of x, or other memory (see `Place` in layout.py).
     into: Tensor | None = None,
     start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
 ) -> Tensor:
     """Returns the gradient of the logits, multiplied by `upstream` and `factor`.
 
     The gradient has the dtype of `into`, or of x if `into` is None. The gradient is written to
-    `into`, except in one case: if `into` is x and rows have more than MAX_PRELOADED ids, the
-    gradient is a new tensor. To overwrite x, a program must first load the logits at all ids of its
-    row, and one program can hold at most MAX_PRELOADED logits.
+    `into`, with one exception. If `into` is x and rows have more than MAX_PRELOADED ids, the
+    gradient is a new tensor. The reason is that a program must load the logits at all ids of its
+    row before the gradient overwrites x. One program can hold at most MAX_PRELOADED logits.
     """
     coefs, has, g_ids = coefficients
     key = _gradient_key(x, reading, coefficients, upstream, factor, into, start)
@@ -195,7 +195,7 @@ class _GradientKey(NamedTuple):
 
     logits: tuple  # shape, strides, address modulo 16, bytes per element
     over_logits: bool  # whether `into` is the memory of the logits
-    place: Place | None  # the caller's memory for the gradient; None if over_logits or if not given
+    place: Place | None  # of `into`; None if over_logits is True or `into` is None
     K: int  # ids per row; 0 if the loss has no gradient at ids
     has_g_ids: bool  # whether each id has its own coefficient
     has: tuple[str, ...]  # names of the coefficients in use
@@ -261,9 +261,9 @@ _gradient_plans: Plans[_GradientKey, _GradientPlan | None] = Plans(_gradient_pla
 
 
 def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
-    """Subtracts `start` from the ids in [start, start + width), and returns all ids.
+    """Returns ids relative to column `start`, for the columns [start, start + width).
 
-    Other ids of the vocabulary become NO_ID. Ids outside the vocabulary become -1.
+    Ids of other columns become NO_ID. Ids outside the vocabulary become -1.
     """
     local = torch.where((ids >= start) & (ids < start + width), ids - start, NO_ID)
     bad = ((ids < 0) | (ids >= vocab)) & (ids != NO_ID)
@@ -286,15 +286,15 @@ def one_pass(
     reading: Reading,
     coefficients: Coefficients,  # "a" and "label"
     factor: Tensor | None,  # one number, or one number per row
-    into: Tensor,  # x itself, contiguous memory like x, or (N, V) in another dtype
+    into: Tensor,  # x itself, contiguous memory of the same shape, or (N, V) of another dtype
     mean: bool = False,  # divides loss and gradient by the number of rows that are not ignored
 ) -> Tensor | None:
     """Returns -log p of each row's label, and writes the gradient times `factor` to `into`.
 
     If one pass over the logits is not possible, the function returns None and writes nothing. One
     pass is possible if x has a (B, T, V) view with contiguous rows (layout.py), and if the programs
-    of a row are allowed to wait for each other (program_exchange.py). For a mean, one pass also
-    needs at least one row and at most MAX_COUNTED rows.
+    of a row are allowed to wait for each other (program_exchange.py). A mean also requires at least
+    one row and at most MAX_COUNTED rows.
     """
     label, temperature = reading.label, reading.row_temperature
     over_logits = into.data_ptr() == x.data_ptr()
@@ -308,7 +308,7 @@ def one_pass(
     if plan is None:
         return None
     label = label.contiguous()
-    nll = torch.empty_like(label, dtype=torch.float32)  # torch.empty takes twice as long
+    nll = torch.empty_like(label, dtype=torch.float32)  # torch.empty would take twice as long
     if plan.launch is None:  # no rows
         return nll
     exchange = None

@@ -45,11 +45,11 @@ class _Constants:
 
     has: tuple[str, ...]  # names of the coefficients in use, and "second" if needed (see `uses`)
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # each row starts at the same address modulo 16 in X and DX
+    x_aligned: bool  # for each row, X and DX have the same address modulo 16
     preload_ids: bool  # the gradient overwrites X, so the logits at the ids are loaded first
-    step_c: int  # elements between rows of COEF; 0 if COEF has a single row
-    step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
-    step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
+    step_c: int  # row stride of COEF; 0 if COEF has a single row
+    step_u: int  # row stride of UPSTREAM; 0 if all rows share one number
+    step_f: int  # row stride of FACTOR; 0 if all rows share one number
     span: int
     block_v: int
     block_k: int
@@ -82,7 +82,9 @@ def sums_of_same(IDS, G, ids, K):
 
 
 class _Row(NamedTuple):
-    """Pointers to one row of each tensor, and numbers for the gradient at the label and the ids."""
+    """Pointers to one row of each tensor, and the numbers that the gradient at the label and at the
+    ids depends on.
+    """
 
     X: tl.tensor
     W: tl.tensor  # a pointer or None
@@ -151,11 +153,11 @@ def _rewrite(
         if at_label(HAS):
             # If the label is among the ids, `write_label` and `_write_ids` store to the same
             # column. `write_label` leaves out the terms of the ids, but `_write_ids` includes the
-            # term of the label. Therefore the store of `_write_ids` must be the last.
+            # term of the label. Therefore the store of `_write_ids` must come last.
             tl.debug_barrier()
         bad = _write_ids(row, x_ids, terms, span, HAS, CONSTANTS) | bad
     if bad:
-        tl.debug_barrier()  # NaN must be stored after the gradients of label and ids
+        tl.debug_barrier()  # NaN must be stored after the gradients of the label and the ids
         fill_span(
             row.DX, float("nan"), span, pack_of(row.X), ALIGNED, False, field(CONSTANTS, "block_v")
         )
@@ -174,7 +176,7 @@ class RowGradient(NamedTuple):
     c_logprob_t1: tl.tensor
     g_c: tl.tensor
     lift: tl.tensor
-    c0_ids: tl.tensor  # c0 of the columns among the ids
+    c0_ids: tl.tensor  # c0 for columns that are among the ids
     g_label: tl.tensor  # added to the gradient at the label
 
 
@@ -183,8 +185,8 @@ def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
     """Computes a RowGradient from the saved state and the coefficients.
 
     The fields of the result give the gradient of y, the logits before the division by the
-    temperature. If the loss uses the label's log-probability at temperature 1, with a coefficient
-    d, the gradient of y_i has the term d ([i = label] - p1_i), where p1 = softmax(y). The kernel
+    temperature. A loss can use the label's log-probability at temperature 1, with a coefficient d.
+    Then the gradient of y_i has the term d ([i = label] - p1_i), where p1 = softmax(y). The kernel
     adds d to the gradient at the label. In every column, the kernel also adds -d · p1_i in one of
     two ways:
 
@@ -195,7 +197,7 @@ def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
       c_logprob_t1 = -d / s1 to the gradient.
 
     If the loss uses the coefficient "a_ids", columns among the ids have the term a_ids · p_i.
-    Columns outside the ids have the term a · p_i · e^-lift. Here, `a` is the field A of the
+    Columns outside the ids have the term a · p_i · e^-lift. Here `a` is the field A of the
     coefficients. This field already contains the factor e^lift (see LEAST_TAIL in contract.py). The
     factor e^-lift must not apply to the term -d · p_i of the label's log-probability. Therefore,
     for columns outside the ids, the coefficient `a` is replaced by `a` - d · e^lift:
@@ -241,7 +243,7 @@ def _ids_bwd_kernel(
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes a span of a row, and then rewrites the gradient at label and ids."""
+    """Each program writes the gradient of a span, and rewrites it at the label and the ids."""
     HAS: tl.constexpr = field(CONSTANTS, "has")
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     PRELOAD_IDS: tl.constexpr = field(CONSTANTS, "preload_ids")

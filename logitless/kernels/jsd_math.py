@@ -26,8 +26,8 @@ def _log2(x, IN: tl.constexpr):
     """Returns log2 x with the precision that logits of dtype IN need. log2 of 1 is exactly 0.
 
     The argument x must not be subnormal. For 16-bit logits on NVIDIA GPUs, log2 is one instruction
-    with an error of 2^-22, like exp2. For other dtypes and GPUs, log2 takes about 24 instructions
-    and is exact to one or two units in the last place.
+    with an error of 2^-22. For other dtypes and GPUs, log2 takes about 24 instructions and is exact
+    to one or two units in the last place.
     """
     if (IN == tl.bfloat16 or IN == tl.float16) and is_cuda():
         return tl.inline_asm_elementwise(
@@ -39,12 +39,12 @@ def _log2(x, IN: tl.constexpr):
 
 @triton.jit
 def _mixed(log_q, log_p, gap, beta):
-    """Returns the larger of p and q, M / max(p, q), log2 share, share, and whether q > p.
+    """Returns max(p, q), M / max(p, q), log2(share), share, and whether q > p.
 
     `gap` is log_q - log_p, and share = min(p, q) / max(p, q) is 2^-|gap|. The ratio M / max(p, q)
     is at most 1, and is exactly 1 if p = q. If p is larger than q, M / max(p, q) is at least β.
-    Otherwise M / max(p, q) is at least 1 - β. log2 share is clamped to at least -1000. If log p and
-    log q are both -inf, `gap` is NaN, and log2 share is -1000.
+    Otherwise M / max(p, q) is at least 1 - β. The result log2(share) is clamped to at least -1000.
+    If log p and log q are both -inf, `gap` is NaN, and log2(share) is -1000.
     """
     fall = -tl.abs(gap)
     fall = tl.where(fall > -1000.0, fall, -1000.0)
@@ -76,10 +76,10 @@ def skewed(log_q, log_p, gap, alpha, IN: tl.constexpr, FORWARD: tl.constexpr):
     of these terms is at least 0. So a sum over only some columns of a row is at least 0 too. `gap`
     is log_q - log_p.
 
-    g is the derivative of the divergence with respect to q, up to a constant, and forward KL
-    divides g by 1-α. The constant changes only the rounding error of the gradient q (g - Σ q g).
+    g is the derivative of the divergence with respect to q, plus a constant. For forward KL, g is
+    also divided by 1-α. The constant changes only the rounding error of the gradient q (g - Σ q g).
     For forward KL of fp32 logits, g is -p / M, which is close to 0 where q is much larger than p.
-    In all other cases, g is 0 for p = q. Then p / M - 1 is computed from 1 - share, because
+    In all other cases, g is 0 for p = q. There, p / M - 1 is computed from 1 - share, because
     2^log2(p / M) - 1 has a larger rounding error.
     """
     if FORWARD:

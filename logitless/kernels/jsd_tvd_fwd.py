@@ -51,7 +51,7 @@ SUMS_OF_SPLIT = tl.constexpr(3)  # sums per split of a row
 class Norms(NamedTuple):
     """The shift and the log2 of the normaliser, for a student's row (q) and a teacher's row (p).
 
-    The log2 of the probability of a student's logit y is (y - shift_q) · rate - log_q, where rate
+    For a student's logit y with probability q, log2 q is (y - shift_q) · rate - log_q, where rate
     is log2 e / temperature.
     """
 
@@ -71,7 +71,7 @@ class Second(NamedTuple):
     norms: tl.tensor
     of_q: tl.tensor  # Σ q log2(q / M) for JSD; Σ q g for a skewed KL (see jsd_math.py)
     of_p: tl.tensor  # Σ p log2(p / M) for JSD; the divergence for a skewed KL
-    mass: tl.tensor  # Σ q for a skewed KL of fp32 logits, else 0
+    mass: tl.tensor  # Σ q for a skewed KL of fp32 logits; otherwise 0
 
 
 class Apart(NamedTuple):
@@ -85,13 +85,13 @@ class Apart(NamedTuple):
     shift_p: tl.tensor
     scale: tl.tensor  # s_q divided by the teacher's normaliser
     gaps: tl.tensor  # Σ |p - q|
-    above: tl.tensor  # the student's masses above and below the teacher (see tvd_math.py)
+    above: tl.tensor  # the sums `above` and `below` of tvd_math.py, times s_q
     below: tl.tensor
 
 
 @triton.jit
 def fold_norms(state, both, start, offs, mask):
-    """Merges one block into the max and the normaliser of student and teacher (first pass)."""
+    """Merges one block into the maxima and the normalisers of both rows (first pass)."""
     m_q, moved_q, _, e_q = extend(state.m_q, student(both, start + offs, mask), both.rate)
     m_p, moved_p, _, e_p = extend(state.m_p, teacher(both, start + offs, mask), both.rate)
     s_q = state.s_q * tl.exp2(moved_q * both.rate) + e_q
@@ -154,8 +154,9 @@ def _second_sweep(
     """Returns three sums over the columns [lo, hi).
 
     For JSD, the sums are Σ q log2(q / M), Σ p log2(p / M), and 0. For a skewed KL, the sums are
-    Σ q g, the divergence, and Σ q (0 for 16-bit logits). For TVD, the sums are Σ |p - q|, and the
-    student's masses above and below the teacher. All sums of TVD are multiplied by s_q.
+    Σ q g, the divergence, and Σ q. For 16-bit logits, Σ q is not computed and is 0. For TVD, the
+    sums are Σ |p - q|, `above` and `below` (see tvd_math.py). All sums of TVD are multiplied by
+    s_q.
     """
     zero = tl.zeros((BLOCK_V,), tl.float32)
     if KIND != "tvd":
@@ -180,7 +181,7 @@ def _divergence(first, second, third, s_q, s_p, blend, KIND: tl.constexpr):
     is in nats. The sums of JSD are in bits, and the sums of a skewed KL are in nats.
     """
     # If all logits of the student's or the teacher's row are -inf, `bits` returns inf for the row's
-    # normaliser, and the term 0 · inf makes the divergence NaN.
+    # normaliser. Then 0 · inf makes the divergence NaN.
     no_row = 0.0 * (bits(s_q) + bits(s_p))
     # A negative divergence, or a TVD above 1, is a rounding error and is clamped. NaN stays NaN.
     if KIND == "jsd":
@@ -307,7 +308,7 @@ def _jsd_tvd_split_fwd_kernel(
 )
 def _jsd_tvd_merge_kernel(
     SUMS, LABEL,  # inputs
-    # Outputs. In rows that are not ignored, only the field `mean` of STATE is written.
+    # Outputs. For rows that are not ignored, the kernel writes only the field `mean` of STATE.
     VALUE, STATE,
     splits, blend, ignore_index,
     KIND: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -339,8 +340,7 @@ def read_jsd_tvd(
     """Writes the divergence of each row to `value`, and the state of each row to `state`.
 
     `pair.kind` is in PAIR_SUMS. If `known` is True, `state` already holds the shifts and the
-    normalisers, and the kernel computes only the sums over the columns of x (see eager/pair.py).
-    pair_state.py describes the state.
+    normalisers. Then the kernel computes only the sums over the columns of x (see eager/pair.py).
     """
     kind = pair.kind
     tensor, number = temperature_of(reading)

@@ -1,7 +1,7 @@
 """The gradient of a loss without ids. Each program computes one block of one row.
 
-ids_bwd.py computes the gradient of losses that use ids, or the log-probability of the label at
-temperature 1.
+If a loss uses ids, or the log-probability of the label at temperature 1, ids_bwd.py computes its
+gradient.
 """
 
 from dataclasses import dataclass
@@ -36,10 +36,10 @@ class _Constants:
     """The constants that the kernel is compiled for."""
 
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # each row starts at the same address modulo 16 in X and DX
-    step_c: int  # elements between rows of COEF; 0 if COEF has a single row
-    step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
-    step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
+    x_aligned: bool  # for each row, X and DX have the same address modulo 16
+    step_c: int  # row stride of COEF; 0 if COEF has a single row
+    step_u: int  # row stride of UPSTREAM; 0 if all rows share one number
+    step_f: int  # row stride of FACTOR; 0 if all rows share one number
     block_v: int
 
 

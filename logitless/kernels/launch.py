@@ -7,9 +7,9 @@ constants. Each Launch is built once, by a cached function of shapes and options
 keeps the compiled kernel, and calls its entry point with bare addresses instead of tensors.
 
 Triton compiles a kernel once per combination of dtypes and alignments. An address is aligned if it
-is a multiple of 16 bytes. A Launch selects the compiled kernel by the dtypes only. Therefore a
-pointer must have the same alignment in all calls of a Launch, or the compiled kernel must not
-depend on the alignment:
+is a multiple of 16 bytes. A Launch selects the compiled kernel by the dtypes only. Therefore every
+pointer needs one of two guarantees. Either its alignment is the same in all calls of a Launch, or
+the compiled kernel does not depend on its alignment:
 
 - For logits and their gradient, each alignment has its own Launch, because the alignment is an
   argument of the cached function that builds the Launch.
@@ -59,7 +59,7 @@ class Plans(dict[K, V]):
 
 
 class Launch:
-    """Launches one kernel, as kernel[programs](*tensors, *numbers, **constants) would.
+    """Launches one kernel, like the call kernel[programs](*tensors, *numbers, **constants).
 
     The tensors are passed in each call. Everything else is fixed when the Launch is created.
     """
@@ -110,8 +110,8 @@ class Launch:
         """Launches the kernel through Triton, and keeps the compiled kernel for later calls.
 
         FMA contraction computes a · b + c with one rounding instead of two. FMA contraction is
-        enabled explicitly, because Triton 3.10 changes the default, and because all GPU tests and
-        measurements used FMA contraction.
+        enabled explicitly, because Triton 3.10 changes the default. All GPU tests and measurements
+        used FMA contraction.
         """
         with on(tensors[0].device):
             compiled = self.kernel[self.programs](

@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     rows_t: int
     stride_b: int
     stride_t: int
-    lead: int  # elements between row 0 and the last 16-byte boundary before row 0
+    lead: int  # number of elements between row 0 and the last 16-byte boundary before row 0
     pack: int  # elements in 16 bytes
 
     @property
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
         return not any(step % self.pack for step in (self.lead, self.stride_b, self.stride_t))
 
     def aligned_like(self, other: "Rows") -> bool:
-        """Whether each row starts at the same address modulo 16 in `self` and in `other`."""
+        """Whether `self` and `other` have the same address modulo 16 in every row."""
         if self.starts_aligned and other.starts_aligned:
             return True
         return (
@@ -76,18 +76,18 @@ class Rows(NamedTuple):
         if itemsize >= self.itemsize:
             return rows._replace(lead=offset // self.itemsize)
         rows = rows._replace(lead=offset // itemsize, pack=16 // itemsize)
-        # The elements of this gradient are smaller than the elements of x. But kernels compute
-        # `head` and `body` of the gradient's rows with the pack size of x. `head` and `body` are
-        # then correct only if every row of the gradient starts on a 16-byte boundary.
+        # The elements of this gradient are smaller than the elements of x. Kernels compute `head`
+        # and `body` of a gradient row with the pack size of x. The results are correct only if
+        # every row of the gradient starts on a 16-byte boundary.
         assert rows.starts_aligned
         return rows
 
 
 # A Place is the tuple (address modulo 16, strides, bytes per element) of the memory for a gradient.
-# Either the memory is contiguous and has the shape (..., V) of the logits x, or the memory has the
-# shape (N, V), with N rows that can each be followed by padding. If the gradient has fewer bytes
-# per element than x, every row must start on a 16-byte boundary. A Place is a plain tuple, because
-# every call builds a Place and a tuple costs less than a NamedTuple.
+# The memory is either contiguous with the shape (..., V) of the logits x, or has the shape (N, V).
+# In the shape (N, V), padding can follow each row. If the gradient has fewer bytes per element than
+# x, every row must start on a 16-byte boundary. A Place is a plain tuple, because every call builds
+# a Place and a tuple costs less than a NamedTuple.
 Place = tuple[int, tuple[int, ...], int]
 
 
@@ -115,8 +115,8 @@ def describe(shape: tuple, strides: tuple, offset: int, itemsize: int) -> Rows |
         return Rows(0, vocab, 1, vocab, vocab, offset // itemsize, 16 // itemsize)
     if strides[-1] != 1 and vocab > 1:
         return None
-    # `dims` holds pairs (size, stride). Two neighbouring dimensions become one pair if they can be
-    # viewed as one dimension.
+    # `dims` holds pairs (size, stride). Neighbouring dimensions that can be viewed as one dimension
+    # become one pair.
     dims: list[tuple[int, int]] = []
     for size, stride in zip(shape, strides, strict=False):
         if size != 1:
@@ -134,9 +134,9 @@ def describe(shape: tuple, strides: tuple, offset: int, itemsize: int) -> Rows |
 
 
 def numbers(t: Tensor | None) -> tuple[Tensor | None, int]:
-    """Returns t, and the step in t from one row to the next.
+    """Returns t, and the row stride of t.
 
-    The step is 1 if t has one number per row, and 0 if t is one number for all rows.
+    The row stride is 1 if t has one number per row, and 0 if t is one number for all rows.
     """
     if t is None or not any(t.stride()):
         return t, 0
@@ -187,10 +187,10 @@ def walk(
 ):  # fmt: skip
     """Folds f over the columns [lo, hi) of a row's body, and over the fringe if lo = 0.
 
-    f(state, args, start, offs, mask) adds the columns start + offs to the state, and returns the
-    new state. Columns where `mask` is False are left out. A mask of None selects all columns. For
-    the body, `args` is `body_args`, and columns are counted from column `head` of the row. For the
-    fringe, `args` is `row_args`, and columns are counted from the first column of the row. If
+    `f(state, args, start, offs, mask)` adds the columns `start + offs` to the state, and returns
+    the new state. Columns where `mask` is False are left out. A mask of None selects all columns.
+    For the body, `args` is `body_args`, and columns are counted from column `head` of the row. For
+    the fringe, `args` is `row_args`, and columns are counted from the first column of the row. If
     MASKED is True, every block is masked, and the compiled code is shorter. If MASKED is False,
     only the last block is masked, and the kernel is faster.
     """

@@ -4,11 +4,11 @@ The first kernel computes the gradient of the hidden states. In this kernel, eac
 tile of rows, and loops over tiles of columns. The second kernel computes the gradients of weight
 and bias. In this kernel, each program keeps a tile of columns, and loops over tiles of rows. For
 every tile, a program computes the logits again, and computes their gradient by the formula of
-bwd_tile.py. The program then adds the terms of label and ids (narrow_terms.py) to the gradient, and
-rounds the gradient to the dtype of the hidden states. The kernel for the hidden states then
-multiplies the rounded gradient by the weight. The kernel for weight and bias multiplies the rounded
-gradient by the hidden states. Both kernels sum the products in fp32. The gradient of the bias is
-the sum of the logits' gradient before the rounding.
+bwd_tile.py. The program then adds the terms of the label and the ids (narrow_terms.py) to the
+gradient, and rounds the gradient to the dtype of the hidden states. The kernel for the hidden
+states then multiplies the rounded gradient by the weight. The kernel for weight and bias multiplies
+the rounded gradient by the hidden states. Both kernels sum the products in fp32. The gradient of
+the bias is the sum of the logits' gradient before the rounding.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Constants:
 
 
 class _Pairs(NamedTuple):
-    """Pointers to the tensors of `Pairs` and `Visits` (narrow_terms.py), and two numbers.
+    """Pointers to the tensors of `Pairs` and `Visits` (narrow_terms.py), and two counts.
 
     A pair is the row and column of a label or an id. `count` is the number of all pairs, and
     `slots` is the number of pairs per row. The pointers are None if the gradient of the loss has no
@@ -79,12 +79,12 @@ def _term(TERMS, N, rows, mask, FIELD: tl.constexpr, fill, AXIS: tl.constexpr, U
 
 @triton.jit
 def _load_terms(TERMS, N, rows, mask, rate, AXIS: tl.constexpr, HAS: tl.constexpr):
-    """Returns the Terms of some rows. The Terms make the gradient 0 where the mask is False.
+    """Returns the Terms of some rows. Where the mask is False, the result makes the gradient 0.
 
     `rate` is log2(e) / temperature if all rows have the same temperature. `rate` is None if each
-    row has its own temperature. The field `softcap` of the result is 0 and is not used, because the
-    softcap can be None, and a function of Triton 3.6 cannot return None. Callers pass the softcap
-    to `_gradient` instead.
+    row has its own temperature. The field `softcap` of the result is not used. Its value is 0,
+    because the softcap can be None, and a function of Triton 3.6 cannot return None. Callers pass
+    the softcap to `_gradient` instead.
     """
     if rate is None:
         rate = _term(TERMS, N, rows, mask, TERM_RATE, 1.0, AXIS, True)
@@ -108,7 +108,7 @@ def _gradient(
     """Returns the gradient of a tile of logits x, and the new values of `pair` and `place`.
 
     `rows` and `cols` broadcast with x. The place of a tile is its position in the order of the
-    tiles (see Order in narrow_terms.py). `pair` is the index of the next pair to add, `place` is
+    tiles (see `Order` in narrow_terms.py). `pair` is the index of the next pair to add, `place` is
     the place of the tile that contains this pair, and `here` is the place of the tile x.
     """
     y, slope = capped(x, softcap)
@@ -138,7 +138,7 @@ class _Hidden(NamedTuple):
     CLASS_WEIGHT: tl.tensor  # a pointer or None
     V: tl.tensor
     softcap: tl.tensor  # a number or None
-    begin: tl.tensor  # the place (see Order in narrow_terms.py) of the tile at column 0
+    begin: tl.tensor  # the place of the tile at column 0 (see `Order` in narrow_terms.py)
 
 
 @triton.jit
@@ -232,7 +232,7 @@ class _Weight(NamedTuple):
     N: tl.tensor
     rate: tl.tensor  # a number or None
     softcap: tl.tensor  # a number or None
-    begin: tl.tensor  # the place (see Order in narrow_terms.py) of the tile at row 0
+    begin: tl.tensor  # the place of the tile at row 0 (see `Order` in narrow_terms.py)
 
 
 @triton.jit
@@ -240,7 +240,8 @@ def _add_rows(
     acc, total, pair, place, window, start, WHOLE: tl.constexpr, WEIGHTS: tl.constexpr,
     BIASES: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile of rows to the gradients of weight (`acc`) and bias (`total`).
+    """Adds one tile of rows to the gradient `acc` of the weight and to the gradient `total` of the
+    bias.
 
     If WHOLE is True, all rows of the tile are < N.
     """

@@ -1,17 +1,18 @@
 """Computes the gradient of a narrow head's hidden states from sums that the forward computed.
 
-The gradient of the logsumexp with respect to a row's hidden states is Σ_i p_i w_i, divided by the
-temperature T, where p_i are the probabilities and w_i are the rows of the weight. Attention
-computes a sum of the same form: the hidden states are the queries, and the weight is both the keys
-and the values. So the forward kernel (narrow_fwd.py) computes Σ_i e^(d_i/T) w_i together with the
-logsumexp, where d = y - max y, and y are the logits before the division by T (state.py). Each split
+The gradient of the logsumexp with respect to a row's hidden states is Σ_i p_i w_i / T. Here p_i are
+the probabilities, w_i are the rows of the weight, and T is the temperature. Attention computes a
+sum of the same form: the hidden states are the queries, and the weight is both the keys and the
+values. So the forward kernel (narrow_fwd.py) computes the sum Σ_i e^(d_i/T) w_i together with the
+logsumexp. Here d = y - max y, and y are the logits before the division by T (state.py). Each split
 of the vocabulary has its own max and its own sum. The kernel of this file merges the sums of all
 splits, and computes the gradient of the hidden states without computing the logits again.
 
 The column of the label is left out of the sums. If the sums included this column, and p of the
 label were near 1, the gradient would be the difference of two nearly equal vectors. To avoid this
-difference, the kernel computes the label's coefficient in fp32 (p - 1 for cross-entropy), and
-multiplies the label's row of the weight by this coefficient.
+difference, the kernel handles the label separately. The kernel computes the label's coefficient in
+fp32 (for cross-entropy, the coefficient is p - 1). The kernel then multiplies the label's row of
+the weight by this coefficient.
 """
 
 import functools
@@ -39,7 +40,8 @@ class Expected(NamedTuple):
     """The sums Σ_i e^(d_i/T) w_i of each split, without the label's column (see above)."""
 
     sums: Tensor  # (splits, N, D), fp32
-    # (N rounded up to whole tiles, fields, splits); holds the max of each split, and y at the label
+    # (padded N, fields, splits), where N is padded to whole tiles. Holds the max of each split, and
+    # y at the label.
     state: Tensor
 
 
@@ -47,11 +49,11 @@ def is_expected(reading: Reading) -> bool:
     """Whether the gradient of the hidden states can be computed from the sums in `Expected`.
 
     The result is False for a loss with ids. The gradient at an id contains the difference between p
-    and a teacher's probability. If these two probabilities are nearly equal, this difference would
-    lose digits, because p would come from the sums, which leave out only the label's column. The
-    result is also False if the loss reads no statistic at the label, and labels only mark ignored
-    rows. The result is also False if the loss has a softcap, or needs an optional field that has a
-    flag in `Sums` (contract.py).
+    and a teacher's probability. This p would come from the sums, because the sums leave out only
+    the label's column. If p and the teacher's probability are nearly equal, the difference would
+    lose digits. The result is also False if the loss reads no statistic at the label. In such a
+    loss, labels only mark ignored rows. The result is also False if the loss has a softcap, or if
+    any flag of `Sums` (contract.py) is set.
     """
     at_label = reading.ids is None and not {"nll", "logprob", "picked"}.isdisjoint(reading.wants)
     return at_label and reading.softcap is None and not any(reading.sums)
@@ -95,7 +97,7 @@ def _narrow_expected_bwd_kernel(
     total = tl.zeros((field(CONSTANTS, "block_d"),), tl.float32)
     for split in range(splits):
         m = tl.load(SPLITS + SPLIT_M * splits + split)
-        # The sum of a split without finite logits is 0.
+        # If a split has no finite logits, its sum counts as 0.
         scale = tl.where(tl.abs(m) == INF, 0.0, tl.exp2((m - shift) * rate))
         at = (split * tl.cast(N, tl.int64) + row) * D + offs_d
         total += scale * tl.load(SUMS + at, mask=mask, other=0.0)

@@ -73,9 +73,9 @@ class _Sums(NamedTuple):
     """The sums over the columns read so far, and the next label in the order of the tiles."""
 
     state: State
-    expected: tl.tensor  # (rows, D), see narrow_expected.py; 0 if not needed
+    expected: tl.tensor  # (rows, D), the sums of narrow_expected.py, or 0 if not needed
     pair: tl.tensor  # the index of the next label
-    place: tl.tensor  # the place of the next label's tile (see Order in narrow_terms.py)
+    place: tl.tensor  # the place of the next label's tile (see `Order` in narrow_terms.py)
 
 
 class _Window(NamedTuple):
@@ -84,7 +84,7 @@ class _Window(NamedTuple):
     h: tl.tensor  # (rows, D)
     rows: tl.tensor  # (rows, 1)
     labels: _Labels
-    begin: tl.tensor  # the place (see Order in narrow_terms.py) of the tile at column 0
+    begin: tl.tensor  # the place of the tile at column 0 (see `Order` in narrow_terms.py)
     WEIGHT: tl.tensor
     BIAS: tl.tensor  # a pointer or None
     CLASS_WEIGHT: tl.tensor  # a pointer or None
@@ -133,7 +133,7 @@ def _fold(sums, window, ref, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr
     )  # fmt: skip
     expected, pair, at = sums.expected, sums.pair, sums.place
     if window.labels.PLACES is not None:
-        # fold_values contains the same exponentials. The compiled kernel computes these
+        # `fold_values` contains the same exponentials. The compiled kernel computes these
         # exponentials only once.
         e, _ = exponentials(y, new.m, window.rate)
         labels = window.labels
@@ -246,7 +246,8 @@ def narrow_partial(
     """Returns the partial statistics of each split of the logits hidden @ weight.T + bias.
 
     The second result holds the sums for the gradient of the hidden states. The second result is
-    None if `expects` or `is_expected(reading)` is False, or if the sums would take too much memory.
+    None if `expects` is False, if `is_expected(reading)` is False, or if the sums would take too
+    much memory.
     """
     (N, D), V, device = hidden.shape, len(weight), hidden.device
     sums, label, ids = reading.sums, reading.label, reading.ids

@@ -5,8 +5,8 @@ label or an id adds a number g to the gradient of a single logit. A pair holds t
 the logit, and the number g. The pairs are sorted in the order in which a kernel visits the tiles of
 logits. Therefore one comparison per tile is enough to find out whether the tile contains the next
 pair. The kernel adds a pair's number g to the gradient of the tile before the gradient is rounded
-to 16 bits. If the gradient were rounded before the addition, digits would be lost, for example in
-the gradient p - 1 at a label with p near 1.
+to 16 bits. Rounding before the addition would lose digits. For example, the gradient at a label is
+p - 1, and the difference p - 1 is small if p is near 1.
 """
 
 import functools
@@ -36,8 +36,8 @@ TERM_C1 = tl.constexpr(3)
 TERM_LOGPROB_T1 = tl.constexpr(4)
 TERM_G_C = tl.constexpr(5)
 TERMS = 6
-# If a pair has an invalid id, or is in an ignored row, the pair belongs to no tile. The place (see
-# Order) of such a pair is NO_TILE, which is larger than the place of every tile.
+# If a pair has an invalid id, or is in an ignored row, the pair belongs to no tile. The place of
+# such a pair is NO_TILE, which is larger than the place of every tile (see `Order`).
 NO_TILE = tl.constexpr(2**62)
 
 
@@ -82,8 +82,8 @@ class Visits(NamedTuple):
     """
 
     first: Tensor  # (programs,), the index of the first pair of each program
-    places: Tensor  # (P,), the place of the tile that contains each pair, sorted
-    ends: Tensor  # (P,), 1 + the index of the last pair in the same tile
+    places: Tensor  # (P,), the places of the tiles that contain the pairs, in ascending order
+    ends: Tensor  # (P,), for each pair: 1 + the index of the last pair in its tile
     index: Tensor  # (P,), the index of each pair before the sort
 
 
@@ -92,7 +92,7 @@ class Pairs(NamedTuple):
 
     columns: Tensor  # (N, slots)
     g: Tensor  # (N, slots)
-    visits: list[Visits]  # the same pairs, sorted for each Order
+    visits: list[Visits]  # the same pairs, sorted for each `Order`
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ class _Constants:
     """The constants that the kernel is compiled for."""
 
     has: tuple[str, ...]  # names of the coefficients in use, and "second" if needed (see `uses`)
-    step_c: int  # elements between rows of COEF; 0 if COEF has a single row
-    step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
-    step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
+    step_c: int  # row stride of COEF; 0 if COEF has a single row
+    step_u: int  # row stride of UPSTREAM; 0 if all rows share one number
+    step_f: int  # row stride of FACTOR; 0 if all rows share one number
     block_k: int
-    orders: tuple[tuple[int, int, bool], ...]  # block_n, block_v and by_rows of each Order
+    orders: tuple[tuple[int, int, bool], ...]  # (block_n, block_v, by_rows) of each `Order`
 
 
 @triton.constexpr_function
@@ -115,7 +115,7 @@ def order_of(constants, index):
 
 @triton.jit
 def next_place(PLACES, pair, count):
-    """Returns the place (see Order) of the tile that contains a pair, or -1 after the last pair.
+    """Returns the place of the tile that contains a pair (see `Order`), or -1 after the last pair.
 
     PLACES is None if there are no pairs.
     """
@@ -127,7 +127,7 @@ def next_place(PLACES, pair, count):
 
 @triton.jit
 def _store_places(PLACES, at, row, ids, inside, mask, step, ORDER: tl.constexpr):
-    """Stores, for one Order, the place of the tile that contains each pair."""
+    """Stores the places of the tiles that contain the pairs, for one `Order`."""
     if ORDER is not None:
         i, j = row // ORDER[0], ids.to(tl.int64) // ORDER[1]
         if ORDER[2]:
@@ -142,7 +142,7 @@ def _store_pairs(
     COLUMNS, G, PLACES, pairs, at, row, ids, g, inside, mask, step_0, step_1,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Stores pairs of one row, and the places of their tiles in every Order."""
+    """Stores pairs of one row, and the places of their tiles in every `Order`."""
     ids = tl.where(inside, ids, 0)
     tl.store(COLUMNS + at, ids.to(tl.int32), mask=mask)
     tl.store(G + at, tl.where(inside, g, 0.0), mask=mask)
@@ -166,8 +166,8 @@ def _narrow_terms_kernel(
 ):  # fmt: skip
     """Each program computes the terms and the pairs of one row.
 
-    The terms and pairs of an ignored row make its gradient 0. The terms and pairs of a row with an
-    invalid label or id make its gradient NaN.
+    The terms and pairs of an ignored row make its gradient 0. If a row has an invalid label or id,
+    its terms and pairs make its gradient NaN.
     """
     HAS: tl.constexpr = field(CONSTANTS, "has")
     row = tl.program_id(0).to(tl.int64)
@@ -269,7 +269,7 @@ def visited(order: Order, places: Tensor) -> Visits:  # places (P,)
 
 
 def steps_of(orders: tuple[Order, ...]) -> tuple[int, int]:
-    """Returns the field `step` of the first and of the last Order."""
+    """Returns the field `step` of the first `Order`, and the field `step` of the last `Order`."""
     return (orders[0].step, orders[-1].step) if orders else (0, 0)
 
 

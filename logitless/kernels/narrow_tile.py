@@ -1,10 +1,10 @@
 """Tiles of a narrow head. A tile of logits stays on the chip and is not written to memory.
 
-A head is narrow if the whole width D of its hidden states fits into one tile. For a narrow head, a
-single product of a tile of hidden states (rows, D) and a tile of the weight (columns, D) gives a
-finished tile of logits. If D is small, computing logits again can take less time than writing
-logits to memory. The width of tiles is D padded to a power of two, and at least 16, because
-`tl.dot` requires at least 16.
+A head is narrow if the whole width D of its hidden states fits into one tile. For a narrow head,
+one matrix product gives a finished tile of logits. Its factors are a tile of hidden states (rows,
+D) and a tile of the weight (columns, D). If D is small, computing logits again can take less time
+than writing logits to memory. The width of a tile is D padded to a power of two. The width is at
+least 16, because `tl.dot` requires at least 16.
 """
 
 from dataclasses import dataclass
@@ -122,7 +122,7 @@ def is_narrow(hidden: Tensor, weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """The layout in memory of hidden states (N, D) and weight (V, D).
+    """The memory layout of the hidden states (N, D) and of the weight (V, D).
 
     A kernel takes the layout as a constant, and is compiled once per layout.
     """
@@ -135,7 +135,7 @@ class HeadLayout:
 
     @property
     def block_d(self) -> int:
-        """The width of tiles, which is D padded to a power of two, and at least 16."""
+        """The width of a tile: D padded to a power of two, and at least 16."""
         return max(config.ceil_pow2(self.width), 16)
 
     @property

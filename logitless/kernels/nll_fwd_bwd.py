@@ -1,9 +1,9 @@
 """Computes -log p of each row's label, and the gradient of the logits, in one pass.
 
-Each logit is read from memory once. Several programs share a long row, and each program reads one
-part of the row, a split. A program computes the max m and the normaliser s of its split, publishes
-(m, s), and waits for (m, s) of the other splits (program_exchange.py). Then the program reads its
-split again, from the L1 cache, and writes the gradient of the split.
+Each logit is read from memory once. Several programs share a long row. Each program reads one
+split, which is a part of the row. A program computes the max m and the normaliser s of its split,
+publishes (m, s), and waits for (m, s) of the other splits (program_exchange.py). Then the program
+reads its split again, from the L1 cache, and writes the gradient of the split.
 """
 
 import functools
@@ -46,9 +46,9 @@ class _Constants:
     """The constants that the kernel is compiled for."""
 
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # each row starts at the same address modulo 16 in X and DX
-    step_c: int  # elements between rows of COEF; 0 if COEF has a single row
-    step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
+    x_aligned: bool  # for each row, X and DX have the same address modulo 16
+    step_c: int  # row stride of COEF; 0 if COEF has a single row
+    step_f: int  # row stride of FACTOR; 0 if all rows share one number
     mean: bool
     span: int
     block_v: int
@@ -115,8 +115,8 @@ def _nll_fwd_bwd_kernel(
         Xrow, None, head, body, V, lo, hi, 0.0, rate, softcap, None,
         False, False, False, PACK, ALIGNED, X_ALIGNED, BLOCK_V,
     )  # fmt: skip
-    # The program whose split holds the label loads the label's logit before the gradient overwrites
-    # the logit.
+    # One program has the label in its split. This program loads the logit at the label before the
+    # gradient overwrites this logit.
     label = tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)
     has_label = in_span(label, span, ALIGNED)
     x_label = tl.load(Xrow + label, mask=has_label, other=0.0)

@@ -2,8 +2,7 @@
 
 Kernels first compute y = softcap · tanh(x / softcap) from each logit x. Without a softcap, y = x.
 The logits of the loss are z = y / temperature. Kernels subtract max(y) before they divide by the
-temperature, because the differences y - max(y) are exact even if all logits have a large common
-offset.
+temperature. The differences y - max(y) are exact even if all logits have a large common offset.
 """
 
 import triton
@@ -33,7 +32,7 @@ def only_if(flag, mask):
 
     In Triton's interpreter, the result of an int32 comparison is int32. From Triton 3.9 on, the
     interpreter rejects masks that were combined with an int32 flag. Therefore the mask is combined
-    with `True & flag`, which is a bool. The compiled kernel has no instruction for `True &`.
+    with `True & flag`, which is a bool. The compiler removes the operation with `True`.
     """
     return mask & (True & flag)
 
@@ -56,10 +55,10 @@ def inverse_temperature(temperature, row):
 def _tanh(u, IN: tl.constexpr):
     """Returns tanh(u) with a precision that suits logits of dtype IN. NaN stays NaN.
 
-    For bf16 on NVIDIA GPUs, tanh is one instruction with an error of 2^-11, a quarter of the
-    rounding error of bf16 logits. For other dtypes and GPUs, tanh(u) is computed as u times a
-    fitted ratio of two polynomials in u². The error is 4e-7 for fp32 and 2e-6 for fp16. A more
-    exact tanh would take longer than the loads and stores of the kernel.
+    For bf16 on NVIDIA GPUs, tanh is one instruction. Its error of 2^-11 is a quarter of the
+    rounding error of bf16 logits. For other dtypes and GPUs, tanh(u) is approximated by u times a
+    ratio of two polynomials in u². The error is 4e-7 for fp32 and 2e-6 for fp16. A more exact tanh
+    would take longer than the loads and stores of the kernel.
     """
     if IN == tl.bfloat16 and is_cuda():
         return tl.inline_asm_elementwise(
@@ -84,7 +83,7 @@ def _tanh(u, IN: tl.constexpr):
 def rounded_product(a, b):
     """Returns a · b, rounded to fp32 before any further arithmetic.
 
-    With the operator *, the compiler could contract y = a · b and a later difference y - max(y)
+    With the operator `*`, the compiler could contract y = a · b and a later difference y - max(y)
     into one fused multiply-add. A fused multiply-add does not round y, but max(y) is rounded.
     Therefore the difference y - max(y) would not be exactly 0 at the max. Dividing this difference
     by a temperature of 1e-12 would make the exponent infinite.
@@ -115,7 +114,7 @@ def capped(x, softcap):
 def reciprocal(u):
     """Returns 1 / u for u in [1, 2], with an error of at most one unit in the last place.
 
-    The operator / takes more instructions, because the operator must be correct for all numbers u.
+    The operator `/` takes more instructions, because `/` must be correct for all numbers u.
     """
     if is_cuda():
         return tl.inline_asm_elementwise(

@@ -56,8 +56,8 @@ class Terms(NamedTuple):
     shift_q: tl.tensor
     shift_p: tl.tensor
     norm_q: tl.tensor  # log2 of the student's normaliser, for JSD and a skewed KL
-    norm_p: tl.tensor  # log2 of the teacher's normaliser, as for norm_q; s_q / s_p for TVD
-    mean: tl.tensor  # s_p / s_q for "forward" and "soft"; else the saved mean (see pair_state.py)
+    norm_p: tl.tensor  # like norm_q, but for the teacher; s_q / s_p for TVD
+    mean: tl.tensor  # s_p / s_q for "forward" and "soft"; for other losses, the saved mean
     gain: tl.tensor  # multiplies the gradient of the whole row
 
 
@@ -132,10 +132,10 @@ class _Constants:
     """The constants that the kernel is compiled for."""
 
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # each row starts at the same address modulo 16 in X and DX
-    t_aligned: bool  # each row starts at the same address modulo 16 in T and DX
-    step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
-    step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
+    x_aligned: bool  # for each row, X and DX have the same address modulo 16
+    t_aligned: bool  # for each row, T and DX have the same address modulo 16
+    step_u: int  # row stride of UPSTREAM; 0 if all rows share one number
+    step_f: int  # row stride of FACTOR; 0 if all rows share one number
     block_v: int
 
 
@@ -201,7 +201,7 @@ def pair_gradient(
     state: Tensor,  # (N, PAIR_STATE), from pair_read
     upstream: Tensor,  # one number, or one number per row
     factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
-    into: Tensor | None = None,  # (..., V), output, can be x; None means a new tensor
+    into: Tensor | None = None,  # (..., V), the output, possibly x; None allocates a tensor
 ) -> Tensor:
     """Returns the gradient of the student's logits, in the dtype of the logits."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if into is None else into
@@ -230,8 +230,8 @@ def pair_gradient(
     )  # fmt: skip
     weight = aligned(reading.class_weight)
     launch(source, teacher, weight, label, contiguous(state), upstream, factor, output, *tensor)
-    # The kernel wrote to `output` instead of dx if dx has no (B, T, V) view with contiguous rows,
-    # or if no rows_t fits all layouts (see `with_one_rows_t`).
+    # `output` is not dx if dx has no (B, T, V) view with contiguous rows, or if no `rows_t` fits
+    # all layouts (see `with_one_rows_t`).
     if output.data_ptr() != dx.data_ptr():
         dx.copy_(output)
     return dx

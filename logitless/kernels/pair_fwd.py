@@ -7,13 +7,14 @@ Kernels accumulate a sum c over the columns of a row, and compute the loss of th
     cross-entropy    -Σ v log q = c / T + Σ v log s_q                c = -Σ v d_q
 
 In these formulas, q is the student's probability, p is the teacher's probability, v is the target
-of soft cross-entropy, and T is the temperature. For the student (suffix _q) and the teacher
-(suffix _p), d is a logit minus the max of its row, e is exp(d / T), and s is the normaliser Σ e.
+of soft cross-entropy, and T is the temperature. The suffix _q stands for the student, and the
+suffix _p for the teacher. For each of them, d is a logit minus the max of its row, e is exp(d / T),
+and s is the normaliser Σ e.
 
-KL and cross-entropy need one pass over student and teacher. When a later block changes the max of a
-row, the kernel corrects c, because all d of the earlier blocks change by the same number. If
-student and teacher are equal, the divergence is exactly 0. JSD, a skewed KL and the total variation
-need two passes (jsd_tvd_fwd.py).
+KL and cross-entropy need one pass over student and teacher. If a later block has a larger max, all
+d of the earlier blocks change by the same number. Then the kernel corrects c. If student and
+teacher are equal, the divergence is exactly 0. JSD, a skewed KL and the total variation need two
+passes (jsd_tvd_fwd.py).
 """
 
 import functools
@@ -188,8 +189,8 @@ def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
 def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
 
-    For the kinds in PAIR_SUMS, the returned loss and the mean in the returned state are 0, because
-    loss and mean need another pass over the logits.
+    For the kinds in PAIR_SUMS, the loss and the mean need another pass over the logits. For these
+    kinds, the returned loss is 0, and the mean in the returned state is 0.
     """
     value, state = finish_in_torch(partial, kind, inv_t)
     if inv_t is not None:  # converts the mean from nats to the unit of the logits y

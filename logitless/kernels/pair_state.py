@@ -1,25 +1,25 @@
 """The loop over a student's row and a teacher's row, and the five numbers saved for each row.
 
 For each row of logits y, let d = y - max y, e = 2^(d·rate) and s = Σ e, where
-rate = 1 / (temperature ln 2). The student's probabilities q are e_q divided by the normaliser s_q,
-and the teacher's probabilities p are e_p divided by the normaliser s_p. Kernels use only
-differences from the max, so that a common offset of the logits costs no precision.
+rate = 1 / (temperature ln 2). With the normalisers s_q and s_p, the student's probabilities are
+q = e_q / s_q, and the teacher's probabilities are p = e_p / s_p. Kernels use only differences from
+the max, so that a common offset of the logits costs no precision.
 
 The saved state has shape (N, PAIR_STATE) and holds five numbers per row: the student's shift and
 normaliser, the teacher's shift and normaliser, and a mean. A shift is the max, or 0 if the max is
 infinite. The mean is an expectation under the student's probabilities. For reverse KL, the mean is
 Σ q (d_q - d_p), which is not divided by the temperature. For JSD, the mean is Σ q log2(q / M), in
 bits, where M is the mixture of student and teacher. For a skewed KL, the mean is Σ q g, in nats
-(see `skewed` in jsd_math.py). For the total variation (TVD), the state holds the ratio of
-tvd_math.py instead of the mean. For other losses, the mean is 0. eager/pair.py saves the mean in
+(see `skewed` in jsd_math.py). For the total variation (TVD), the state holds `ratio` (see
+tvd_math.py) instead of the mean. For other losses, the mean is 0. eager/pair.py saves the mean in
 nats. The different units cause no conflict, because a backend never reads the state of the other
 backend.
 
 The function `pair_partial` returns a partial state, which covers only some columns of a row. A
 partial state holds the max instead of the shift. Instead of the mean, a partial state holds the sum
 c (see pair_fwd.py), divided by the temperature. In both backends, the sum in a partial state is in
-nats, because both backends use the same function `merge_pairs` (eager/pair.py) to merge partial
-states.
+nats. The reason is that both backends merge partial states with the same function `merge_pairs`
+(eager/pair.py).
 """
 
 import functools
@@ -49,7 +49,7 @@ class PairState(NamedTuple):
     m_q: tl.tensor  # max y of the student
     s_q: tl.tensor  # Σ e_q
     m_p: tl.tensor  # max of the teacher's logits; not used by "soft"
-    s_p: tl.tensor  # Σ e_p; for "soft" Σ v, where v are the results of `target`
+    s_p: tl.tensor  # Σ e_p; for "soft", the sum of the results of `target`
     c: tl.tensor  # the sum c of the loss (see pair_fwd.py)
 
 
@@ -108,7 +108,7 @@ def target(both, at, mask):
 
 @triton.jit
 def extend(m, y, rate):
-    """Returns the new max, the change of the max, and the block's d = y - max and e = 2^(d·rate).
+    """Returns the new max, the change of the max, d = y - max, and e = 2^(d·rate).
 
     The change is 0 if the old max is -inf.
     """
@@ -158,7 +158,7 @@ def sum_lanes(state):
 
 @triton.jit
 def save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean):
-    """Saves the state of a row. In a partial state, the shifts are the maxima, finite or not."""
+    """Saves the state of a row. For a partial state, the shifts are the maxima."""
     at = STATE + row.to(tl.int64) * PAIR_STATE
     tl.store(at, shift_q)
     tl.store(at + 1, s_q)
@@ -182,8 +182,8 @@ def load_state(STATE, row):
 def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
     """Returns x and its layout, and `other` and its layout.
 
-    Both layouts have the same rows_t, the size T of a (B, T, V) view. If no rows_t fits both
-    layouts, `other` is copied.
+    Both layouts have the same `rows_t`, which is the size T of a (B, T, V) view. If no `rows_t`
+    fits both layouts, `other` is copied.
     """
     x, rows = rows_of(x)
     other, o_rows = rows_of(other)
@@ -197,10 +197,11 @@ def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
 
 @functools.lru_cache(REMEMBERED)
 def with_one_rows_t(*several: Rows) -> tuple[Rows, ...] | None:
-    """Returns the layouts with one common rows_t, or None if no rows_t fits all layouts.
+    """Returns the layouts after giving all of them the same `rows_t`, or None if this is not
+    possible.
 
-    rows_t is the size T of a (B, T, V) view. With a common rows_t, a kernel finds a row in all
-    tensors by one division. A layout with a single row stride can use any rows_t.
+    `rows_t` is the size T of a (B, T, V) view. With a common `rows_t`, a kernel finds a row in all
+    tensors by one division. A layout with a single row stride can use any `rows_t`.
     """
     rows_t = min(rows.rows_t for rows in several)
     if any(rows.rows_t not in (rows_t, rows.count) for rows in several):
@@ -220,9 +221,9 @@ def contiguous(t: Tensor | None) -> Tensor | None:
 def temperature_of(reading: Reading) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
     """Returns the temperature as arguments of a launch: a tuple of tensors, and a tuple of numbers.
 
-    If each row has its own temperature, the first tuple holds the tensor of temperatures, which a
-    launch takes as its last tensor. Otherwise, the second tuple holds the temperature, which a
-    launch takes as its first number.
+    If each row has its own temperature, the first tuple holds the tensor of temperatures. A launch
+    takes this tensor as its last tensor. Otherwise, the second tuple holds the temperature. A
+    launch takes this number as its first number.
     """
     t = contiguous(reading.row_temperature)
     return ((), (reading.temperature,)) if t is None else ((t,), ())

@@ -19,8 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 Arguments = dict[str, Any]  # the arguments of one launch, by parameter name
 
-# The name of a kernel contains the dtype of one tensor. This tensor is the first one in LOGITS that
-# is a parameter of the kernel and is not None.
+# The name of a kernel contains the dtype of one tensor. The candidates are listed in LOGITS. The
+# first candidate that is a parameter of the kernel and is not None determines the dtype.
 LOGITS = ("X", "STUDENT", "DX", "HIDDEN")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -30,10 +30,10 @@ def profiled(
 ) -> dict[str, Callable]:
     """Returns the options `repr` and `launch_metadata` of triton.jit.
 
-    `shows` lists the parameters whose values are in the name. By default, the bytes of a launch
-    include each element of each tensor once. The keyword argument P=count replaces the default for
-    the parameter P. The function count(args) returns the number of elements of P that a launch
-    reads and writes.
+    The name of the kernel shows the values of the parameters in `shows`. By default, the bytes of a
+    launch include each element of each tensor once. The keyword argument P=count replaces the
+    default for the parameter P. The function count(args) returns the number of elements of P that a
+    launch reads and writes.
     """
 
     def repr(specialization) -> str:
@@ -80,12 +80,14 @@ def elements(t: torch.Tensor | TensorDescriptor) -> int:
 
 
 def at_ids(args: Arguments) -> int:
-    """Returns the number of ids, for a tensor that a launch accesses only at the ids."""
+    """Returns the number of ids. This is the count for a tensor that a launch accesses only at the
+    ids.
+    """
     return elements(args["IDS"])
 
 
 def nothing(args: Arguments) -> int:
-    """Returns 0, for a tensor of which a launch accesses only a negligible part."""
+    """Returns 0. This is the count for a tensor of which a launch accesses only a small part."""
     return 0
 
 

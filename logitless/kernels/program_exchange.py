@@ -1,19 +1,19 @@
-"""Exchange of max m and normaliser s between the programs that share a row.
+"""Exchanges the max m and the normaliser s between the programs that share a row.
 
 A split is the part of a row that one program reads. Each split has one 64-bit integer in memory.
 The integer is initially 0. A program packs two fp32 numbers, the max m and the normaliser s of its
 split, into this integer. The program then waits until the integers of all splits are written, and
-computes max and normaliser of the whole row. While the program waits, its split stays in the L1
-cache.
+computes the max and the normaliser of the whole row. While the program waits, its split stays in
+the L1 cache.
 
 The exchange is free of deadlocks if programs start in the order of tl.program_id, and if all
 programs of one row fit on the GPU together. Under these two conditions, all programs of the oldest
 unfinished row are always running, and no program waits forever. A row has at most MAX_PROGRAMS
 programs. In Triton's interpreter, programs must not share a row, because the interpreter runs one
-program after another. The two conditions can fail on a GPU that is partitioned or shared with other
-processes, because programs can start in another order, or because the programs of a row do not fit
-on the GPU together. With LOGITLESS_WAITING=0, programs do not wait for each other, and the kernels
-read every row twice instead.
+program after another. On a GPU that is partitioned or shared with other processes, the two
+conditions can fail. Programs can start in another order, or the programs of a row do not fit on the
+GPU together. With LOGITLESS_WAITING=0, programs do not wait for each other, and the kernels read
+every row twice instead.
 """
 
 import os
@@ -24,7 +24,7 @@ import triton.language as tl
 
 from .numerics import move
 
-EMPTY = tl.constexpr(-(0x00800000 << 32))  # max -inf and normaliser 0, packed
+EMPTY = tl.constexpr(-(0x00800000 << 32))  # max -inf and normaliser 0, packed into one integer
 MAX_PROGRAMS = 64  # largest number of programs that can share a row
 WAITING = os.environ.get("LOGITLESS_WAITING", "1") != "0"  # read once, when the module is imported
 
@@ -38,8 +38,8 @@ def may_wait(programs: int, device: torch.device) -> bool:
 def publish(at, m, s):
     """Stores the max m and the normaliser s of a split, packed into one integer, in one write.
 
-    The packed integer is never 0, because the normaliser is 0 only if the max is -inf, and the bits
-    of -inf are not 0.
+    The packed integer is never 0. If the normaliser is 0, the max is -inf, and the bits of -inf are
+    not 0.
     """
     high = m.to(tl.int32, bitcast=True).to(tl.int64) << 32
     low = s.to(tl.uint32, bitcast=True).to(tl.int64)
@@ -48,7 +48,8 @@ def publish(at, m, s):
 
 @triton.jit
 def collect(at, splits, rate, BLOCK_P: tl.constexpr):
-    """Waits until all splits are published, and returns max and normaliser of the whole row.
+    """Waits until all splits are published, and returns the max and the normaliser of the whole
+    row.
 
     BLOCK_P must be at least `splits`.
     """

@@ -92,7 +92,7 @@ def reduce(
     For a mean, the sum and the factor are divided by Σ mass. If `mass` is None, the sum and the
     factor are divided by the number of rows that are not ignored (see `share`). With a
     `row_weight`, there is one factor per row. Without a `row_weight`, all rows have the same
-    factor, and the returned factor can be None, which means 1. An ignored row adds 0, even if its
+    factor. Then the returned factor can be None, which means 1. An ignored row adds 0, even if its
     value or weight is NaN.
     """
     if row_weight is None and not mean:  # the values of ignored rows are already 0

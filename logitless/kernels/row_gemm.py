@@ -64,7 +64,7 @@ def _row_gemm_kernel(
         if HAS_BIAS:
             offs_n = n + tl.arange(0, BLOCK_N)
             x += tl.load(BIAS + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-        # A store goes through shared memory. The tile is stored in two halves, one after the other,
+        # The store copies the tile to shared memory first. The tile is stored in two halves,
         # because half a tile needs less shared memory.
         left, right = x.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
         OUT.store([m, n], left.to(OUT.dtype))
@@ -111,7 +111,7 @@ def _precision(a: Tensor) -> str:
 
     The precision has no effect on 16-bit matrices.
     """
-    # The older attribute `allow_tf32` raises if the newer attribute was set.
+    # Reading the older attribute `allow_tf32` would raise if `fp32_precision` was set.
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" and a.is_cuda else "ieee"
 
 

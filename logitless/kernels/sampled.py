@@ -1,15 +1,15 @@
 """Draws ids at random from softmax(z)^proposal of each row.
 
 eager/sampled.py describes the draws, and contains the part of the algorithm that both backends
-share. Two kernels read logits. The first kernel writes the sum of the masses of each span of SPAN
-columns. A mass is relative to the max of its row, so each program first computes the max of its
-columns. The programs of a row exchange their maxima (program_exchange.py), and then read the same
-columns again, from the L1 cache. PyTorch finds the span of each draw in the cumulative sums of a
-row. The second kernel reads only the spans of the draws, and finds the column of each draw. A third
-kernel counts how often each id was drawn.
+share. Two kernels read logits. A span is SPAN columns of a row. The first kernel writes the sum of
+the masses in each span. A mass is relative to the max of its row, so each program first computes
+the max of its columns. The programs of a row exchange their maxima (program_exchange.py), and then
+read the same columns again, from the L1 cache. PyTorch finds the span of each draw in the
+cumulative sums of a row. The second kernel reads only the spans of the draws, and finds the column
+of each draw. A third kernel counts how often each id was drawn.
 
-A mass is an integer of up to 41 bits. Kernels hold a mass as two 32-bit integers, and one span is
-so short that the sums of these integers fit into 32 bits. The sums have no rounding errors, so a
+A mass is an integer of up to 41 bits. Kernels hold a mass as two 32-bit integers. A span is short,
+so the sums of these integers over a span fit into 32 bits. The sums have no rounding errors, so a
 span can begin at any column. Spans begin on 16-byte boundaries.
 """
 
@@ -86,7 +86,7 @@ def _sample_sums_kernel(
     BLOCK_V: tl.constexpr = SPANS * SPAN
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
-    early = 0  # the number of columns by which the first span begins before the row
+    early = 0  # the first span begins `early` columns before the row
     if not ALIGNED:
         early = ((lead + offset) % PACK).to(tl.int32)
     first = split * per_program
@@ -124,7 +124,7 @@ def _sample_columns_kernel(
     rate, softcap,  # options
     PACK: tl.constexpr, ALIGNED: tl.constexpr, SPAN: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
-    """Each program finds the columns of DRAWS draws of one row."""
+    """Each program finds the columns of DRAWS draws. All these draws belong to one row."""
     row = tl.program_id(0)
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
     early = 0
@@ -143,8 +143,8 @@ def _sample_columns_kernel(
         up, low = _mass_bits(y, top, rate)
         mass = (up - UP).to(tl.int64) * 1048576 + (low - REST)
         passed = tl.sum((tl.cumsum(mass, axis=0) <= rest).to(tl.int32), axis=0)
-        # In a row with NaN or +inf, the sums are not sums of masses, and the column can be outside
-        # the row.
+        # In a row with NaN or +inf, the masses are arbitrary, and so `begin + passed` can be
+        # outside the row.
         tl.store(COLUMNS + at, tl.minimum(tl.maximum(begin + passed, 0), V - 1).to(tl.int64))
         if RELATIVE is not None:
             tl.store(RELATIVE + at, tl.sum(tl.where(offs == passed, y - top, 0.0), axis=0))
@@ -178,7 +178,7 @@ def _sample_counts_kernel(
     tl.store(IDS + row * n + slot, ids, mask=written)
     tl.store(WEIGHTS + row * n + slot, weight, mask=written)
     tl.store(MASK + row * n + slot, tl.full((BLOCK,), 1, tl.int8), mask=written)
-    # The other slots are masked. In a row with NaN or +inf, only the first slot is not masked.
+    # The other slots are masked. In a row with NaN or +inf, all slots except the first are masked.
     rest = inside & (offs >= found)
     nan = offs < tl.where((top != top) | (top == INF), 1, 0)
     tl.store(IDS + row * n + offs, tl.zeros((BLOCK,), tl.int64), mask=rest)

@@ -110,14 +110,14 @@ def sigmoid_contrastive(
     block: Block,
     bias: Tensor,  # ()
     gradient: bool,
-    upstream: Tensor | None = None,  # (n,), or None for ones
+    upstream: Tensor | None = None,  # (n,); None means 1 for every row
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the sum of softplus(-y (scale · x + bias)) over each row.
 
     In this formula, y is 1 for positives and -1 for all other pairs.
 
-    If `gradient` is True, the function overwrites x with the gradient of the logits, and also
-    returns Σ gradient · x and Σ gradient, in shape (2,).
+    If `gradient` is True, the function overwrites x with the gradient of the logits. The second
+    result then has shape (2,) and holds Σ gradient · x and Σ gradient.
     """
     n, m = x.shape
     if n == 0 or m == 0:

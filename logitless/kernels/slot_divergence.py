@@ -79,10 +79,10 @@ def _inverse_temperatures(temperature, row, mask):
 
 @triton.jit
 def _normalised(y, inv_t):
-    """Returns log q and q for q = softmax(y · inv_t), and a mask of rows that are not all -inf.
+    """Returns log q and q for q = softmax(y · inv_t), and a mask with one element per row.
 
-    If all values of a row are -inf, log q is -inf and q is 0. `inv_t` is 1 / temperature, and None
-    means 1.
+    If all values of a row are -inf, log q is -inf, q is 0, and the mask is False. `inv_t` is
+    1 / temperature, and None means 1.
     """
     # The max is subtracted before the temperature applies, so that a common offset of the logits
     # costs no precision.
@@ -143,8 +143,8 @@ def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE
         log_p_tail = load(TEACHER_TAIL, row, counts).to(tl.float32)
     else:
         log_p_tail = _rest(log_p, p, k)
-    # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is treated as empty too,
-    # because such a small tail can come from rounding the teacher's p to 16 bits.
+    # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is treated as empty too.
+    # Such a small tail can come from rounding the teacher's p to 16 bits.
     no_tail = (log_q_tail == -INF) & (log_p_tail < LOG_ROUNDING)
     log_p_tail = tl.where(no_tail, -INF, log_p_tail)
     f, g = _terms(log_p_tail, tl.exp(log_p_tail), log_q_tail, tl.exp(log_q_tail), beta, DIVERGENCE)
@@ -154,7 +154,7 @@ def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE
 
 @triton.jit
 def _row_weights(WEIGHT, row, live, kd_weight):
-    """Returns one factor per row, by which the row's divergence is multiplied.
+    """Returns the factor of each row's divergence.
 
     The factor of an ignored row is 0.
     """

@@ -130,9 +130,9 @@ def _launch(
     nll: Tensor | None = None, lse: Tensor | None = None, log_total: Tensor | None = None,
     value: Tensor | None = None, coefs: Tensor | None = None, mass: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launches the kernel, which writes each of the outputs that is not None.
+    """Launches the kernel. The outputs are `value`, `coefs` and `mass`.
 
-    The outputs are `value`, `coefs` and `mass`.
+    The kernel does not compute an output that is None.
     """
     label, weight, vocab = reading.label, reading.class_weight, reading.vocab
     if label.numel() == 0:

@@ -2,12 +2,13 @@
 
     m = max y,  s = Σ e^(d/T),  w = Σ d e^(d/T),  c = Σ v (y - ref),  n = Σ v,  where d = y - m
 
-In these formulas, y are the logits after the softcap, T is the temperature, and v are the class
-weights, or 1 without class weights. The number `ref` is close to the mean of the row's logits, so
-that the sum of the differences y - ref stays small and exact. The field `block` is the first column
-of the first block that contains the row's max. The field `s1` is Σ e^(y - max y), the normaliser at
-temperature 1. The field `above` is the number of logits y that are greater than y0, where y0 is the
-logit of the row's first id or label. If y or y0 is NaN, y counts as greater.
+In these formulas, y are the logits after the softcap, and T is the temperature. The numbers v are
+the class weights. Without class weights, every v is 1. The number `ref` is close to the mean of the
+row's logits, so that the sum of the differences y - ref stays small and exact. The field `block` is
+the first column of the first block that contains the row's max. The field `s1` is Σ e^(y - max y),
+the normaliser at temperature 1. The field `above` is the number of logits y that are greater than
+y0, where y0 is the logit of the row's first id or label. If y or y0 is NaN, y counts as greater
+than y0.
 """
 
 from typing import NamedTuple
@@ -29,7 +30,8 @@ NOWHERE = tl.constexpr(_contract.NOWHERE)  # stands for "no column"
 class State(NamedTuple):
     """The state of a row over the columns read so far.
 
-    A field that no requested statistic needs stays 0, and the compiler removes its computation.
+    If no requested statistic needs a field, the field stays 0, and the compiler removes its
+    computation.
     """
 
     m: tl.tensor
@@ -51,9 +53,9 @@ class RowWindow(NamedTuple):
     ref: tl.tensor
     rate: tl.tensor  # log2 e / temperature
     softcap: tl.tensor  # a number or None
-    y0: tl.tensor  # the logit that all logits are compared with; None without `above`
+    y0: tl.tensor  # the logit that all logits are compared with; None if `above` is not needed
     ENTROPY: tl.constexpr  # whether to compute w
-    TOTAL: tl.constexpr  # whether to compute c, and n if there are class weights
+    TOTAL: tl.constexpr  # whether to compute c; with class weights, also n
     SECOND: tl.constexpr  # whether to compute s1
 
 
@@ -103,7 +105,8 @@ def fold_values(
     state, y, top, place, W, first, at, mask, ref, rate, y0,
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Returns the state after the columns first + at are added. The logits of these columns are y.
+    """Returns the state after the columns `first + at` are added. The logits of these columns are
+    y.
 
     The shape of y is (columns,) for a block of one row, or (rows, columns) for a tile of several
     rows. `top` is the max of y per row. In rows where `top` is larger than the previous max, the
@@ -142,7 +145,7 @@ def fold_values(
 
 @triton.jit
 def fold(state, window, start, offs, mask):
-    """Returns the state after one more block, which has the columns start + offs."""
+    """Returns the state after the columns `start + offs` are added."""
     at = start + offs
     y, _ = capped(load(window.X, at, mask), window.softcap)
     if mask is not None:

@@ -37,7 +37,7 @@ class _Constants:
     """The constants that the kernel is compiled for."""
 
     names: tuple[str, ...]  # the statistics whose gradients are D0, D1, ...
-    steps: tuple[int, ...]  # elements between rows of D0, D1, ...; 0 if all rows share one number
+    steps: tuple[int, ...]  # row strides of D0, D1, ...; 0 if all rows share one number
     at_ids: bool  # whether the statistics in AT_IDS have K gradients per row
     block_n: int
     block_k: int
@@ -54,7 +54,9 @@ class _Sums(NamedTuple):
 
 @triton.constexpr_function
 def sign_of(constants, index, coefficient, times):
-    """Returns the sign of the term that a statistic adds to a coefficient, or 0 without a term."""
+    """Returns the sign of the term that a statistic adds to a coefficient. If the statistic adds no
+    term, the result is 0.
+    """
     if index >= len(constants.names):
         return 0
     terms = RULES[constants.names[index]]

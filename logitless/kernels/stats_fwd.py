@@ -1,7 +1,7 @@
 """Statistics of whole rows in one pass over the logits, with one program per row.
 
-If there are too few rows to fill the GPU, each row is split over several programs instead
-(stats_split_fwd.py), and a second launch merges the splits (stats_merge.py).
+If there are too few rows to fill the GPU, the kernel of stats_split_fwd.py splits each row over
+several programs instead. Then a second launch merges the splits (stats_merge.py).
 """
 
 from dataclasses import dataclass

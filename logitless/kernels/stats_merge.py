@@ -73,7 +73,7 @@ def _merge(
         s1 = tl.sum(s1_p * tl.exp2(move(m_p, m, s1_p) * LOG2E), axis=0)
     if TOTAL:
         # The merged `ref` (see state.py) is the largest `ref` among the splits that are not empty.
-        # All splits of a row from one launch have the same `ref`, so ref_p - ref is 0, and the
+        # All splits of a row from one launch have the same `ref`. Then ref_p - ref is 0, and the
         # merge adds no rounding error.
         ref = tl.max(tl.where(mask & (n_p != 0), ref_p, -INF), axis=0)
         ref = tl.where(ref == -INF, 0.0, ref)
@@ -188,7 +188,8 @@ class _Constants:
 )
 def _stats_finish_kernel(
     # Inputs. SPLITS has shape (N, splits, fields) in any layout. Y (N, K) holds y at the ids. ABOVE
-    # (N, splits) holds the number of logits greater than y0 (see state.py), or is None.
+    # (N, splits) holds the numbers of logits that are greater than y0 (see state.py). ABOVE can be
+    # None.
     SPLITS, Y, LABEL, IDS, ABOVE,
     # Outputs.
     STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, RANK, LOGPROB_T1,
@@ -232,7 +233,7 @@ def finish(
 
     The splits of each row are along dim 1 of partials.state. `shape` is the shape of a statistic
     with one number per row. If `shape` is None, the function takes the shape from the reading's
-    label, row_temperature or ids. If the reading has none of these three, the shape is (N,).
+    label, row_temperature or ids. If all three are None, the shape is (N,).
     """
     wants, label, ids = reading.wants, reading.label, reading.ids
     temperature = reading.row_temperature

@@ -45,8 +45,8 @@ def write_row(out, state, arg, ref, row, V, live, inv_t):
     shift = finite(state.m)
     log_s = tl.log(state.s)
     at = out.STATE + row.to(tl.int64) * STATE_WIDTH
-    # One store writes all fields of the state, with 0 in unused fields. The field LOG_S1 is stored
-    # separately if logprob_t1 is requested, and the field ENTROPY if entropy is requested.
+    # One store writes all fields of the state, with 0 in unused fields. Two fields are stored
+    # separately: LOG_S1 if logprob_t1 is requested, and ENTROPY if the entropy is requested.
     j = tl.arange(0, 8)
     mask = j < STATE_WIDTH
     if out.LOGPROB_T1 is not None:

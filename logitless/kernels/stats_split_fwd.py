@@ -73,7 +73,7 @@ class _Constants:
 )
 def _stats_split_fwd_kernel(
     X, LABEL, IDS, W,  # inputs
-    Y0,  # input, (N,), the logits to compare with; None if X holds the logits of the first ids
+    Y0,  # input, (N,), the logits to compare with; if None, X holds these logits
     SPLITS, PICKED, ABOVE,  # outputs, (N, fields, splits), (N, K) and (N, splits)
     temperature,
     rows_t, stride_xb, stride_xt, lead, V, K, start, span,  # sizes
@@ -84,8 +84,9 @@ def _stats_split_fwd_kernel(
     """Each program computes one split, which is `span` columns of a row's body (see layout.py).
 
     The first split of a row also contains the row's fringe. The program of the first split also
-    loads the logits at the label and at the ids. If ABOVE is not None, each program writes the
-    number of logits in its split that are greater than the logit of the row's first id or label.
+    loads the logits at the label and at the ids. If ABOVE is not None, each program counts the
+    logits in its split that are greater than y0, and writes the count. Here y0 is the logit at the
+    row's first id or label.
     """
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
@@ -150,9 +151,9 @@ def partial(
 ) -> Partials:
     """Returns the partial statistics of each row over the columns of x.
 
-    The number of splits per row is chosen to fill the GPU. Label, ids, class weights and argmax
-    refer to columns of the whole vocabulary. The field `picked` of the result is 0 for an id
-    outside the columns of x.
+    The number of splits per row is chosen to fill the GPU. The label, the ids, the class weights
+    and the argmax refer to columns of the whole vocabulary. The field `picked` of the result is 0
+    for an id outside the columns of x.
     """
     x, rows = rows_of(x)
     label, ids, temperature = reading.label, reading.ids, reading.row_temperature
@@ -186,10 +187,10 @@ def partial(
 
 
 def above(x: Tensor, reading: Reading, y0: Tensor) -> Tensor:
-    """Returns, for each row, how many logits of x (..., V) are greater than y0 (N,), as int64.
+    """Counts the logits of x (..., V) that are greater than y0 (N,), for each row, in int64.
 
-    The logits are compared after the softcap. A NaN in x, or in y0, counts as greater. The result
-    of an ignored row is 0.
+    The logits are compared after the softcap. If x or y0 is NaN, x counts as greater than y0. The
+    result of an ignored row is 0.
     """
     x, rows = rows_of(x)
     label = None if reading.ignore_index is None else reading.label
@@ -215,8 +216,8 @@ def cut_of(
 
     If `invariant` is True, the function chooses the Config as if there were many rows and the
     kernel were heavy (see `config.stats_fwd`). The chosen Config then depends only on the
-    vocabulary and the dtype. So a log-probability has the same bits for every number of rows, with
-    or without other statistics.
+    vocabulary and the dtype. So the bits of a log-probability depend neither on the number of rows
+    nor on the other statistics that are requested.
     """
     heavy = invariant or softcap is not None or sums.entropy or sums.argmax or sums.total
     processors = config.processors(device)

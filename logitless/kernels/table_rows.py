@@ -112,7 +112,7 @@ def _run_at(RUNS, place, count):
 )
 def _row_dots_d_table_kernel(
     HIDDEN, G, ORDER, RUNS,  # inputs, (N, D), (N · M,), (count,) and (count,)
-    OUT, PARTS,  # outputs, (rows, D), and (blocks, 2, D): partial sums of a block's ends
+    OUT, PARTS,  # outputs, (rows, D) and (blocks, 2, D); PARTS holds partial sums (see below)
     count, stride_h, D, M, rows,  # sizes
     ALIGNED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -210,8 +210,8 @@ def row_dots_gradients(
     """Returns the gradients of `hidden` and `weight`, where `g` is the gradient of `row_dots`.
 
     `needs` holds two flags, which select the gradients of `hidden` and of `weight`. A gradient that
-    is not selected is None. If `sparse` is True, the gradient of the weight is a sparse COO tensor,
-    which holds only the rows of `ids`, and the host waits for the number of these rows. A pair (i,
+    is not selected is None. If `sparse` is True, the gradient of the weight is a sparse COO tensor
+    that holds only the rows in `ids`. The host then waits for the number of these rows. A pair (i,
     j) with g[i, j] = 0 adds 0, even if the hidden state or the row of the table is not finite.
     """
     g, ids = g.to(torch.float32).contiguous(), ids.contiguous()
@@ -246,7 +246,7 @@ def _d_weight(hidden: Tensor, weight: Tensor, ids: Tensor, g: Tensor, sparse: bo
 def _add_runs(
     hidden: Tensor, g: Tensor, M: int, order: Tensor, runs: Tensor, out: Tensor
 ) -> None:  # fmt: skip
-    """Writes to row r of `out` the sum of g · hidden over all pairs whose entry in `runs` is r."""
+    """Sums g · hidden over the pairs of each run, and writes the sum of run r to row r of `out`."""
     if not order.numel() or not out.numel():
         return
     hidden, (rows, D), count = _contiguous_rows(hidden), out.shape, order.numel()
@@ -264,7 +264,7 @@ def _contiguous_rows(t: Tensor) -> Tensor:
 def _aligned(t: Tensor) -> bool:
     """Returns whether every row of t starts on a 16-byte boundary.
 
-    If so, one load instruction can read 16 bytes.
+    In such a tensor, one load instruction can read 16 bytes.
     """
     return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
 

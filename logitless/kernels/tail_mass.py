@@ -2,9 +2,9 @@
 
 The kernel first computes the mass outside the ids as 1 minus the mass of the ids. If this
 difference is below ENOUGH, the subtraction has lost too many bits. In this case, the kernel reads
-the row again, and sums the exponentials of the columns outside the ids, relative to the max of
-these columns. A repeated id counts once, because the mass at each slot is divided by the number of
-slots with the same id. The division is skipped in rows without repeated ids.
+the row again. The kernel then sums the exponentials of the columns outside the ids, relative to the
+max of these columns. A repeated id counts once, because the mass at each slot is divided by the
+number of slots with the same id. The division is skipped in rows without repeated ids.
 """
 
 import functools
@@ -32,7 +32,7 @@ LEAST_TAIL = tl.constexpr(_contract.LEAST_TAIL)
 
 @triton.jit
 def lift_of(tail):
-    """Returns min(tail - LEAST_TAIL, 0), which contract.py calls the lift.
+    """Returns the lift, which is min(tail - LEAST_TAIL, 0) (see contract.py).
 
     The lift is 0 if the tail is empty or NaN.
     """
@@ -63,7 +63,7 @@ def _rank(IDS, ids, offs_k, K, repeated):
 
 @triton.jit
 def _sum_between(Xrow, SORTED, V, rate, softcap, BLOCK_V: tl.constexpr):
-    """Returns the max m of y, and Σ e^((y - m) / temperature), over the columns not in SORTED.
+    """Returns the max m of y, and Σ e^((y - m) / temperature), without the columns in SORTED.
 
     The last element of SORTED must be at least V, so that the search for the next id ends.
     """

@@ -76,7 +76,7 @@ def _topk_merge_kernel(
         best, m, s = merge(best, m_new, s, rising, rate, softcap, LOG_K, DTYPE)
     m, s = leave_out_keys(m, s, tl.where(mask_k, EMPTY, best), rate, softcap, DTYPE)
 
-    # An entry of the list that is still empty has a logit of -inf.
+    # Empty entries of the list have the logit -inf.
     y, _ = capped(tl.where(mask_k, logit_of(best), -INF).to(DTYPE), softcap)
     count = tl.sum((mask_k & (best != EMPTY)).to(tl.int32), axis=0)
     # If fewer than k logits of a row are above -inf, all logits of the tail are -inf.
@@ -107,13 +107,13 @@ def topk(
     softcap: float | None,
     invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ids and log-probabilities of the k largest logits of each row, and `log_tail`.
+    """Returns the ids and log-probabilities of the k largest logits of each row, and `log_tail`.
 
     `log_tail` is the log of the softmax mass of all other columns. Ids are sorted by descending
     logit. Equal logits are sorted by ascending id. For k > 256, eager/topk.py computes the results
     on the same device, one chunk of rows at a time, in more than one pass over the logits. If
-    `invariant` is True, the results of a row have the same bits in every batch, provided that the
-    rows of x start on 16-byte boundaries.
+    `invariant` is True and the rows of x start on 16-byte boundaries, the results of a row have the
+    same bits in every batch.
     """
     if k > MAX_K:
         return topk_by_chunks(x, k, temperature, softcap, invariant)
@@ -148,9 +148,9 @@ def _log_k(k: int) -> int:
 def _cut(rows: int, vocab: int, processors: int, narrow: bool) -> config.Config:
     """Returns the Config of both kernels. A program has one warp, so reductions need no barrier.
 
-    The number of splits of a row is at most the number of its blocks divided by four, rounded up.
-    Block sizes are chosen by register use on sm_90. `narrow` selects smaller blocks for programs
-    that need more registers.
+    A row of B blocks has at most ceil(B / 4) splits. The block sizes were chosen so that the
+    registers of sm_90 suffice. `narrow` selects smaller blocks for programs that need more
+    registers.
     """
     block = min(512 if narrow else 1024, max(128, config.ceil_pow2(vocab)))
     splits = min(

@@ -68,8 +68,8 @@ def _sort_runs(h, places, runs: tl.constexpr, LOG_K: tl.constexpr):
 def sort_bitonic(keys, LOG_K: tl.constexpr):
     """Sorts a bitonic list in descending order.
 
-    Callers pass the elementwise max of a descending list and an ascending list. Such a max is
-    bitonic.
+    Callers pass the elementwise max of a descending list and an ascending list. The max of two such
+    lists is bitonic.
     """
     h = _sort_runs(tl.reshape(keys, [2] * LOG_K), _places(LOG_K), LOG_K, LOG_K)
     return tl.reshape(h, [1 << LOG_K])
@@ -81,14 +81,14 @@ def sort(keys, LOG_K: tl.constexpr):
 
     Every second run is sorted in ascending order, so that two neighbouring runs form a bitonic run.
     To sort a run in ascending order, all bits of its keys are inverted before and after a
-    descending sort. The inversion after one step and the inversion before the next step are
-    combined into one XOR, to save registers.
+    descending sort. To save registers, one XOR combines the inversion after a step with the
+    inversion before the next step.
     """
     places = _places(LOG_K)
     h = tl.reshape(keys, [2] * LOG_K)
     for runs in tl.static_range(1, LOG_K + 1):
         # The XOR undoes the inversion of the previous step, in every second run of 2^(runs - 1)
-        # keys. The XOR also inverts every second run of 2^runs keys, for the current step.
+        # keys. For the current step, the XOR also inverts every second run of 2^runs keys.
         inverted = places >> runs
         if runs > 1:
             inverted ^= places >> (runs - 1)

@@ -12,8 +12,9 @@ first have logits above the threshold. If the logits of a row are in ascending o
 appended to the waiting list and merged.
 
 Among equal logits, a lower column has a larger key (topk_keys.py). Blocks are read in the order of
-columns, so a later logit that equals the threshold has a smaller key than the k-th key of the
-sorted list, and is correctly left out. A logit of -inf is never appended to the waiting list.
+columns. So a later logit that equals the threshold has a smaller key than the k-th key of the
+sorted list. Such a logit is correctly left out. A logit of -inf is never appended to the waiting
+list.
 """
 
 import triton
@@ -80,7 +81,7 @@ def read_block(Xrow, start, V, softcap, BLOCK_V: tl.constexpr):
 def _set_aside(
     Xrow, Wait, waiting, start, V, threshold, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """Appends the keys of a block's logits above the threshold to the waiting list.
+    """Finds the logits of a block above the threshold, and appends their keys to the waiting list.
 
     The block is read again from the cache, in pieces of BLOCK_S columns, so that few registers are
     needed. Returns the new length of the waiting list.

@@ -14,8 +14,8 @@ relative precision.
 
 With the exponentials e_q and e_p, and the normalisers s_q and s_p, the difference q - p is
 (e_q - e_p · s_q / s_p) / s_q. If student and teacher are equal, s_q / s_p is 1, and the difference
-is exactly 0. The difference e_q / s_q - e_p / s_p would not always be exactly 0, because the
-compiler can use a fused multiply-add, which rounds only one of the two terms.
+is exactly 0. The difference e_q / s_q - e_p / s_p would not always be exactly 0. The reason is that
+the compiler can use a fused multiply-add, which rounds only one of the two terms.
 """
 
 import triton
@@ -36,9 +36,9 @@ def to_student(s_q, s_p):
 
 @triton.jit
 def apart(e_q, e_p, scale):
-    """Returns |q - p| and the terms of `above` and `below` for each column, all multiplied by s_q.
+    """Returns |q - p| and the terms of `above` and `below`, for each column.
 
-    `scale` is s_q / s_p.
+    All results are multiplied by s_q. `scale` is s_q / s_p.
     """
     gap = e_q - e_p * scale
     above = tl.where(gap > 0, e_q, tl.where(gap == 0, 0.5 * e_q, 0.0))
