@@ -49,7 +49,7 @@ def expectation_of(formula: Formula) -> Expectation | None:
 
 
 def _calls(formula: Any, functions: set[Callable], arguments: int) -> bool:
-    """Whether the formula calls one of `functions` with `arguments` positional arguments."""
+    """Whether the formula calls one of `functions`, with this number of positional arguments."""
     called = isinstance(formula, Applied) and formula.function in functions
     return called and len(formula.args) == arguments and not formula.kwargs
 
@@ -60,7 +60,7 @@ def _positive(formula: Any) -> tuple[Any, float]:
 
 
 def _is_softmax(p: Any, of: Direct) -> bool:
-    """Whether p is softmax(y) or exp(log_softmax(y)), with the logits y that `of` describes."""
+    """Whether p is softmax(y) or exp(log_softmax(y)), where `of` describes the logits y."""
     softmax = isinstance(p, Applied) and p.function is torch.softmax
     if not softmax and not _calls(p, EXPONENTIALS, arguments=1):
         return False

@@ -46,13 +46,12 @@ class Joint:
     """An operation with several LazyLogits as arguments, such as torch.cat or a product.
 
     In backward, each argument gets its own LazyGradient. Only the first LazyGradient holds
-    gradients of weight and bias. These gradients are sums over all arguments. For torch.cat, each
-    LazyGradient holds the gradient of hidden for its own rows. For all other operations, only the
-    first LazyGradient holds the gradient of hidden. So the LazyGradient of one argument is
-    incomplete, and must not be changed. If n arguments need a gradient, the field `shares` of each
-    LazyGradient maps the Joint to 1/n. A LazyGradient with a share below 1 is incomplete. If
-    autograd adds LazyGradients, their shares are added too. If the shares add up to 1, the sum of
-    the LazyGradients is complete.
+    gradients of `weight` and `bias`. These gradients are sums over all arguments. For torch.cat,
+    each LazyGradient holds the gradient of `hidden` for its own rows. For all other operations,
+    only the first LazyGradient holds the gradient of `hidden`. So the LazyGradient of one argument
+    is incomplete, and must not be changed. If n arguments need a gradient, the field `shares` of
+    each LazyGradient maps the Joint to 1/n. A LazyGradient with a share below 1 is incomplete. When
+    autograd adds LazyGradients, their shares are added too. The sum is complete if its share is 1.
     """
 
     def __init__(self, name: str, root: Any = None):
@@ -66,14 +65,14 @@ Shares = Mapping[Joint, Fraction]
 
 
 class LazyGradient(Deferred):
-    """The gradient of lazy logits, stored as the gradients of hidden, weight and bias.
+    """The gradient of lazy logits, stored as the gradients of `hidden`, `weight` and `bias`.
 
     `of_values` is a plain tensor with the part of the gradient that comes from operations on
-    materialised logits. `parts` are the gradients of hidden, weight and bias that losses over lazy
-    logits computed. Each function in `computes` returns the gradient of one of these losses with
-    respect to the logits, as a plain tensor. An operation that reads the gradient, such as `norm`,
-    calls the functions in `computes`. Scaling and adding gradients does not call the functions in
-    `computes`.
+    materialised logits. `parts` are the gradients of `hidden`, `weight` and `bias` that losses over
+    lazy logits computed. Each function in `computes` returns the gradient of one of these losses
+    with respect to the logits, as a plain tensor. An operation that reads the gradient, such as
+    `norm`, calls the functions in `computes`. Scaling and adding gradients does not call the
+    functions in `computes`.
     """
 
     what, copy = "gradients of lazy logits", "gradient.materialize()"
@@ -126,7 +125,10 @@ class LazyGradient(Deferred):
         return self.known
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Writes to a materialised copy, and keeps the copy as `of_values` without any `parts`."""
+        """Writes to a materialised copy.
+
+        The copy becomes `of_values`, and `parts` becomes empty.
+        """
         first = args[0] if args else None
         targets = first if isinstance(first, (list, tuple)) else [first]
         known = isinstance(func, torch._ops.OpOverload) or func is Tensor.__setitem__
@@ -235,8 +237,7 @@ def added(a: Tensor, b: Tensor) -> LazyGradient:
 def added_shares(a: Shares, b: Shares) -> Shares:
     """Returns, for each Joint, the sum of the `shares` of two gradients.
 
-    The result does not contain a Joint whose shares add up to 1, because the sum of the Joint's
-    gradients is complete.
+    A Joint whose shares add up to 1 is left out, because the sum of its gradients is complete.
     """
     sums = {joint: a.get(joint, 0) + b.get(joint, 0) for joint in {**a, **b}}
     return {joint: share for joint, share in sums.items() if share != 1}

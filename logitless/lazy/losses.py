@@ -92,8 +92,7 @@ def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
 def unlogged(z: LazyLogits) -> LazyLogits:
     """Turns lazy log-probabilities z = log_softmax(logits) back into lazy logits.
 
-    If the values of z are computed, they are used as logits without a change, because
-    log_softmax(z) equals z.
+    log_softmax(z) equals z. So if the values of z are computed, they are used as logits unchanged.
     """
     return values.changed(z, Op(lambda t: t, pull=lambda d: d, projects=True), log=False)
 

@@ -17,8 +17,8 @@ class Watch:
 
     def __init__(self, weight: Tensor, passed: bool = False):
         self.weight = weight
-        # `passed` is non-empty if a backward has reached the head, or if the logits are for
-        # inference.
+        # `passed` becomes non-empty when a backward reaches the head. For logits for inference,
+        # `passed` is never empty.
         self.passed: list[bool] = [True] * passed
         known = type(weight) is Tensor and weight.device.type != "meta" and weight.dim() == 2
         known = known and not torch.compiler.is_compiling()
