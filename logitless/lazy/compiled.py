@@ -17,9 +17,9 @@ def leave_to_python(*functions: Any) -> bool:
 
     Dynamo ends its graph before a call of these functions. A user's compiled function can get lazy
     logits. Without `leave_to_python`, Dynamo would then compile our own functions too. This
-    compilation takes many seconds. torch.compiler.disable has the same effect as `leave_to_python`,
-    but imports the compiler. Returns False if this version of PyTorch has no setting to skip
-    functions.
+    compilation takes many seconds. The function torch.compiler.disable has the same effect as
+    `leave_to_python`, but imports the compiler. Returns False if this version of PyTorch has no
+    setting to skip functions.
     """
     try:
         from torch._C._dynamo import eval_frame as frames

@@ -1,4 +1,4 @@
-"""Recognises formulas, such as p log p, whose row sums follow from the scores of a loss.
+"""Recognises formulas whose row sums can be computed from the scores of a loss, such as p log p.
 
 Trainers compute the entropy of p = softmax(y) with functions of PyTorch. Two examples are
 -(logp.exp() * logp).sum(-1) and y.logsumexp(-1) - (p * y).sum(-1). The sums in these examples can
@@ -25,7 +25,7 @@ EXPONENTIALS: set[Callable] = {torch.exp, T.exp}
 class Expectation(NamedTuple):
     """The formula factor · p · log p if `of.log` is true, and factor · p · y otherwise.
 
-    `of` describes y, the logits after scale and softcap. p is softmax(y).
+    `of` describes y, the logits after scale and softcap, and p is softmax(y).
     """
 
     of: Direct

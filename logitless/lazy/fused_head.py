@@ -1,13 +1,13 @@
 """The forward of a fused head.
 
-A head is often not a plain linear layer. accelerate sets hooks on heads, adapters wrap heads,
-quantisers replace heads, and users set a forward of their own. So a fused head still runs its own
-forward. Inside the head's own forward, `torch.nn.functional.linear` returns lazy logits if the
-weight has one row per token of the vocabulary. Operations before and after `linear` get the same
-numbers as in the unfused model. A head that does not call `linear` returns the same result as in
-the unfused model. layers.py contains a second forward for some layers of other libraries. The
-second forward calls `linear` and has the same result. Inside a fused head, such a layer runs its
-second forward.
+A head is often not a plain linear layer. For example, adapters wrap heads, quantisers replace
+heads, the accelerate library sets hooks on heads, and users set their own forward. So a fused head
+still runs its own forward. Inside the head's own forward, `torch.nn.functional.linear` returns lazy
+logits if the weight has one row per token of the vocabulary. Operations before and after `linear`
+get the same numbers as in the unfused model. A head that does not call `linear` returns the same
+result as in the unfused model. For some layers of other libraries, layers.py contains a second
+forward. The second forward calls `linear` and has the same result. Inside a fused head, such a
+layer runs its second forward.
 """
 
 import contextlib
@@ -262,7 +262,7 @@ def serves_inference(hidden: Any, weight: Any, module: nn.Module, options: dict)
     """Whether logits without gradients are lazy.
 
     Small logits are plain. Logits that a CUDA graph computes are plain, because replays of the
-    graph must compute the logits again. Logits of a head that is an FSDP module of its own are
+    graph must compute the logits again. If a head is an FSDP module of its own, its logits are
     plain. Reading lazy logits of such a head would gather the weight from all ranks. So each rank
     would wait until all other ranks read their logits too.
     """

@@ -81,9 +81,9 @@ class LazyGradient(Deferred):
     of_values: Tensor | None
     computes: tuple[Compute, ...]
     known: Tensor | None  # The gradient as a plain tensor, or None before it is computed.
-    # True for a gradient of log-probabilities, if the loss was computed from the logits instead of
-    # the log-probabilities. A projected gradient must not be read, because it differs from the
-    # exact gradient by a term. The backward of log_softmax removes this term.
+    # Whether this is a gradient of log-probabilities that comes from a loss over the logits. A
+    # projected gradient must not be read, because this gradient contains an additional term. The
+    # backward of log_softmax removes this term.
     projected: bool
     shares: Shares  # empty if this gradient is complete (see Joint)
 
@@ -112,9 +112,9 @@ class LazyGradient(Deferred):
     def plain_values(self) -> Tensor:
         if self.projected:
             raise RuntimeError(
-                "the gradient of log-probabilities of lazy logits must not be read, because it is"
-                " exact only after the backward of log_softmax. Read the gradient of the logits,"
-                " or use logits.materialize() before log_softmax."
+                "the gradient of log-probabilities of lazy logits must not be read, because this"
+                " gradient is exact only after the backward of log_softmax. Read the gradient of"
+                " the logits, or use logits.materialize() before log_softmax."
             )
         if self.known is None:
             with outside(), torch.no_grad():
@@ -244,7 +244,7 @@ def added_shares(a: Shares, b: Shares) -> Shares:
 
 
 def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
-    """The `shares` of each gradient, if the backward of `joint` splits g into `count` gradients."""
+    """Returns the `shares` of each of the `count` gradients into which `joint` splits g."""
     if count == 1:
         return shares_of(g)
     return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}

@@ -94,9 +94,9 @@ class LinearLogits(AsTensor, Logits):
     sums in block floating point on Hopper and data-center Blackwell, and in fp32 on other devices.
     Block floating point needs no memory besides the gradient. In block floating point, each number
     is a 16-bit integer of magnitude at most 2^14, and 128 neighbouring numbers share one exponent.
-    accumulate="fp32" sums in fp32. The fp32 sum takes additional memory of the gradient's size.
-    accumulate="weight" sums in bf16, so the sum is rounded after every chunk. The gradient of an
-    fp16 weight is always summed in fp32.
+    With accumulate="fp32", the sum is in fp32. The fp32 sum takes additional memory of the
+    gradient's size. With accumulate="weight", the sum is in bf16, and is rounded after every chunk.
+    The gradient of an fp16 weight is always summed in fp32.
 
     `main_grad` is an fp32 tensor of the weight's shape. Every backward adds the weight's gradient
     to `main_grad` instead of `weight.grad`. For a loss with reduction="mean" or "sum", the gradient
@@ -106,9 +106,9 @@ class LinearLogits(AsTensor, Logits):
 
     Rows that a loss ignores are dropped before the GEMMs, unless the logits are materialised. The
     number of rows that are not ignored is computed on the GPU. The host waits once for this number.
-    If whole rows are computed at a time, the first GEMM is queued before the host waits. With
-    `drop_ignored=False`, the host never waits, and ignored rows cost as much time as other rows. In
-    a CUDA graph, ignored rows are not dropped, because the host must not wait.
+    If the logits of whole rows are computed at a time, the first GEMM is queued before the host
+    waits. With `drop_ignored=False`, the host never waits, and ignored rows cost as much time as
+    other rows. In a CUDA graph, ignored rows are not dropped, because the host must not wait.
 
     If `weight` is a DTensor sharded by rows, `hidden` must be a DTensor on the same mesh. In a
     loss, each rank then computes only the logits that belong to its own rows of the weight, as with

@@ -69,7 +69,7 @@ class Table:
         self.label = torch.full((rows,), UNKNOWN, device=like.lse.device)
         self.scores = Scores(*(t.new_zeros(rows) for t in tensors_of(like)))
         self.complete = False  # whether the scores of all rows are known
-        self.seen: Any = lambda: None  # weak reference to `places` whose rows all have scores
+        self.seen: Any = lambda: None  # weak reference to `places`, if all its rows have scores
 
     def put(self, places: Tensor, label: Tensor, vocab: int, scores: Scores) -> None:
         """For each i, copies label[i] and the scores at index i to row places[i] of the Table.
@@ -222,9 +222,9 @@ class Answers:
         If `ids` is given, a row needs the scores for its id. The Table lacks these scores if the
         row has another label in the Table. Returns (known, at, scores). `scores` holds the computed
         scores, and `at` holds the indices of their rows. `known` holds the scores of all other
-        rows. If no scores were computed, `at` and `scores` are None. Computed scores are added to
-        the Table. They are not added to `known`, because `recipe` can contain a row several times,
-        with different ids.
+        rows. If no scores were computed, `at` and `scores` are None. Computed scores are added only
+        to the Table. In `known`, a row has the scores for one label, but `recipe` can contain the
+        row several times, with different ids.
 
         A metric without `ids` can be computed from many small views. So if `recipe` has less than
         half of the head call's rows, the missing scores of all rows are computed at once. Then the

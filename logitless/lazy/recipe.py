@@ -54,8 +54,8 @@ class RowInput(NamedTuple):
         if self.changed():
             raise RuntimeError(
                 "a tensor that was combined with lazy logits, such as a teacher's probabilities,"
-                " must not be modified in place before the result is used, because the result is"
-                " computed only when it is used. Use the result before the tensor is modified, or"
+                " must not be modified in place before the result is used. The result is computed"
+                " only when the result is used. Use the result before the tensor is modified, or"
                 " combine the logits with a copy of the tensor."
             )
 
@@ -329,8 +329,8 @@ class Computation:
 def raise_changed() -> None:
     raise RuntimeError(
         "hidden, weight and bias of lazy logits must not be modified in place before the logits are"
-        " used, for example by optimizer.step(), because the logits are computed only when they are"
-        " used. Use the logits before the step, or keep a copy of them:"
+        " used, for example by optimizer.step(). Lazy logits are computed only when they are used."
+        " Use the logits before the step, or keep a copy of the logits:"
         " logits.detach().materialize()."
     )
 

@@ -85,7 +85,7 @@ class RowFunction(RowLoss, OfValues):
 
     @property
     def teachers(self):
-        """The heads among the formula's inputs. Their weights must be in memory."""
+        """The heads among the formula's inputs. The weights of these heads must be in memory."""
         heads = (r.source for r in self.inputs if not isinstance(r.source, Tensor))
         return tuple(map(ScaledHead, heads))
 
@@ -170,7 +170,10 @@ def sliced(t: Tensor | None, at: slice) -> Tensor | None:
 
 
 def scaled(d: Tensor, factor: Tensor | None, at: slice) -> Tensor:
-    """Returns `d`, the gradient of the rows `at`, times `factor`. `factor` can differ per row."""
+    """Returns d · factor, where `d` is the gradient of the rows `at`.
+
+    `factor` can differ per row.
+    """
     if factor is None:
         return d
     factor = factor.reshape(-1, 1).to(d.dtype)

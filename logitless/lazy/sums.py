@@ -34,7 +34,7 @@ def summed(a: LazyLogits, b: LazyLogits) -> Any:
     The width of a head is the number of columns of its weight. The wider head is the first head of
     the sum. If only one argument needs a gradient, its head must be the narrower head. For example,
     a LoRA adapter is narrower than its frozen layer. If no argument needs a gradient, the two
-    widths must differ. elementwise.py computes all other sums.
+    widths must differ. All other sums are computed in elementwise.py.
     """
     if not (is_summable(a) and is_summable(b)) or a.shape != b.shape or a.device != b.device:
         return NotImplemented

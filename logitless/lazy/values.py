@@ -1,4 +1,4 @@
-"""Operations, such as scaling, that compute new values from lazy logits and return lazy logits."""
+"""Operations that compute new values from lazy logits and return lazy logits, such as scaling."""
 
 from dataclasses import replace
 from typing import Any
@@ -111,7 +111,7 @@ def negated(z: LazyLogits) -> LazyLogits:
         )
 
     # The gradient of a weight is Σ d_logits · hidden. This gradient keeps its sign, because
-    # d_logits and hidden both change their sign.
+    # `d_logits` and `hidden` both change their sign.
     return kept(z, recipe.with_head(hidden=hidden, bias=bias), back, scaling(-1.0))
 
 
@@ -151,7 +151,7 @@ def _takes_columns(z: LazyLogits) -> bool:
 
 
 def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
-    """Returns the head with logits in `dtype`, so that a bias in `dtype` is not rounded.
+    """Returns a head that computes its logits in `dtype`, so that a bias in `dtype` is not rounded.
 
     Returns None if the head cannot compute logits in `dtype`.
     """
@@ -162,7 +162,7 @@ def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
 
 
 def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
-    """Returns logits + other by changing the head, or NotImplemented.
+    """Returns logits + other as the logits of a changed head, or NotImplemented.
 
     `other` must be a number, a tensor with one number per column, or the lazy logits of another
     head (sums.py). A number or a tensor is added to the head's bias. For scaled logits, the bias

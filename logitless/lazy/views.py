@@ -162,7 +162,7 @@ def movedim(z: LazyLogits, source: int | tuple[int, ...], destination: int | tup
 
 
 def getitem(z: LazyLogits, index: Any):
-    """Selects rows by any index, or columns by a slice if all rows are kept.
+    """Selects rows by any index. If all rows are kept, a slice can select columns.
 
     If an index selects both rows and columns of logits for inference (`Recipe.inference`), the
     values of the selected rows are computed first. The columns are then selected from these values.
@@ -200,7 +200,7 @@ def _part(z: LazyLogits, rows: list, last: Any):
 
 
 def _selected(z: LazyLogits, rows: list, last: Any):
-    """Selects rows by any index, or columns by a slice if all rows are kept."""
+    """Selects rows by any index. If all rows are kept, a slice can select columns."""
     if not isinstance(last, slice):  # the index selects single columns or values
         return NotImplemented
     size = z.shape[-1]
@@ -269,8 +269,9 @@ def cat(tensors, dim: int = 0):
         return NotImplemented
     dim, recipes = _dim(first, dim), [z.recipe for z in tensors]
     alike = all(_same_head(recipe, recipes[0]) for recipe in recipes)
-    # Only the first batch gets the weight's gradient, which is summed over all batches. So this
-    # gradient must be needed either for all batches or for no batch. The same holds for the bias.
+    # Only the first batch gets the weight's gradient, which is summed over all batches. So the
+    # batches are joined only if all of them, or none of them, need this gradient. The same holds
+    # for the bias.
     alike = alike and all(r.needs[1:] == recipes[0].needs[1:] for r in recipes)
     alike = alike and len({z.requires_grad for z in tensors}) == 1
     ranks = {z.dim() for z in tensors}

@@ -6,8 +6,8 @@ A file can be damaged or malicious. So every size in the header is compared with
 file before memory of this size is allocated.
 
 This module does not use the `safetensors` package, for two reasons. The package takes five times as
-long to read the slices of a batch. The package also kills the process if an open file is truncated
-(benchmarks/results/store-safetensors.txt).
+long as this module to read the slices of a batch. The package also kills the process if an open
+file is truncated (benchmarks/results/store-safetensors.txt).
 """
 
 import ctypes

@@ -318,7 +318,7 @@ def _adapted_forward(below: Callable, is_method: bool) -> Callable:
 
 
 def _adapted_distillation(below: Callable, is_method: bool) -> Callable:
-    """Returns DistillationTrainer's method `_compute_loss`, with divergences from logitless."""
+    """Returns DistillationTrainer's `_compute_loss`, changed to use divergences of logitless."""
 
     @functools.wraps(below)
     def compute_loss(self, student, *args):

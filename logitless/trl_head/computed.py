@@ -42,8 +42,8 @@ def token_statistics(
 
     The further statistics are the entropy, log Σ p², the mean logit, and whether the target is the
     argmax. Let x be the logits of the head, z = softcap · tanh(scale · x / softcap) / temperature,
-    and p = softmax(z). log p is always computed. The other statistics are None if they are not in
-    `outputs`.
+    and p = softmax(z). The function always computes log p. The other statistics are None if they
+    are not in `outputs`.
     """
     logits, scale = _logits(hidden, weight, bias, scale, call.options)
     how = {"temperature": temperature / scale, "softcap": softcap and softcap / scale}
