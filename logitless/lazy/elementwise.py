@@ -38,7 +38,7 @@ def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = Fa
     """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     lazy = list({id(t): t for t in leaves if isinstance(t, LazyLogits)}.values())
-    lazy.sort(key=is_constant)  # logits with a gradient come first
+    lazy.sort(key=is_constant)  # now the logits with a gradient come first
     first = lazy[0]
     usable = all(z.from_head and z.shape == first.shape for z in lazy) and not in_func()
     if not usable or not first.numel():

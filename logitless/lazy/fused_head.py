@@ -90,7 +90,7 @@ class FusedForward:
         return self.logits(*args, **kwargs)
 
     def logits(self, *args, **kwargs):
-        """The logits of a head that can be fused."""
+        """Returns the logits of a head that can be fused."""
         guard, traced = self.guard, is_traced()
         asked = not traced and (torch.is_grad_enabled() or _lazy.get())
         plain = traced or (not asked and self.stays_plain(args))

@@ -204,7 +204,7 @@ class Like(NamedTuple):
     device: torch.device
 
     def blank(self) -> Tensor:
-        """A tensor of this shape, dtype and device. Its memory holds only one number."""
+        """A tensor of this shape, dtype and device that takes the memory of only one number."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 
@@ -257,7 +257,7 @@ def added_parts(parts: Parts, others: Parts) -> Parts:
 
 
 def split(g: Tensor) -> tuple[Parts, Tensor | None]:
-    """Returns the fields `parts` and `of_values` of g. LazyGradient explains these fields."""
+    """Returns the fields `parts` and `of_values` of g (class LazyGradient)."""
     if not isinstance(g, LazyGradient):
         return NO_PARTS, g
     if torch.is_grad_enabled() and g.requires_grad:  # g has autograd history, g.parts has none

@@ -31,7 +31,7 @@ def is_small(count: int, dtype: torch.dtype) -> bool:
 class RowInput(NamedTuple):
     """An input of a formula. `source` is a tensor, or a head that computes the tensor.
 
-    In both cases, the tensor has the shape (..., 1) or (..., V).
+    The tensor has the shape (..., 1) or (..., V).
     """
 
     input: Input

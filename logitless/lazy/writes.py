@@ -1,4 +1,4 @@
-"""Operations that write to logits for inference (class Recipe). They change values in memory."""
+"""Operations that write to logits for inference (class Recipe), and change values in memory."""
 
 from typing import Any
 
