@@ -63,8 +63,8 @@ class DistillTrainer(Trainer):
 
     Training steps log `ce_loss` and `kd_loss` of batches from the dataset, and `on_policy_kd_loss`
     of sampled batches. Evaluations never sample, and log `eval_ce_loss` and `eval_kd_loss`. With
-    `eval_teacher=False`, evaluation computes only the cross-entropy, so that the evaluation dataset
-    can contain documents that are not in the store.
+    `eval_teacher=False`, evaluation computes only the cross-entropy. The evaluation dataset can
+    then contain documents that are not in the store.
 
     >>> DistillTrainer(model, arguments, train_dataset=data, data_collator=collator,
     ...                store="targets", divergence="forward_kl", support="tail").train()
@@ -192,7 +192,7 @@ class DistillTrainer(Trainer):
             self.data_collator = collator
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any):
-        # Trainer passes a batch without labels directly to the model, which does not accept the
+        # Trainer passes a batch without labels directly to the model. The model does not accept the
         # argument `targets`.
         if inputs.get("labels") is None:
             inputs = {name: t for name, t in inputs.items() if name != "targets"}

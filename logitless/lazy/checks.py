@@ -17,7 +17,7 @@ def name_of(x: Any) -> str:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the class of a module has a forward. nn.ModuleList, for example, has no forward."""
+    """Whether the class of a module has a forward. For example, nn.ModuleList has no forward."""
     return type(module).forward is not nn.Module.forward
 
 

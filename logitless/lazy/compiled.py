@@ -15,11 +15,11 @@ from typing import Any
 def leave_to_python(*functions: Any) -> bool:
     """Makes Dynamo run these functions, and all functions that they call, without compiling them.
 
-    Dynamo ends its graph before a call of these functions. Without `leave_to_python`, Dynamo would
-    also compile our own functions when a user's compiled function gets lazy logits. This
-    compilation takes many seconds. torch.compiler.disable has the same effect as `leave_to_python`,
-    but imports the compiler. Returns False if this version of PyTorch has no setting to skip
-    functions.
+    Dynamo ends its graph before a call of these functions. A user's compiled function can get lazy
+    logits. Without `leave_to_python`, Dynamo would then compile our own functions too. This
+    compilation takes many seconds. The function torch.compiler.disable has the same effect as
+    `leave_to_python`, but imports the compiler. Returns False if this version of PyTorch has no
+    setting to skip functions.
     """
     try:
         from torch._C._dynamo import eval_frame as frames
@@ -50,8 +50,8 @@ _can_leave = leave_to_python(outside_of_graph)
 def can_leave_graph() -> bool:
     """Whether Dynamo is tracing, and is allowed to end its graph here.
 
-    The result is False with `fullgraph=True`, in torch.export, and inside a function that Dynamo
-    traces into a separate graph, for example inside torch.utils.checkpoint.
+    The result is False with `fullgraph=True` and in torch.export. The result is also False inside
+    functions that Dynamo traces into a separate graph, such as torch.utils.checkpoint.
     """
     tracer = _tracer()
     whole = tracer is None or tracer.one_graph or tracer.error_on_graph_break
@@ -79,7 +79,7 @@ def _tracer() -> Any:
 
 
 # Dynamo calls can_leave_graph and can_write while it traces, and treats their results as constants.
-# This loop sets the attribute that torch.compiler.assume_constant_result would set, because
-# importing torch.compiler.assume_constant_result would import the compiler.
+# This loop has the same effect as torch.compiler.assume_constant_result, but does not import the
+# compiler.
 for _function in (can_leave_graph, can_write):
     _function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

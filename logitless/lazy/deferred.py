@@ -100,7 +100,7 @@ class Deferred(Tensor):
         return None
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Runs instead of an operation that writes to this tensor. The default raises an error."""
+        """Replaces an operation that writes to this tensor. This base class raises an error."""
         raise RuntimeError(
             f"{self.what} must not be written to by {running(func)}, because {self.unwritable}."
             f" Write to a copy instead: {self.copy}."

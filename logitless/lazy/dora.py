@@ -12,8 +12,8 @@ the scale is computed from the gradient of this copy. So a loss computes the gra
 and takes three GEMMs, even if W is frozen.
 
 With dropout, PEFT computes two products with W: x @ W.T and dropped @ W.T, where `dropped` is x
-after dropout. The term scale · x @ W.T becomes x @ W.T + (scale - 1) · dropped @ W.T. In both
-products, one matrix is as large as W. So a loss takes five GEMMs.
+after dropout. The term scale · x @ W.T becomes x @ W.T + (scale - 1) · dropped @ W.T. Both products
+of this sum multiply by a matrix as large as W. So a loss takes five GEMMs.
 """
 
 import sys
@@ -96,8 +96,8 @@ def has_plain_weight(base: nn.Module) -> bool:
 def runs_alone(layer: nn.Module) -> bool:
     """Whether a call of the layer runs only the forward of its class, and no hooks."""
     forward = layer.__dict__.get("forward")
-    # A FusedForward (fused_head.py) has an attribute `below`, which is None if the FusedForward
-    # calls the forward of the layer's class.
+    # A FusedForward (fused_head.py) has an attribute `below`. This attribute is None if the
+    # FusedForward calls the forward of the layer's class.
     ours = getattr(getattr(forward, "__self__", None), "below", forward) is None
     return ours and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
 

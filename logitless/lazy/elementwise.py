@@ -38,7 +38,7 @@ def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = Fa
     """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     lazy = list({id(t): t for t in leaves if isinstance(t, LazyLogits)}.values())
-    lazy.sort(key=is_constant)  # logits with a gradient come first
+    lazy.sort(key=is_constant)  # now the logits with a gradient come first
     first = lazy[0]
     usable = all(z.from_head and z.shape == first.shape for z in lazy) and not in_func()
     if not usable or not first.numel():
@@ -83,8 +83,8 @@ def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = Fa
 def in_memory(z: LazyLogits) -> Tensor:
     """Computes a lazy mask or lazy integers as a plain tensor, without materialising the logits.
 
-    Only the masks of QUESTIONS stay lazy. Other masks are computed immediately, because a mask is
-    smaller than the logits and callers often write to masks.
+    Only masks that the functions in QUESTIONS return stay lazy. Other masks are computed
+    immediately, because a mask is smaller than the logits and callers often write to masks.
     """
     if z.recipe.axis is not None:
         return NotImplemented
@@ -101,7 +101,7 @@ class Argument(NamedTuple):
 
 
 def varies(a: Argument) -> bool:
-    """Whether the argument varies along the last dimension or from row to row."""
+    """Whether the argument holds different numbers for different rows or columns."""
     return bool(a.inputs) or (isinstance(a.formula, Tensor) and a.formula.numel() > 1)
 
 
@@ -150,7 +150,7 @@ def no_rows(t: Tensor) -> Tensor:
 
 
 def have_same_rows(a: Recipe, b: Recipe) -> bool:
-    """Whether two recipes hold the same hidden, weight and bias, from one call of a head."""
+    """Whether two recipes hold the same `hidden`, `weight` and `bias`, from one call of a head."""
     if a.watch is not b.watch or a.axis != b.axis or a.shard is not b.shard:
         return False
     return all(map(is_alias, a.head.tensors, b.head.tensors))

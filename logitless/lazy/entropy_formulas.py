@@ -1,4 +1,4 @@
-"""Recognises formulas, such as p log p, whose row sums follow from the scores of a loss.
+"""Recognises formulas whose row sums can be computed from the scores of a loss, such as p log p.
 
 Trainers compute the entropy of p = softmax(y) with functions of PyTorch. Two examples are
 -(logp.exp() * logp).sum(-1) and y.logsumexp(-1) - (p * y).sum(-1). The sums in these examples can
@@ -25,7 +25,7 @@ EXPONENTIALS: set[Callable] = {torch.exp, T.exp}
 class Expectation(NamedTuple):
     """The formula factor · p · log p if `of.log` is true, and factor · p · y otherwise.
 
-    `of` describes y, the logits after scale and softcap. p is softmax(y).
+    `of` describes y, the logits after scale and softcap, and p is softmax(y).
     """
 
     of: Direct
@@ -49,7 +49,7 @@ def expectation_of(formula: Formula) -> Expectation | None:
 
 
 def _calls(formula: Any, functions: set[Callable], arguments: int) -> bool:
-    """Whether the formula calls one of `functions` with `arguments` positional arguments."""
+    """Whether the formula calls one of `functions`, with this number of positional arguments."""
     called = isinstance(formula, Applied) and formula.function in functions
     return called and len(formula.args) == arguments and not formula.kwargs
 
@@ -60,7 +60,7 @@ def _positive(formula: Any) -> tuple[Any, float]:
 
 
 def _is_softmax(p: Any, of: Direct) -> bool:
-    """Whether p is softmax(y) or exp(log_softmax(y)), with the logits y that `of` describes."""
+    """Whether p is softmax(y) or exp(log_softmax(y)), where `of` describes the logits y."""
     softmax = isinstance(p, Applied) and p.function is torch.softmax
     if not softmax and not _calls(p, EXPONENTIALS, arguments=1):
         return False

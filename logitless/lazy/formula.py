@@ -2,9 +2,9 @@
 
 Logits that a head returns have a `Direct` formula. A `Direct` formula can contain a scale, a
 softcap and a log_softmax. Losses and statistics over a `Direct` formula read the head's logits, and
-apply the scale and the softcap themselves. F.nll_loss, F.kl_div and most statistics apply the
-log_softmax themselves too. Any other function of lazy logits, such as the product of probabilities
-and log-probabilities, is an `Applied` formula. An `Applied` formula is computed by PyTorch's own
+apply the scale and the softcap themselves. F.nll_loss, F.kl_div and most statistics also apply the
+log_softmax themselves. Any other function of lazy logits, such as the product of probabilities and
+log-probabilities, is an `Applied` formula. An `Applied` formula is computed by PyTorch's own
 function when a later operation reduces over the vocabulary (row_function.py).
 """
 
@@ -95,8 +95,8 @@ class Input(Formula):
     """A tensor that a function takes besides the logits, such as a mask or probabilities.
 
     An input tensor has one row per row of the logits. The input tensors are stored in
-    `Recipe.inputs` and not in the formula, because a view of lazy logits keeps the formula but
-    rearranges the rows of the input tensors.
+    `Recipe.inputs`, and not in the formula. So a view of lazy logits can keep the formula, and
+    rearrange only the rows of the input tensors.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -143,7 +143,7 @@ class Applied(Formula):
     """The result of a PyTorch function whose arguments are formulas, numbers and tensors.
 
     The function takes whole rows and returns whole rows. The rows can have the shape (n, V) instead
-    of (..., V), so the result for a row must not depend on the number of leading dimensions.
+    of (..., V). So the result for a row must not depend on the number of leading dimensions.
     """
 
     function: Callable[..., Tensor]

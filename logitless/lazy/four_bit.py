@@ -2,8 +2,8 @@
 
 The forward of a `Linear4bit` calls a function of bitsandbytes, so the logits of a `Linear4bit`
 cannot be lazy. The function `forward` in this file has the same result, but calls
-torch.nn.functional.linear. The weight in this call is a `FourBitWeight`, which the GEMMs of a head
-read like other quantised weights (heads/quantized.py).
+torch.nn.functional.linear. The weight in this call is a `FourBitWeight`. The GEMMs of a head read a
+`FourBitWeight` like other quantised weights (heads/quantized.py).
 """
 
 import sys
@@ -68,7 +68,7 @@ class FourBitWeight(Tensor):
         return dequantize_4bit(self.packed.view(-1, 1), state)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """The names of the tensors that hold the weight's numbers. `storage_of` reads the names."""
+        """Returns the names of the tensors that hold the weight's numbers, for `storage_of`."""
         return ["packed", "scales"], None
 
     def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -113,7 +113,7 @@ def is_four_bit(module: nn.Module) -> bool:
 
 
 def weight_of(module: Any, x: Tensor) -> FourBitWeight:
-    """Returns the weight of a 4-bit layer, in the dtype of the layer's product with x."""
+    """Returns the weight of a 4-bit layer, in the dtype of the product x @ weight.T."""
     if not module.compute_type_is_set:
         module.set_compute_type(x)
         module.compute_type_is_set = True

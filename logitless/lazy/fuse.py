@@ -1,9 +1,9 @@
 """`fuse(model)` lets a model with a linear head run without materialising the logits.
 
-Only the head's forward is replaced (fused_head.py). model_hooks.py keeps the state of each fused
-head, such as whether a forward of the model called the head. The head returns LazyLogits
-(logits.py). The model itself, a Trainer or a training loop computes the loss from the LazyLogits.
-In inference, logits of at most 32 MiB are plain tensors.
+Only the head's forward is replaced (fused_head.py). The state of each fused head is kept in
+model_hooks.py. For example, model_hooks.py records whether a forward of the model called the head.
+The head returns LazyLogits (logits.py). The model itself, a Trainer or a training loop computes the
+loss from the LazyLogits. In inference, logits of at most 32 MiB are plain tensors.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,12 +1,13 @@
 """The forward of a fused head.
 
-A head is often not a plain linear layer. accelerate sets hooks on heads, adapters wrap heads,
-quantisers replace heads, and users set a forward of their own. So a fused head still runs its own
-forward. Inside the head's own forward, `torch.nn.functional.linear` returns lazy logits if the
-weight has one row per token of the vocabulary. Operations before and after `linear` get the same
-numbers as in the unfused model. A head that does not call `linear` returns the same result as in
-the unfused model. For some layers of other libraries, layers.py has a second forward, which calls
-`linear` and has the same result. Inside a fused head, the second forward of such a layer runs.
+A head is often not a plain linear layer. For example, adapters wrap heads, quantisers replace
+heads, the accelerate library sets hooks on heads, and users set their own forward. So a fused head
+still runs its own forward. Inside the head's own forward, `torch.nn.functional.linear` returns lazy
+logits if the weight has one row per token of the vocabulary. Operations before and after `linear`
+get the same numbers as in the unfused model. A head that does not call `linear` returns the same
+result as in the unfused model. For some layers of other libraries, layers.py contains a second
+forward. The second forward calls `linear` and has the same result. Inside a fused head, such a
+layer runs its second forward.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ def lazy_logits():
     the option `lazy_inference` of `fuse` is true. Inside this context manager, logits of any size
     are lazy. Logits that are created inside this context manager must not be written to. Using
     these logits raises an error if the weight was written to after the logits were created. On a
-    GPU, only writes that change the weight's version counter are detected, because comparing the
+    GPU, a write is detected only if the write changes the weight's version counter. Comparing the
     weight with a copy would make the host wait for the GPU (class Watch).
 
     >>> with torch.no_grad(), lazy_logits():
@@ -66,11 +67,11 @@ def lazy_logits():
 
 
 class FusedForward:
-    """The forward of a fused head. It runs the head's earlier forward inside a `Products` block.
+    """The forward of a fused head, which runs the head's earlier forward in a `Products` block.
 
     `below` is the forward that other code had set on the head earlier. If `below` is None, the
-    forward of the head's class is called. If other code replaces the FusedForward later, the Guard
-    (model_hooks.py) sets a new FusedForward, whose `below` is the other code's forward.
+    forward of the head's class is called. Other code can replace the FusedForward later. Then the
+    Guard (model_hooks.py) sets a new FusedForward, whose `below` is the forward of the other code.
     """
 
     def __init__(self, head: nn.Module, below: Callable | None, guard: Any):
@@ -89,7 +90,7 @@ class FusedForward:
         return self.logits(*args, **kwargs)
 
     def logits(self, *args, **kwargs):
-        """The logits of a head that can be fused."""
+        """Returns the logits of a head that can be fused."""
         guard, traced = self.guard, is_traced()
         asked = not traced and (torch.is_grad_enabled() or _lazy.get())
         plain = traced or (not asked and self.stays_plain(args))
@@ -213,7 +214,7 @@ def width_of(head: nn.Module) -> int:
 
 
 def owner_of(weight: Tensor, head: nn.Module) -> nn.Module:
-    """The module that gathers and frees this weight under FSDP, or else the head."""
+    """The FSDP module that gathers and frees this weight, or the head if no such module exists."""
     sharded = [m for m in head.modules() if hasattr(type(m), "unshard")]
     owners = [m for m in sharded if any(p is weight for p in m.parameters())]
     return owners[-1] if owners else head
@@ -261,8 +262,8 @@ def serves_inference(hidden: Any, weight: Any, module: nn.Module, options: dict)
     """Whether logits without gradients are lazy.
 
     Small logits are plain. Logits that a CUDA graph computes are plain, because replays of the
-    graph must compute the logits again. Logits of a head that is an FSDP module of its own are
-    plain. Reading lazy logits of such a head would gather the weight from all ranks, so each rank
+    graph must compute the logits again. If a head is an FSDP module of its own, its logits are
+    plain. Reading lazy logits of such a head would gather the weight from all ranks. So each rank
     would wait until all other ranks read their logits too.
     """
     plain = type(hidden) in (Tensor, nn.Parameter)
@@ -324,9 +325,9 @@ def lazy_product(
     """Returns hidden @ weight.T + bias.
 
     The result is lazy if gradients are needed, or if the call is inside `lazy_logits()`. If
-    `wanted` is true, gradients count as needed even if hidden, weight and bias require no gradient.
-    If `lazy_inference` is true, large results without gradients are lazy too (`serves_inference`).
-    Under a compiler, a tracer or torch.func, the result is a plain tensor.
+    `wanted` is true, gradients count as needed even if `hidden`, `weight` and `bias` require no
+    gradient. If `lazy_inference` is true, large results without gradients are lazy too
+    (`serves_inference`). Under a compiler, a tracer or torch.func, the result is a plain tensor.
     """
     hidden, weight, _ = tensors
     spread = is_dtensor(hidden) and is_dtensor(weight)
@@ -367,7 +368,6 @@ def _say_how_to_compile() -> None:
     )
 
 
-# Dynamo calls _say_how_to_compile while it traces. This line sets the attribute that
-# torch.compiler.assume_constant_result would set, because importing that function would import the
-# compiler.
+# Dynamo calls _say_how_to_compile while it traces. This line has the same effect as
+# torch.compiler.assume_constant_result, but does not import the compiler.
 _say_how_to_compile._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -46,13 +46,12 @@ class Joint:
     """An operation with several LazyLogits as arguments, such as torch.cat or a product.
 
     In backward, each argument gets its own LazyGradient. Only the first LazyGradient holds
-    gradients of weight and bias. These gradients are sums over all arguments. For torch.cat, each
-    LazyGradient holds the gradient of hidden for its own rows. For all other operations, only the
-    first LazyGradient holds the gradient of hidden. So the LazyGradient of one argument is
-    incomplete, and must not be changed. If n arguments need a gradient, the field `shares` of each
-    LazyGradient maps the Joint to 1/n. A LazyGradient with a share below 1 is incomplete. If
-    autograd adds LazyGradients, their shares are added too. If the shares add up to 1, the sum of
-    the LazyGradients is complete.
+    gradients of `weight` and `bias`. These gradients are sums over all arguments. For torch.cat,
+    each LazyGradient holds the gradient of `hidden` for its own rows. For all other operations,
+    only the first LazyGradient holds the gradient of `hidden`. So the LazyGradient of one argument
+    is incomplete, and must not be changed. If n arguments need a gradient, the field `shares` of
+    each LazyGradient maps the Joint to 1/n. A LazyGradient with a share below 1 is incomplete. When
+    autograd adds LazyGradients, their shares are added too. The sum is complete if its share is 1.
     """
 
     def __init__(self, name: str, root: Any = None):
@@ -66,14 +65,14 @@ Shares = Mapping[Joint, Fraction]
 
 
 class LazyGradient(Deferred):
-    """The gradient of lazy logits, stored as the gradients of hidden, weight and bias.
+    """The gradient of lazy logits, stored as the gradients of `hidden`, `weight` and `bias`.
 
     `of_values` is a plain tensor with the part of the gradient that comes from operations on
-    materialised logits. `parts` are the gradients of hidden, weight and bias that losses over lazy
-    logits computed. Each function in `computes` returns the gradient of one of these losses with
-    respect to the logits, as a plain tensor. An operation that reads the gradient, such as `norm`,
-    calls the functions in `computes`. Scaling and adding gradients does not call the functions in
-    `computes`.
+    materialised logits. `parts` are the gradients of `hidden`, `weight` and `bias` that losses over
+    lazy logits computed. Each function in `computes` returns the gradient of one of these losses
+    with respect to the logits, as a plain tensor. An operation that reads the gradient, such as
+    `norm`, calls the functions in `computes`. Scaling and adding gradients does not call the
+    functions in `computes`.
     """
 
     what, copy = "gradients of lazy logits", "gradient.materialize()"
@@ -82,9 +81,9 @@ class LazyGradient(Deferred):
     of_values: Tensor | None
     computes: tuple[Compute, ...]
     known: Tensor | None  # The gradient as a plain tensor, or None before it is computed.
-    # True for a gradient of log-probabilities, if the loss was computed from the logits instead of
-    # the log-probabilities. A projected gradient must not be read, because it differs from the
-    # exact gradient by a term. The backward of log_softmax removes this term.
+    # Whether this is a gradient of log-probabilities that comes from a loss over the logits. A
+    # projected gradient must not be read, because this gradient contains an additional term. The
+    # backward of log_softmax removes this term.
     projected: bool
     shares: Shares  # empty if this gradient is complete (see Joint)
 
@@ -113,9 +112,9 @@ class LazyGradient(Deferred):
     def plain_values(self) -> Tensor:
         if self.projected:
             raise RuntimeError(
-                "the gradient of log-probabilities of lazy logits must not be read, because it is"
-                " exact only after the backward of log_softmax. Read the gradient of the logits,"
-                " or use logits.materialize() before log_softmax."
+                "the gradient of log-probabilities of lazy logits must not be read, because this"
+                " gradient is exact only after the backward of log_softmax. Read the gradient of"
+                " the logits, or use logits.materialize() before log_softmax."
             )
         if self.known is None:
             with outside(), torch.no_grad():
@@ -126,7 +125,10 @@ class LazyGradient(Deferred):
         return self.known
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Writes to a materialised copy, and keeps the copy as `of_values` without any `parts`."""
+        """Writes to a materialised copy.
+
+        The copy becomes `of_values`, and `parts` becomes empty.
+        """
         first = args[0] if args else None
         targets = first if isinstance(first, (list, tuple)) else [first]
         known = isinstance(func, torch._ops.OpOverload) or func is Tensor.__setitem__
@@ -202,7 +204,7 @@ class Like(NamedTuple):
     device: torch.device
 
     def blank(self) -> Tensor:
-        """A tensor of this shape, dtype and device. Its memory holds only one number."""
+        """A tensor of this shape, dtype and device that takes the memory of only one number."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 
@@ -235,15 +237,14 @@ def added(a: Tensor, b: Tensor) -> LazyGradient:
 def added_shares(a: Shares, b: Shares) -> Shares:
     """Returns, for each Joint, the sum of the `shares` of two gradients.
 
-    The result does not contain a Joint whose shares add up to 1, because the sum of the Joint's
-    gradients is complete.
+    A Joint whose shares add up to 1 is left out, because the sum of its gradients is complete.
     """
     sums = {joint: a.get(joint, 0) + b.get(joint, 0) for joint in {**a, **b}}
     return {joint: share for joint, share in sums.items() if share != 1}
 
 
 def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
-    """The `shares` of each gradient, if the backward of `joint` splits g into `count` gradients."""
+    """Returns the `shares` of each of the `count` gradients into which `joint` splits g."""
     if count == 1:
         return shares_of(g)
     return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}
@@ -256,7 +257,7 @@ def added_parts(parts: Parts, others: Parts) -> Parts:
 
 
 def split(g: Tensor) -> tuple[Parts, Tensor | None]:
-    """Returns the fields `parts` and `of_values` of g. LazyGradient explains these fields."""
+    """Returns the fields `parts` and `of_values` of g (class LazyGradient)."""
     if not isinstance(g, LazyGradient):
         return NO_PARTS, g
     if torch.is_grad_enabled() and g.requires_grad:  # g has autograd history, g.parts has none

@@ -75,14 +75,14 @@ class LinearLogits(AsTensor, Logits):
     is computed only if `weight` requires a gradient.
 
     `workspace` limits the number of bytes of logits that are in memory at the same time. The logits
-    of a teacher need memory in addition to the workspace. The default workspace is 1 GiB on a GPU
-    and 64 MiB on a CPU. If 1,024 rows of logits take more than 1 GiB, the default workspace on a
-    GPU holds 1,024 rows, but is at most 2 GiB. For fp32 logits of 16-bit hidden states, the default
-    workspace is 1.5 times as large. A smaller workspace saves memory and costs time. If many rows
-    fit into the workspace, a GPU computes the logits of several whole rows at a time. If only few
-    rows fit into the workspace, a GPU computes some columns of all rows at a time. A small head
-    computes all logits at once. On an NVIDIA GPU, most losses over a 16-bit head write no logits to
-    memory if D is at most 128 and the head is not small (docs/heads.md).
+    of a teacher need memory in addition to the workspace. The default workspace is 64 MiB on a CPU.
+    On a GPU, the default workspace holds 1,024 rows of logits, but is at least 1 GiB and at most 2
+    GiB. For fp32 logits of 16-bit hidden states, the default workspace is 1.5 times as large. A
+    smaller workspace saves memory and costs time. If many rows fit into the workspace, a GPU
+    computes the logits of several whole rows at a time. If only few rows fit into the workspace, a
+    GPU computes some columns of all rows at a time. A small head computes all logits at once. On an
+    NVIDIA GPU, most losses over a 16-bit head with D of at most 128 write no logits to memory
+    (docs/heads.md). Small heads are an exception.
 
     `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
     to 16 bits. Log-probabilities from fp32 logits are hundreds of times more exact than
@@ -94,9 +94,9 @@ class LinearLogits(AsTensor, Logits):
     sums in block floating point on Hopper and data-center Blackwell, and in fp32 on other devices.
     Block floating point needs no memory besides the gradient. In block floating point, each number
     is a 16-bit integer of magnitude at most 2^14, and 128 neighbouring numbers share one exponent.
-    accumulate="fp32" sums in fp32. The fp32 sum takes additional memory of the gradient's size.
-    accumulate="weight" sums in bf16, so the sum is rounded after every chunk. The gradient of an
-    fp16 weight is always summed in fp32.
+    With accumulate="fp32", the sum is in fp32. The fp32 sum takes additional memory of the
+    gradient's size. With accumulate="weight", the sum is in bf16, and is rounded after every chunk.
+    The gradient of an fp16 weight is always summed in fp32.
 
     `main_grad` is an fp32 tensor of the weight's shape. Every backward adds the weight's gradient
     to `main_grad` instead of `weight.grad`. For a loss with reduction="mean" or "sum", the gradient
@@ -106,16 +106,16 @@ class LinearLogits(AsTensor, Logits):
 
     Rows that a loss ignores are dropped before the GEMMs, unless the logits are materialised. The
     number of rows that are not ignored is computed on the GPU. The host waits once for this number.
-    If whole rows are computed at a time, the first GEMM is queued before the host waits. With
-    `drop_ignored=False`, the host never waits, and ignored rows cost as much time as other rows. In
-    a CUDA graph, ignored rows are not dropped, because the host must not wait.
+    If the logits of whole rows are computed at a time, the first GEMM is queued before the host
+    waits. With `drop_ignored=False`, the host never waits, and ignored rows cost as much time as
+    other rows. In a CUDA graph, ignored rows are not dropped, because the host must not wait.
 
     If `weight` is a DTensor sharded by rows, `hidden` must be a DTensor on the same mesh. In a
     loss, each rank then computes only the logits that belong to its own rows of the weight, as with
     a VocabShard.
 
-    PyTorch's own functions, methods and indexing accept a LinearLogits as a tensor. The logits are
-    computed when an operation reads their values.
+    PyTorch's own functions, methods and indexing accept a LinearLogits like a tensor. The logits
+    are computed when an operation reads their values.
 
     >>> loss = cross_entropy(LinearLogits(hidden, head.weight), target)
     """

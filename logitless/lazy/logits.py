@@ -1,21 +1,21 @@
 """Lazy logits: a tensor whose values are not computed until they are needed.
 
 A fused head returns a `LazyLogits`, a tensor with a shape, a dtype and a history in autograd. Until
-the values are needed, a `LazyLogits` holds hidden, weight and bias instead of the values. Losses of
-logitless and of torch.nn.functional over lazy logits are computed chunk by chunk (heads/).
-Functions that reduce over the vocabulary, such as argmax, are computed chunk by chunk too. Views,
-slices, casts and elementwise functions of lazy logits are lazy logits again (torch_functions.py).
-Any other operation materialises the logits, and returns the same result as for plain logits.
-Writing to lazy logits raises, unless a fused head returned the logits without gradients and outside
-of `lazy_logits()` (writes.py).
+the values are needed, a `LazyLogits` holds `hidden`, `weight` and `bias` instead of the values.
+Losses of logitless and of torch.nn.functional over lazy logits are computed chunk by chunk
+(heads/). Functions that reduce over the vocabulary, such as argmax, are computed chunk by chunk
+too. Views, slices, casts and elementwise functions of lazy logits are lazy logits again
+(torch_functions.py). Any other operation materialises the logits, and returns the same result as
+for plain logits. Only logits for inference can be written to (`Recipe.inference`, writes.py).
+Writing to other lazy logits raises.
 
 The autograd graph is the same as for plain logits: one node for the head, one node per view, and
 one node for the loss. Only the gradient has an unusual type. A loss computes the gradients of
-hidden and weight. The loss returns both gradients in a `LazyGradient`, which stands for the
-gradient of the logits. In backward, views and slices re-index the `LazyGradient`, and the head
-takes the gradients of hidden and weight from the `LazyGradient`. Because the autograd graph is the
-usual graph, hooks run, and DDP and FSDP get the output that they expect. A tensor as large as the
-logits is allocated only if an operation materialises the logits, or if the logits are small.
+`hidden` and `weight`. The loss returns both gradients in a `LazyGradient`, which stands for the
+gradient of the logits. In backward, views and slices re-index the `LazyGradient`. The head then
+reads the gradients of `hidden` and `weight` from the `LazyGradient`. Hooks run as usual, and DDP
+and FSDP get the output that they expect. A tensor as large as the logits is allocated only if an
+operation materialises the logits, or if the logits are small.
 """
 
 import functools
@@ -226,7 +226,7 @@ class LazyLogits(Deferred, Source):
         return of_head
 
     def differentiable(self) -> Tensor:
-        """Returns the logits as a plain tensor that must not be written to, for use in a loss."""
+        """Returns the logits as a read-only plain tensor, for use in a loss."""
         known = not self.requires_grad and self.recipe.inference
         return self.origin.values() if known else Materialize.apply(self)  # pyright: ignore
 
@@ -250,7 +250,7 @@ class LazyLogits(Deferred, Source):
         return None if self.recipe.shard is None else self.recipe.shard.ranks
 
     def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Shows the values if the logits are for inference, and are small or already computed."""
+        """Shows the values of logits for inference if the logits are small or already computed."""
         recipe = self.recipe
         small = recipe.inference and recipe.small
         if self.in_memory or (small and not recipe.stale()):
@@ -293,7 +293,10 @@ leave_to_python(LazyLogits.__torch_function__, LazyLogits.__torch_dispatch__)
 
 
 def checked_hook(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Returns a hook that calls `hook`, and raises if `hook` replaces an incomplete gradient."""
+    """Returns a hook that calls `hook`.
+
+    The result raises if `hook` replaces an incomplete gradient.
+    """
 
     @functools.wraps(hook)
     def checked(g: Tensor) -> Any:
@@ -353,7 +356,7 @@ class LazyColumns(Source):
     """The logits of all ranks. Each rank holds lazy logits with its own columns.
 
     A loss that cannot be computed from the head materialises only the columns of this rank. The
-    caller must sum the gradient of hidden over the ranks.
+    caller must sum the gradient of `hidden` over the ranks.
     """
 
     def __init__(self, z: LazyLogits, shard):

@@ -25,7 +25,7 @@ def _start(ctx, z: Any, loss, row_weight, reduction, grad, row_inputs, anchor) -
 
 
 def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
-    """Returns a LazyGradient that holds `d`, the gradients of hidden, weight and bias."""
+    """Returns a LazyGradient that holds `d`, the gradients of `hidden`, `weight` and `bias`."""
     if not ctx.needs_input_grad[0]:
         return None
     parts, loss = d.tensors, call.loss
@@ -56,10 +56,10 @@ def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
 
 
 def of_values(loss: RowLoss, recipe: Recipe) -> tuple[RowLoss, float]:
-    """Rewrites a loss over the head's logits as a loss over the values of the lazy logits.
+    """Converts a loss over the head's logits into a loss over the values of the lazy logits.
 
-    Returns the new loss and a number. The values must be divided by this number before the new loss
-    is applied to them.
+    Returns the new loss and a divisor. The caller must divide the values by the divisor before
+    applying the new loss.
     """
     if isinstance(loss, OfValues):
         return loss.of_values(), 1.0

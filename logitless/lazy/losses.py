@@ -79,7 +79,10 @@ def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction,
 
 
 def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
-    """Returns F.cross_entropy with class probabilities as target. A mean is over all rows."""
+    """Returns F.cross_entropy with class probabilities as target.
+
+    With reduction="mean", the mean is over all rows.
+    """
     known = type(probs) is Tensor and probs.shape == z.shape and probs.dtype == z.dtype
     if not known or probs.requires_grad or z.recipe.shard is not None or not probs.numel():
         return NotImplemented
@@ -92,8 +95,7 @@ def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
 def unlogged(z: LazyLogits) -> LazyLogits:
     """Turns lazy log-probabilities z = log_softmax(logits) back into lazy logits.
 
-    If the values of z are computed, they are used as logits without a change, because
-    log_softmax(z) equals z.
+    log_softmax(z) equals z. So if the values of z are computed, they are used as logits unchanged.
     """
     return values.changed(z, Op(lambda t: t, pull=lambda d: d, projects=True), log=False)
 
@@ -145,7 +147,8 @@ def loss_of_values(function: Callable):
 def _lazy_kl_div(input: Tensor, target: Tensor, log_target: bool):
     """Returns F.kl_div with reduction="sum", if input and target are lazy results of log_softmax.
 
-    Returns NotImplemented in all other cases, and if both input and target need a gradient.
+    In all other cases, the result is NotImplemented. The result is also NotImplemented if both
+    input and target need a gradient.
     """
     if not (isinstance(input, LazyLogits) and isinstance(target, LazyLogits)):
         return NotImplemented

@@ -1,8 +1,8 @@
-"""Keeps the scores that a loss over lazy logits computes, so that later metrics take no GEMM.
+"""Keeps the scores that a loss over lazy logits computes, so that later metrics need no GEMM.
 
 A trainer computes its loss from the logits. Then the trainer computes metrics, such as the accuracy
-and the entropy, from the same logits. A metric of lazy logits takes one GEMM, and so about a third
-of the time of a loss and its gradients. The scores of a row are its entropy, its logsumexp, its
+and the entropy, from the same logits. A metric of lazy logits takes one GEMM. A loss with its
+gradients takes about three times as long. The scores of a row are its entropy, its logsumexp, its
 argmax and the log-probability of its label. A loss that also computes the scores of each row takes
 1.016 times the time of the loss alone (benchmarks/results/h200/loss-and-scores.md). So losses
 compute scores only for heads whose metrics are read:
@@ -34,14 +34,14 @@ from ..losses.statistics import NO_CLASS, SCORES, Read, Scores, score
 from .recipe import Recipe
 
 # The heads whose metrics are read after a loss. The outer key is True for training and False for
-# evaluation. Each head is mapped to the number of its calls since a metric was last read from its
+# evaluation. The inner value is the number of calls of the head since a metric was last read from
 # scores.
 _READ: dict[bool, "weakref.WeakKeyDictionary[nn.Module, int]"] = {
     True: weakref.WeakKeyDictionary(),
     False: weakref.WeakKeyDictionary(),
 }
 # If no scores are read during PATIENCE calls of a head, later losses over this head compute no
-# scores. Computing the scores of about 16 losses takes as long as computing one metric from the
+# scores. The scores of 16 losses cost about as much time as one metric that is computed from the
 # head.
 PATIENCE = 16
 UNKNOWN = -1  # the label of rows without scores
@@ -69,7 +69,7 @@ class Table:
         self.label = torch.full((rows,), UNKNOWN, device=like.lse.device)
         self.scores = Scores(*(t.new_zeros(rows) for t in tensors_of(like)))
         self.complete = False  # whether the scores of all rows are known
-        self.seen: Any = lambda: None  # weak reference to row indices that all have scores
+        self.seen: Any = lambda: None  # weak reference to `places`, if all its rows have scores
 
     def put(self, places: Tensor, label: Tensor, vocab: int, scores: Scores) -> None:
         """For each i, copies label[i] and the scores at index i to row places[i] of the Table.
@@ -144,7 +144,7 @@ class Answers:
     # --- losses
 
     def scored(self, recipe: Recipe, loss: Any) -> RowLoss | None:
-        """Returns a loss that also computes scores, or None if no scores are computed."""
+        """Returns a version of `loss` that also computes scores, or None to compute no scores."""
         options = Options.of(loss.reading)
         if type(loss) is not CrossEntropy or options is None:
             return None
@@ -219,15 +219,16 @@ class Answers:
     ) -> tuple[Scores, Tensor | None, Scores | None]:
         """Computes the scores that `recipe` needs and the Table lacks, except for ignored rows.
 
-        With `ids`, the Table lacks the scores of a row if the row's label in the Table differs from
-        its id. Returns (known, at, scores). `scores` holds the computed scores, `at` holds the
-        indices of their rows, and `known` holds the scores of all other rows. If no scores were
-        computed, `at` and `scores` are None. Computed scores are added to the Table, but not to
-        `known`, because `recipe` can contain a row several times, with different ids.
+        If `ids` is given, a row needs the scores for its id. The Table lacks these scores if the
+        row has another label in the Table. Returns (known, at, scores). `scores` holds the computed
+        scores, and `at` holds the indices of their rows. `known` holds the scores of all other
+        rows. If no scores were computed, `at` and `scores` are None. Computed scores are added only
+        to the Table. In `known`, a row has the scores for one label, but `recipe` can contain the
+        row several times, with different ids.
 
-        Let `ids` be None, and let `recipe` be a view of less than half of the head call's rows. If
-        a row of this view has no scores, the missing scores of all rows of the head call are
-        computed at once. So the host waits only once if a metric is computed from many small views.
+        A metric without `ids` can be computed from many small views. So if `recipe` has less than
+        half of the head call's rows, the missing scores of all rows are computed at once. Then the
+        host waits only once for all views.
         """
         known = table.scores
         if ids is None and (table.complete or table.seen() is recipe.places):

@@ -18,9 +18,9 @@ from .fused_head import Products, is_lazy, is_set, set_forward, wants_gradient
 from .report import HEAD, warn_once
 
 # GUARD, HOOKS and CALLS are keys in the __dict__ of modules. HOOKS and CALLS are set on the model
-# that was fused. CALLS holds the value of Hooks.calls() before the model's last forward. GUARD is
-# set on the fused model, on its heads and on the modules between model and head, so that `unfuse`
-# can be called on any of these modules. GUARD holds the guards of all heads inside the module.
+# that was fused. CALLS holds the value of Hooks.calls() before the model's last forward. GUARD
+# holds the guards of all heads inside a module. GUARD is set on the fused model, on its heads and
+# on the modules between them. So `unfuse` can be called on any of these modules.
 GUARD, HOOKS, CALLS = "_logitless_guard", "_logitless_hooks", "_logitless_calls"
 
 
@@ -172,7 +172,7 @@ class Hooks:
     def check(self, model: nn.Module) -> None:
         """Warns once if the logits of the last training forward were plain.
 
-        A head that was not called gives no warning if the model called another of its fused heads.
+        There is no warning for an uncalled head if the model called another of its fused heads.
         """
         before = model.__dict__.get(CALLS) or [-1] * len(self.guards)
         for guard, calls in zip(self.guards, before, strict=True):

@@ -128,7 +128,7 @@ class LazyHead(Node):
         if g is None:
             return (None,) * 9
         if any(joint.root is ctx.watch for joint in shares_of(g)):
-            g.refuse_shared()  # raises, because g is incomplete (see Joint)
+            g.refuse_shared()  # this call raises, because g is incomplete (see Joint)
         parts, of_values = split(g)
         if of_values is not None:
             tensors = ctx.saved_tensors
@@ -190,7 +190,7 @@ class LazyOp(Node):
     `back` maps the `parts` of the result's gradient to the `parts` of the argument's gradient. `op`
     performs the operation on plain logits. If the upstream gradient contains a gradient of the
     values (`of_values`), backward differentiates `op`. All arguments that need a gradient must have
-    the same hidden, weight, bias and low_rank.
+    the same `hidden`, `weight`, `bias` and `low_rank`.
     """
 
     @staticmethod
@@ -201,7 +201,8 @@ class LazyOp(Node):
         ctx.likes, ctx.back, ctx.op, ctx.anchor = [*map(described, arguments)], back, op, anchor
         first = arguments[0].recipe
         ctx.joint = Joint(op.name, first.watch)
-        same_ranks = recipe.shard is first.shard  # False if only the result has all ranks' columns
+        # False if the result has the columns of all ranks, and the arguments do not
+        same_ranks = recipe.shard is first.shard
         function = op.function if same_ranks else None
         new = arguments[0].derived(recipe, function, arguments, op.is_view)
         if anchor is not None:  # the gradient depends on the values
@@ -234,9 +235,9 @@ class LazyOp(Node):
                 lambda compute=compute, i=i: zeros_if_none(pulled(compute())[i], ctx.likes[i])
                 for compute in computes_of(g)
             )
-            # The arguments that need a gradient have the same hidden, weight and bias, and `parts`
-            # holds the gradients through all of these arguments. So only the first argument gets
-            # `parts`. Otherwise, the gradients would be counted several times.
+            # All arguments that need a gradient have the same `hidden`, `weight` and `bias`.
+            # `parts` holds the gradients through all of these arguments. So only the first argument
+            # gets `parts`. Otherwise, the gradients would be counted several times.
             own_parts = parts if i == needed[0] else NO_PARTS
             results[i] = gradient_of(
                 ctx.likes[i], own_parts, gradients[i], computes, g, projected, shares

@@ -29,8 +29,8 @@ class Cell:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.values: Tensor | None = None
-        # Whether the values may have been changed, by a write or by other code that shares the
-        # memory.
+        # Whether the values may have been changed. A write, or other code that shares the memory,
+        # can change the values.
         self.exposed = False
 
     def keep(self, values: Tensor) -> None:
@@ -108,10 +108,9 @@ class Origin:
     to the cell. So the head's product is computed only once if several functions of the same logits
     are materialised.
 
-    Views of lazy logits share memory. If a write or other code may have changed the shared memory
-    (`exposed`), all views read their values from the shared memory. The results of other
-    operations, such as z * 2, are then computed from the head, because a later write to z must not
-    change the result of z * 2.
+    Views of lazy logits share memory. If the shared memory may have been changed (`exposed`), all
+    views read their values from this memory. The results of other operations, such as z * 2, are
+    then computed from the head. So a write to z does not change the result of z * 2.
     """
 
     def __init__(self, cell: Cell):
@@ -167,8 +166,8 @@ class Origin:
     ) -> Tensor:
         """Returns the values of these logits.
 
-        `size` is the number of values that the caller needs. If the cell of these logits was freed,
-        `computation` and `formula` replace the recipe of the cell.
+        `size` is the number of values that the caller needs. The cell of these logits may have been
+        freed. Then `computation` and `formula` are used instead of the cell's recipe.
         """
         cell = self.cell()
         if self.reads_exposed:
@@ -230,7 +229,7 @@ class Origin:
 
     @property
     def root(self) -> "Origin":
-        """The Origin at the start of the chain of views. It is `self` if `self` is not a view."""
+        """The Origin at the start of the chain of views, or `self` if `self` is not a view."""
         return self.bases[0].root if self.is_view else self
 
     def register(self) -> None:

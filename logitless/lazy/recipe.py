@@ -17,9 +17,9 @@ from .weight_changes import Watch, Watches, versions
 
 Tensors = tuple[Tensor | None, ...]
 
-# Logits without gradients are plain tensors if they take at most SMALL bytes, because lazy logits
-# cost time on the host and small logits take little memory. For example, the logits of decoding are
-# small, because decoding computes one row per sequence.
+# Logits without gradients are plain tensors if they take at most SMALL bytes. Lazy logits of this
+# size would save little memory, and would cost time on the host. For example, the logits of
+# decoding are small, because decoding computes one row per sequence.
 SMALL = 32 << 20
 
 
@@ -31,7 +31,7 @@ def is_small(count: int, dtype: torch.dtype) -> bool:
 class RowInput(NamedTuple):
     """An input of a formula. `source` is a tensor, or a head that computes the tensor.
 
-    In both cases, the tensor has the shape (..., 1) or (..., V).
+    The tensor has the shape (..., 1) or (..., V).
     """
 
     input: Input
@@ -54,8 +54,8 @@ class RowInput(NamedTuple):
         if self.changed():
             raise RuntimeError(
                 "a tensor that was combined with lazy logits, such as a teacher's probabilities,"
-                " must not be modified in place before the result is used, because the result is"
-                " computed only when it is used. Use the result before the tensor is modified, or"
+                " must not be modified in place before the result is used. The result is computed"
+                " only when the result is used. Use the result before the tensor is modified, or"
                 " combine the logits with a copy of the tensor."
             )
 
@@ -100,7 +100,7 @@ class Recipe:
     shard: Any = None  # a VocabShard if weight and bias hold only the rows of this rank
     # Holds scores that losses computed over the logits of one head call (class Answers in
     # metrics_after_loss.py). None if the head call has no Answers, or if a tensor of the head was
-    # replaced after the call. Selecting or reordering rows of hidden keeps the Answers.
+    # replaced after the call. Selecting or reordering rows of `hidden` keeps the Answers.
     answers: Any = None
     # (..., 1), the index of each row among the rows of the head call. None if losses compute no
     # scores.
@@ -130,7 +130,7 @@ class Recipe:
 
     @property
     def logits(self) -> Direct | None:
-        """The formula if it only applies a scale and a softcap to the logits, else None."""
+        """The formula if the formula only applies a scale and a softcap, else None."""
         return None if self.direct is None or self.direct.log else self.direct
 
     @property
@@ -159,7 +159,7 @@ class Recipe:
     # --- other recipes
 
     def with_head(self, **tensors: Tensor | None) -> "Recipe":
-        """Returns the recipe with changed fields of the head, such as hidden, weight or bias."""
+        """Returns a recipe with other fields of the head, such as `hidden`, `weight` or `bias`."""
         head = self.head.replace(**tensors)  # pyright: ignore[reportArgumentType]
         names = ("hidden", "weight", "bias", "low_rank")
         pairs = zip(names, head.tensors, self.versions, strict=True)
@@ -230,7 +230,7 @@ class Recipe:
         return self.changed() or (not torch.compiler.is_compiling() and self.watch.differs())
 
     def changed(self) -> bool:
-        """Whether the version of hidden, weight, bias or an input has changed."""
+        """Whether the version of `hidden`, `weight`, `bias` or an input has changed."""
         if torch.compiler.is_compiling():
             return False
         own = self.versions != versions(*self.head.tensors)
@@ -245,8 +245,8 @@ class Recipe:
     def check_versions(self) -> None:
         """Like `check`, but compares only the versions of tensors.
 
-        Comparing versions is enough before a lazy operation, because `check` runs later, when the
-        values of the result are computed.
+        Lazy operations call only `check_versions`. `check` runs later, when the values of the
+        result are computed.
         """
         for row_input in self.inputs:
             row_input.check()
@@ -275,7 +275,7 @@ class Recipe:
     def constant_head(self, grad: bool = False) -> Head:
         """The head with detached tensors.
 
-        If `grad` is True, the tensors whose entry in `needs` is True require a gradient. If the
+        If `grad` is True, each tensor whose entry in `needs` is True requires a gradient. If the
         vocabulary is sharded, the head computes only the columns of this rank.
         """
         self.check()
@@ -289,7 +289,7 @@ class Recipe:
         return head.replace(columns=self.shard.head_backend(head.hidden, False))
 
     def teacher(self) -> Any:
-        """Returns the logits as a teacher without gradients.
+        """Returns the logits without gradients, for use as a teacher in a loss.
 
         The caller must check that `obstacle(None)` is None.
         """
@@ -329,8 +329,8 @@ class Computation:
 def raise_changed() -> None:
     raise RuntimeError(
         "hidden, weight and bias of lazy logits must not be modified in place before the logits are"
-        " used, for example by optimizer.step(), because the logits are computed only when they are"
-        " used. Use the logits before the step, or keep a copy of them:"
+        " used, for example by optimizer.step(). Lazy logits are computed only when they are used."
+        " Use the logits before the step, or keep a copy of the logits:"
         " logits.detach().materialize()."
     )
 
@@ -343,7 +343,7 @@ def constant(t: Tensor) -> Tensor:
 
 
 def stored(hidden: Tensor) -> Tensor:
-    """Returns hidden, detached, for lazy logits that are computed later.
+    """Returns the detached hidden states, for lazy logits that are computed later.
 
     Inference tensors are copied, because inference tensors have no version counter that shows a
     later write.

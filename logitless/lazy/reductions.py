@@ -85,13 +85,13 @@ def _total(z: LazyLogits, direct: Direct) -> Tensor:
 
 
 def _expected(z: LazyLogits) -> Tensor | None:
-    """Returns the row sums of z from statistics that a loss computed, or None.
+    """Returns the row sums of z, computed from statistics of an earlier loss, or None.
 
     The values of z must be p log p or a similar formula (entropy_formulas.py).
 
     The result is None if the statistics are not known, or if the head has a bias. If a bias is
-    -inf, p log p is NaN in PyTorch, but our entropy is finite. Without a bias, the results differ
-    in this way only if logits overflow.
+    -inf, p log p is NaN in PyTorch, but our entropy is finite. Without a bias, p log p is NaN only
+    if logits overflow.
     """
     recipe, found = z.recipe, expectation_of(z.recipe.formula)
     differentiable = z.requires_grad and torch.is_grad_enabled()
@@ -241,10 +241,9 @@ def extreme(function: Callable, amax: Callable, by_dim: Callable):
         if not rows.requires_grad:
             return value
         # torch.max and torch.min divide the gradient equally among all values that equal the
-        # result. So the part of the gradient that a row gets is proportional to `equal`, which
-        # counts the values of the row that equal the result. The backward of torch.amax or
-        # torch.amin divides the part of a row equally among the largest or smallest values of the
-        # row.
+        # result. `equal` counts these values in each row. So each row gets a part of the gradient
+        # that is proportional to `equal`. The backward of torch.amax or torch.amin then divides
+        # this part equally among the row's largest or smallest values.
         equal = torch.where(rows == value, ties, 0).to(rows.dtype)
         return Attached.apply(rows, value, equal / equal.sum())
 

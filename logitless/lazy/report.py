@@ -20,8 +20,8 @@ HEAD = "_logitless_head"  # in a head's __dict__: the head's name, if its model 
 PLACES = 1000  # the largest number of records; one more record replaces the oldest record
 LIMIT = 1 << 30  # the default of LOGITLESS_WARN_BYTES for logits outside of a training forward
 
-# The file names of logitless, of PyTorch, and of code that PyTorch generates begin with one of
-# these strings.
+# A file name that begins with one of these strings belongs to logitless, to PyTorch, or to code
+# that PyTorch generates.
 INSIDE = (
     f"{Path(__file__).parents[1]}{os.sep}",
     f"{Path(torch.__file__).parent}{os.sep}",
@@ -39,7 +39,7 @@ INSTEAD = (
 
 @dataclass(frozen=True)
 class Materialised:
-    """A record of one operation, at one line of code, that materialised lazy logits of a head."""
+    """A record of an operation that materialised lazy logits of a head, at one line of code."""
 
     operation: str
     shape: tuple[int, ...]  # the shape of the largest logits that were materialised
@@ -62,7 +62,7 @@ class Materialised:
 
 
 class Report(list[Materialised]):
-    """A list of `Materialised` records, largest first, which prints one line per record."""
+    """A list of `Materialised` records, largest first. `print` shows one line per record."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or "No lazy logits were materialised."

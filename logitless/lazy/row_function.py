@@ -1,8 +1,8 @@
 """Runs a PyTorch function on lazy logits, one chunk of rows at a time.
 
-This module runs functions that reduce over the vocabulary and have no kernel in this library, such
-as `topk`, `amax` and `F.kl_div`. Values and gradients are the same as PyTorch's, because the
-function runs on plain logits and autograd differentiates the function.
+This module runs functions that reduce over the vocabulary, such as `topk`, `amax` and `F.kl_div`.
+These functions have no kernel in this library. Values and gradients are the same as PyTorch's,
+because the function runs on plain logits and autograd differentiates the function.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,9 +20,9 @@ from .logits import LazyLogits, UnscaledLogits
 from .loss_nodes import OfValues
 from .recipe import Recipe, RowInput
 
-# A function runs on one piece of a chunk at a time, because nested functions allocate several
-# temporary tensors as large as the piece. A piece has at most PIECE or PIECE_ON_GPU bytes of
-# logits, but at least one row.
+# A function runs on one piece of a chunk at a time. Nested functions allocate several temporary
+# tensors as large as the piece. A piece has at most PIECE or PIECE_ON_GPU bytes of logits, but at
+# least one row.
 PIECE = {"cpu": 4 << 20}
 PIECE_ON_GPU = 128 << 20
 
@@ -59,9 +59,9 @@ def _evaluated(kind: "type[RowFunction]", reduction: str, z: LazyLogits, functio
 
 
 def in_rows_of(lead: torch.Size) -> Callable[[Tensor], Tensor]:
-    """Returns a function that prepares a tensor so that view() can flatten its leading dimensions.
+    """Returns a function that copies a tensor if view() cannot flatten its leading dimensions.
 
-    The function copies the tensor only if the tensor's strides make a copy necessary.
+    Otherwise, the function returns a view of the tensor.
     """
     return lambda t: t.reshape(-1, t.shape[-1]).view(*lead, t.shape[-1])
 
@@ -85,7 +85,7 @@ class RowFunction(RowLoss, OfValues):
 
     @property
     def teachers(self):
-        """The heads among the formula's inputs. Their weights must be in memory."""
+        """The heads among the formula's inputs. The weights of these heads must be in memory."""
         heads = (r.source for r in self.inputs if not isinstance(r.source, Tensor))
         return tuple(map(ScaledHead, heads))
 
@@ -170,7 +170,10 @@ def sliced(t: Tensor | None, at: slice) -> Tensor | None:
 
 
 def scaled(d: Tensor, factor: Tensor | None, at: slice) -> Tensor:
-    """Multiplies d, the gradient of the rows `at`, by `factor`, which can differ per row."""
+    """Returns d · factor, where `d` is the gradient of the rows `at`.
+
+    `factor` can differ per row.
+    """
     if factor is None:
         return d
     factor = factor.reshape(-1, 1).to(d.dtype)

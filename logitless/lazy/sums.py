@@ -1,8 +1,8 @@
 """The sum of the lazy logits of two heads, such as a linear layer and its LoRA adapter.
 
 The sum hidden1 @ weight1.T + hidden2 @ weight2.T is computed as the logits of a single head. The
-hidden states of this head are hidden1 and hidden2 side by side. The weight of this head is weight1,
-and its second weight, `low_rank`, is weight2 (heads/head.py). So a loss over the sum is computed
+hidden states of this head are hidden1 and hidden2 side by side. The field `weight` of this head is
+weight1, and the field `low_rank` is weight2 (heads/head.py). So a loss over the sum is computed
 chunk by chunk, and never materialises either product. Joining the hidden states copies them. If a
 head has several adapters, the matrices B of the adapters are copied too.
 """
@@ -32,9 +32,9 @@ def summed(a: LazyLogits, b: LazyLogits) -> Any:
     """Returns a + b as lazy logits of a single head, or NotImplemented.
 
     The width of a head is the number of columns of its weight. The wider head is the first head of
-    the sum. If only one of a and b needs a gradient, the head of this argument must be the narrower
-    head. For example, a LoRA adapter is narrower than its frozen layer. If neither needs a
-    gradient, the widths must differ. elementwise.py computes all other sums.
+    the sum. If only one argument needs a gradient, its head must be the narrower head. For example,
+    a LoRA adapter is narrower than its frozen layer. If no argument needs a gradient, the two
+    widths must differ. All other sums are computed in elementwise.py.
     """
     if not (is_summable(a) and is_summable(b)) or a.shape != b.shape or a.device != b.device:
         return NotImplemented
@@ -78,7 +78,7 @@ def width_of(z: LazyLogits) -> int:
 
 
 def used_columns(head: Head) -> int:
-    """The number of columns of hidden, without the padding that `side_by_side` adds."""
+    """The number of columns of `hidden`, without the padding that `side_by_side` adds."""
     rank = 0 if head.low_rank is None else head.low_rank.shape[1]
     return head.weight.shape[1] + rank
 
@@ -87,9 +87,9 @@ def _joined(first: Recipe, second: Recipe) -> Head | None:
     """Returns a head whose logits are the sum of the logits of both recipes, or None.
 
     The matrices of several adapters are copied into one `low_rank`. The result is None if this
-    `low_rank` would have more than a quarter of the weight's columns. The result is also None if
-    the dtypes of the heads do not fit together, if the second head has a quantised weight or its
-    own `low_rank`, or if the first logits are scaled.
+    `low_rank` would be wider than a quarter of the weight. The result is also None if the dtypes of
+    the heads do not fit together, or if the first logits are scaled. The second head must not have
+    a quantised weight or a `low_rank` of its own.
     """
     x, y = first.head, second.head
     scale, dtype = second.logits.pre, x.hidden.dtype  # pyright: ignore[reportOptionalMemberAccess]
@@ -140,7 +140,7 @@ class LazySum(Node):
         if g is None:
             return None, None, None
         if any(joint.root is ctx.watch for joint in shares_of(g)):
-            g.refuse_shared()  # raises, because g is incomplete (see Joint)
+            g.refuse_shared()  # this call raises, because g is incomplete (see Joint)
         parts, of_values = split(g)
         gradients = []
         pairs = zip(ctx.likes, LazySum.divided(ctx, parts), strict=True)

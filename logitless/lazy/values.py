@@ -1,4 +1,4 @@
-"""Operations, such as scaling, that compute new values from lazy logits and return lazy logits."""
+"""Operations that compute new values from lazy logits and return lazy logits, such as scaling."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,8 +46,8 @@ def to(z: LazyLogits, *args, **kwargs):
     if dtype == z.dtype:
         return z
     if is_summable(z) and dtype == own_dtype(z.recipe.head) and z.recipe.logits.pre == 1:
-        # fp32 logits that are rounded to the dtype of `hidden` equal the logits of a head that
-        # computes in the dtype of `hidden`.
+        # Rounding fp32 logits to the dtype of `hidden` gives the logits of a head that computes in
+        # this dtype.
         recipe = z.recipe.with_head(logits_dtype=None).replace(formula=Direct(dtype))
         return kept(z, recipe, None, Op(lambda t: t.to(dtype), pull=lambda d: d))
     if dtype != torch.float32 or z.recipe.logits is None or not z.is_floating_point():
@@ -111,7 +111,7 @@ def negated(z: LazyLogits) -> LazyLogits:
         )
 
     # The gradient of a weight is Σ d_logits · hidden. This gradient keeps its sign, because
-    # d_logits and hidden both change their sign.
+    # `d_logits` and `hidden` both change their sign.
     return kept(z, recipe.with_head(hidden=hidden, bias=bias), back, scaling(-1.0))
 
 
@@ -151,7 +151,7 @@ def _takes_columns(z: LazyLogits) -> bool:
 
 
 def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
-    """Returns the head with logits in `dtype`, so that a bias in `dtype` is not rounded.
+    """Returns a head that computes its logits in `dtype`, so that a bias in `dtype` is not rounded.
 
     Returns None if the head cannot compute logits in `dtype`.
     """
@@ -162,13 +162,13 @@ def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
 
 
 def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
-    """Returns logits + other by changing the head, or NotImplemented.
+    """Returns logits + other as the logits of a changed head, or NotImplemented.
 
     `other` must be a number, a tensor with one number per column, or the lazy logits of another
     head (sums.py). A number or a tensor is added to the head's bias. For scaled logits, the bias
-    would have to be other / scale. In 16 bits, other / scale can overflow, and so can the rounded
-    product (other / scale) · scale. So a number or a tensor cannot be added to scaled logits in
-    this way.
+    would have to be other / scale. In 16 bits, both other / scale and the rounded product (other /
+    scale) · scale can overflow. So a number or a tensor cannot be added to scaled logits in this
+    way.
     """
     if isinstance(other, LazyLogits):
         summable = alpha == 1 and is_summable(z) and is_summable(other)
@@ -205,8 +205,8 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
 
     The rows of the weight that belong to masked columns become 0. The bias of a masked column
     becomes value / pre, because the formula multiplies the head's logits by `pre`. Setting rows to
-    0 needs a copy of the weight. If the weight is larger than the logits, the weight is not copied,
-    and the mask becomes part of the formula.
+    0 needs a copy of the weight. If the weight is larger than the logits, the weight is not copied.
+    The mask then becomes part of the formula.
     """
     columns, recipe, value = _per_column(mask, z), z.recipe, number(value)
     if columns is None or value is None or not _takes_columns(z):
@@ -215,7 +215,7 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
     if columns.dtype != torch.bool or head is None:
         return NotImplemented
     _, weight, bias, low_rank = head.tensors
-    # In 16 bits, value / pre can overflow, and so can the rounded product (value / pre) · pre. So
+    # In 16 bits, both value / pre and the rounded product (value / pre) · pre can overflow. So
     # finite values are accepted only up to ±`most`.
     most = torch.finfo(z.dtype).max * (1 if pre == 1 else 0.5 * min(pre, 1))
     inside = abs(value) <= most or abs(value) == torch.inf

@@ -29,8 +29,8 @@ def _rows(
 
     `op` is applied to the hidden states immediately, and must keep their last dimension.
     `on_logits` is the same operation on plain logits, and is `op` by default. Autograd records a
-    graph of `op` for backward. The graph holds no hidden states, because the graph begins at
-    `leaf`, a tensor without memory of its own.
+    graph of `op` for backward. The graph begins at `leaf`, a tensor without memory of its own. So
+    the graph holds no hidden states.
     """
     recipe = z.recipe
     with torch.inference_mode(False), torch.enable_grad():
@@ -71,7 +71,7 @@ def _columns(z: LazyLogits, columns: slice):
         return t[columns]
 
     _, *rows_of_v = recipe.head.tensors
-    # Backward needs only the shapes of weight and bias, and not their values.
+    # Backward needs only the shapes of `weight` and `bias`, and not their values.
     likes = [None if t is None else t.new_empty(()).expand(t.shape) for t in rows_of_v]
 
     def back(parts):
@@ -100,7 +100,7 @@ def view(z: LazyLogits, *shape, **kwargs):
     *lead, last = shape
     rows = z.shape[:-1].numel()
     known = torch.Size([size for size in lead if size != -1]).numel()
-    if last == -1:  # accepted only if -1 stands for the vocabulary
+    if last == -1:  # here, -1 must stand for the size of the vocabulary
         last = z.shape[-1] if -1 not in lead and known == rows else None
     if last != z.shape[-1] or lead.count(-1) > 1 or z.numel() == 0:
         return NotImplemented
@@ -162,7 +162,7 @@ def movedim(z: LazyLogits, source: int | tuple[int, ...], destination: int | tup
 
 
 def getitem(z: LazyLogits, index: Any):
-    """Selects rows by any index, or columns by a slice if all rows are kept.
+    """Selects rows by any index. If all rows are kept, a slice can select columns.
 
     If an index selects both rows and columns of logits for inference (`Recipe.inference`), the
     values of the selected rows are computed first. The columns are then selected from these values.
@@ -200,7 +200,7 @@ def _part(z: LazyLogits, rows: list, last: Any):
 
 
 def _selected(z: LazyLogits, rows: list, last: Any):
-    """Selects rows by any index, or columns by a slice if all rows are kept."""
+    """Selects rows by any index. If all rows are kept, a slice can select columns."""
     if not isinstance(last, slice):  # the index selects single columns or values
         return NotImplemented
     size = z.shape[-1]
@@ -269,8 +269,9 @@ def cat(tensors, dim: int = 0):
         return NotImplemented
     dim, recipes = _dim(first, dim), [z.recipe for z in tensors]
     alike = all(_same_head(recipe, recipes[0]) for recipe in recipes)
-    # Only the first batch gets the weight's gradient, which is summed over all batches. So either
-    # all batches or no batch must need this gradient. The same holds for the bias.
+    # Only the first batch gets the weight's gradient, which is summed over all batches. So the
+    # batches are joined only if all of them, or none of them, need this gradient. The same holds
+    # for the bias.
     alike = alike and all(r.needs[1:] == recipes[0].needs[1:] for r in recipes)
     alike = alike and len({z.requires_grad for z in tensors}) == 1
     ranks = {z.dim() for z in tensors}

@@ -12,13 +12,13 @@ class Watch:
     are created. On a CPU, the copied numbers are compared with the weight before each use of the
     logits. On other devices, the copied numbers are compared only after a backward, because the
     host must wait for the comparison. If the logits were created for inference, the copied numbers
-    are compared before each use on every device.
+    are compared before each use, on all devices.
     """
 
     def __init__(self, weight: Tensor, passed: bool = False):
         self.weight = weight
-        # `passed` is non-empty if a backward has reached the head, or if the logits are for
-        # inference.
+        # `passed` becomes non-empty when a backward reaches the head. If the logits are for
+        # inference, `passed` is never empty.
         self.passed: list[bool] = [True] * passed
         known = type(weight) is Tensor and weight.device.type != "meta" and weight.dim() == 2
         known = known and not torch.compiler.is_compiling()

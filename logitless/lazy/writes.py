@@ -1,4 +1,4 @@
-"""Operations that write to logits for inference (class Recipe). They change values in memory."""
+"""Operations that write to logits for inference (class Recipe), and change values in memory."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def write_values(z: Deferred, func, args: tuple, kwargs: dict) -> Any:
 
 
 def keeps_shape(func) -> bool:
-    """Whether a function that writes to a tensor changes only values, and not shape or memory."""
+    """Whether a function that writes to a tensor keeps the shape and the memory of the tensor."""
     if not isinstance(func, torch._ops.OpOverload):
         return func in (Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.map2_)
     moves = func._schema.name in ("aten::set_", "aten::resize_", "aten::resize_as_")

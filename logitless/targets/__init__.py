@@ -1,5 +1,5 @@
 """Sparse targets: a teacher's K ids per row and their log-probabilities.
 
-sparse.py defines SparseTargets. sparse_checks.py checks the tensors of SparseTargets.
+SparseTargets is defined in sparse.py, and its tensors are checked in sparse_checks.py. The module
 safetensors.py reads and writes files.
 """

@@ -5,9 +5,9 @@ of the tensors. The numbers of the tensors are little-endian, and there are no g
 A file can be damaged or malicious. So every size in the header is compared with the length of the
 file before memory of this size is allocated.
 
-This module does not use the package safetensors, for two reasons. The package takes five times as
-long to read the slices of a batch. The package also kills the process if a file is cut off while it
-is open (benchmarks/results/store-safetensors.txt).
+This module does not use the `safetensors` package, for two reasons. The package takes five times as
+long as this module to read the slices of a batch. The package also kills the process if an open
+file is truncated (benchmarks/results/store-safetensors.txt).
 """
 
 import ctypes

@@ -30,8 +30,8 @@ class SparseTargets:
     False or 0 are ignored. An id can be in several slots of a row, and every slot adds its own term
     to a loss.
 
-    On a CPU, or with LOGITLESS_CHECK=1, a row whose probabilities add up to more than 1 raises an
-    error. In the sum of probabilities, a repeated id counts once, with its largest probability. A
+    On a CPU, or with LOGITLESS_CHECK=1, it is an error if the probabilities of a row add up to more
+    than 1. In the sum of probabilities, a repeated id counts once, with its largest probability. A
     sum of up to 1 + 2⁻⁸ (1 + log(K + 1)) is allowed, because of rounding errors.
 
     Indexing selects rows. For example, targets[:, 1:] drops the first position of each sequence.
@@ -111,8 +111,8 @@ class SparseTargets:
 
         Targets with fewer slots per row are padded to the largest K. The added slots are masked,
         and have the id 0 and the log-probability -inf. The result has a mask if any of the targets
-        has a mask or is padded. Dtypes are promoted as in torch.cat. The targets must either all
-        have a tail, or all have no tail.
+        has a mask or is padded. Dtypes are promoted as in torch.cat. It is an error if only some of
+        the targets have a tail.
         """
         sparse_checks.joined(targets, SparseTargets)
         dim = sparse_checks.row_dim(dim, len(targets[0].shape))

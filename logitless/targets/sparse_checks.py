@@ -40,7 +40,7 @@ def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None
     errors is allowed. If a log-probability `l` has a relative error u, then the probability p = e^l
     has an error of u · |l| · p. So the errors of a row add up to u times the entropy of the row.
     The entropy of K slots and a tail is at most log(K + 1). Adding the probabilities causes another
-    error of up to u. The values of an fp32 tensor are sometimes converted from bfloat16, so u is at
+    error of up to u. The values of an fp32 tensor may have been converted from bfloat16. So u is at
     least 2⁻⁸, the rounding error of bfloat16. This function accepts rows with a NaN, because their
     loss will be NaN anyway.
     """
@@ -132,7 +132,7 @@ def _array(entry: Any) -> Tensor:
 
 
 def _dimensions(entry: Any) -> int:
-    """Returns the number of dimensions of rows to which an entry of an index applies."""
+    """Returns the number of dimensions that one entry of an index consumes."""
     if entry is None or entry is Ellipsis or isinstance(entry, bool):
         return 0
     return entry.dim() if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1

@@ -1,13 +1,13 @@
 """`use_in_trl` lets TRL's trainers compute losses and metrics with functions of this library.
 
-Most trainers of TRL do not call the model's head. They have a fused head of their own, which
-multiplies the hidden states by the weight of the model's head. TRL's fused head consists of two
-autograd functions. One function returns log-probabilities, entropies and other statistics of
-tokens. The other function returns divergences from a teacher. `use_in_trl` replaces each function
-by a `Switch`. Inside the forward of an adapted model, the Switch calls this library. Everywhere
-else, the Switch calls TRL's own function. All other code of TRL runs unchanged. TRL's code still
-chooses the rows, the scale and the softcap of the logits. TRL's code also computes the metrics, and
-the auxiliary loss of mixture-of-experts models.
+Most trainers of TRL do not call the model's head. TRL has its own fused head, which multiplies the
+hidden states by the weight of the model's head. TRL's fused head consists of two autograd
+functions. One function returns log-probabilities, entropies and other statistics of tokens. The
+other function returns divergences from a teacher. `use_in_trl` replaces each function by a
+`Switch`. Inside the forward of an adapted model, the Switch calls this library. Everywhere else,
+the Switch calls TRL's own function. All other code of TRL runs unchanged. TRL's code still chooses
+the rows, the scale and the softcap of the logits. TRL's code also computes the metrics, and the
+auxiliary loss of mixture-of-experts models.
 
 Other trainers of TRL call the model's head, and compute log-probabilities from the logits. On a
 GPU, these trainers call a kernel of TRL. This kernel would materialise lazy logits. So a
@@ -60,11 +60,11 @@ def use_in_trl(model: T, **options) -> T:
     `model` is a trainer of TRL: SFT, DPO, KTO, GRPO, RLOO, distillation, GKD, ORPO, CPO or TPO. A
     trainer's reference model is adapted too. `model` can also be a model to which TRL's
     `add_fused_lm_head` was applied. `options` are options of LinearLogits. If the model is fused,
-    the options of `fuse` are the defaults. Calling `use_in_trl` again changes the options, and
-    `unuse_in_trl` undoes `use_in_trl`.
+    options that are not given here are taken from `fuse`. Calling `use_in_trl` again changes the
+    options, and `unuse_in_trl` undoes `use_in_trl`.
 
-    The losses, gradients and logged metrics are those of TRL, except for rounding. GKD, ORPO, CPO
-    and TPO read the logits of their models. So these models must be fused (`ll.fuse`).
+    The losses, gradients and logged metrics are the same as TRL's, except for rounding. GKD, ORPO,
+    CPO and TPO read the logits of their models. So these models must be fused (`ll.fuse`).
 
     >>> trainer = use_in_trl(SFTTrainer(model, arguments, train_dataset=data))
     >>> trainer.train()
@@ -96,7 +96,7 @@ def unuse_in_trl(model: T) -> T:
             # our function only calls TRL's function.
             if owner.__dict__.get(name) is ours:
                 _put_back(owner, name, below)
-    if not _uses:  # the last Use is gone
+    if not _uses:  # no Use is left
         while _switches:
             names, name, switch = _switches.pop()
             if names.get(name) is switch:
@@ -209,7 +209,7 @@ def _places_of_trainer(trainer: Any) -> Iterator[Place]:
 
 
 def _owners(model: Any) -> Iterator[Any]:
-    """Yields a trainer and all modules of the trainer's models, or all modules of a model."""
+    """Yields the trainer and all modules of its models, or all modules of a single model."""
     models = (model,)
     if not isinstance(model, nn.Module):
         yield model
@@ -259,8 +259,8 @@ def _words(code: types.CodeType | None) -> set[str]:
     """The names in a function's code: variables, attributes, and the keywords of calls."""
     if code is None:
         return set()
-    # In the constants of the code, the keywords of a call are one tuple. If the call also has
-    # **arguments, each keyword is a string of its own.
+    # Python stores the keywords of a call as one tuple in `co_consts`. If the call also has
+    # **arguments, each keyword is a separate string.
     groups = [c if isinstance(c, tuple) else (c,) for c in code.co_consts]
     keywords = {word for words in groups for word in words if isinstance(word, str)}
     return {*code.co_varnames, *code.co_names} | keywords
@@ -318,7 +318,7 @@ def _adapted_forward(below: Callable, is_method: bool) -> Callable:
 
 
 def _adapted_distillation(below: Callable, is_method: bool) -> Callable:
-    """Returns DistillationTrainer's method `_compute_loss`, with divergences from logitless."""
+    """Returns DistillationTrainer's `_compute_loss`, changed to use divergences of logitless."""
 
     @functools.wraps(below)
     def compute_loss(self, student, *args):
@@ -333,7 +333,7 @@ def _adapted_distillation(below: Callable, is_method: bool) -> Callable:
 
 
 def _adapted_gkd(below: Callable, _is_method: bool) -> Callable:
-    """Returns GKDTrainer's function `generalized_jsd_loss`, computed by logitless."""
+    """Returns GKDTrainer's `generalized_jsd_loss`, changed to use logitless."""
 
     @functools.wraps(below)
     def loss(self, *args, **kwargs):

@@ -1,7 +1,7 @@
 """The results of TRL's fused head, computed by functions of this library.
 
-`token_statistics` and `divergences` replace TRL's two autograd functions. Their first argument is a
-`Call`. The other arguments are the arguments of the replaced function.
+`token_statistics` and `divergences` replace TRL's two autograd functions. The first argument of
+these functions is a `Call`. The other arguments are the arguments of the replaced function.
 """
 
 from typing import NamedTuple
@@ -42,8 +42,8 @@ def token_statistics(
 
     The further statistics are the entropy, log Σ p², the mean logit, and whether the target is the
     argmax. Let x be the logits of the head, z = softcap · tanh(scale · x / softcap) / temperature,
-    and p = softmax(z). log p is always computed. The other statistics are None if they are not in
-    `outputs`.
+    and p = softmax(z). The function always computes log p. The other statistics are None if they
+    are not in `outputs`.
     """
     logits, scale = _logits(hidden, weight, bias, scale, call.options)
     how = {"temperature": temperature / scale, "softcap": softcap and softcap / scale}
@@ -78,8 +78,8 @@ def _log_sum_of_squares(
 ) -> Tensor:
     """Returns log Σ p².
 
-    At half the temperature, the probability of a token is p² / Σ p². So log Σ p² is twice the
-    target's log-probability, minus the target's log-probability at half the temperature.
+    At half the temperature, a token has the log-probability 2 log p - log Σ p². So log Σ p² follows
+    from the target's log-probabilities at both temperatures.
     """
     half = {**how, "temperature": how["temperature"] / 2}
     return 2 * logprob - token_logprobs(logits, targets, **half)
@@ -100,7 +100,7 @@ def divergences(
     teacher_scale: float = 1.0,
     teacher_softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns, for each row, the divergence `jsd` and the student's entropy, which is detached.
+    """Returns the divergence `jsd` of each row, and the detached entropy of the student.
 
     By default, the logits of both heads are in fp32, as in TRL. The option `logits_dtype` selects
     another dtype.
@@ -124,7 +124,10 @@ def logprobs_and_entropies(
     temperature: float = 1.0,
     row_mask: Tensor | None = None,  # (...)
 ) -> tuple[Tensor, Tensor]:
-    """Returns log p[index] and the entropy of each row. Both are 0 in rows with a mask of 0."""
+    """Returns log p[index] and the entropy of each row.
+
+    In rows with a mask of 0, both results are 0.
+    """
     mask = None if row_mask is None else row_mask != 0
     how = {"temperature": temperature, "mask": mask, "ignore_index": None}
     stats = row_stats(logits, index, entropy=True, **how)
@@ -161,9 +164,10 @@ def gkd_loss(
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, options: dict
 ) -> tuple[LinearLogits, float]:
-    """Returns logits and a positive factor whose product is `scale` times the head's logits.
+    """Returns (logits, factor), where factor · logits is `scale` times the head's logits.
 
-    If `scale` is not positive, `hidden` and `bias` are multiplied by `scale`, and the factor is 1.
+    The factor is positive. If `scale` is not positive, `hidden` and `bias` are multiplied by
+    `scale`, and the factor is 1.
     """
     if hasattr(weight, "ds_id"):
         raise NotImplementedError(
