@@ -24,9 +24,9 @@ Let a shard have D documents with T tokens in total, K slots (stored ids) per to
 bits. The shard has these tensors:
 
     starts      I64 (D + 1)       first token of each document; the last entry is T
-    index.hash  I64 (E)           sorted hashes of the documents' beginnings      (store/index.py)
-    index.doc   I32 (E)           number d of a document with this beginning, or -1 - d if
-                                  several documents of the shard have this beginning
+    index.hash  I64 (E)           sorted hashes of the documents' prefixes        (store/index.py)
+    index.doc   I32 (E)           number d of a document with this prefix, or -1 - d if
+                                  several documents of the shard have this prefix
     tokens.W    (T · W / 8)       the tokens, packed as described below
     ids.W       (T, K · W / 8)    ids of the slots, packed; the most probable slot comes first
     top         F32 (T)           log p of the first slot; NaN if the row has no slots
