@@ -45,7 +45,7 @@ def local_options(given: dict[str, Any]) -> None:
 
 
 def missing_package(url: str, missing: str) -> ModuleNotFoundError:
-    """Returns the error for a missing package that is needed to read an address."""
+    """Returns the error for an address that needs a package that is not installed."""
     return ModuleNotFoundError(
         f"{url} must be read with fsspec and its package for this protocol, got an import error"
         f" ({missing.rstrip('.')}). Run pip install 'logitless[remote]', or in a clone"
@@ -84,7 +84,7 @@ def own_address(url: str, name: str, same: bool) -> None:
 
 
 def refused(where: str, error: Any) -> NoReturn:
-    """Raises the error for an HTTP status after which another attempt would fail too."""
+    """Raises the error for an HTTP status that another attempt would not change."""
     if error.code in (404, 410):
         raise missing(where, f"HTTP status {error.code}")
     kind = PermissionError if error.code in (401, 403) else OSError
@@ -96,7 +96,7 @@ def missing(where: str, got: str = "no file") -> FileNotFoundError:
 
 
 def missing_listed(error: FileNotFoundError) -> FileNotFoundError:
-    """Returns the error for a file that an open store lists, but that no longer exists."""
+    """Returns the error for a file of an open store that no longer exists."""
     return FileNotFoundError(
         f"{error} store.index listed this file when the store was opened. If the store has changed"
         " since it was opened, open it again."
@@ -155,7 +155,7 @@ def cache_folder(folder: Path) -> None:
 
 
 def failed_meanwhile(before: str, after: str) -> None:
-    """Raises the error of another process, if the text of SHA256.failed has changed."""
+    """Raises the error of another process if the text of SHA256.failed has changed."""
     if after != before:
         raise OSError(after.partition("\n")[2])
 

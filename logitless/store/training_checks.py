@@ -30,7 +30,7 @@ def own_loss(compute_loss_func: Any) -> None:
 
 
 def trainer_arguments(args: Any) -> None:
-    """Refuses options of TrainingArguments that would have no effect or would replace the loss."""
+    """Refuses TrainingArguments that would have no effect, or would replace the loss."""
     if args is None:
         return
     if args.label_smoothing_factor:
@@ -62,7 +62,7 @@ def one_teacher(store: Any, teacher: Any) -> None:
 
 
 def divergences(divergence: Any) -> dict[str, float]:
-    """Returns the weight of each divergence over the whole vocabulary.
+    """Returns {name: weight} for the divergences of support="whole".
 
     `divergence` is the name of a divergence, or a mapping from names to weights.
     """
@@ -89,7 +89,7 @@ def sparse_options(divergence: Any, support: Any) -> None:
 
 
 def live_teacher(store: Any, support: Any, on_policy: Any, generation_config: Any) -> None:
-    """Checks the arguments of DistillTrainer that are possible only with a teacher model."""
+    """Checks the arguments of DistillTrainer that need a teacher model instead of a store."""
     _option_checks.fraction("on_policy", on_policy)
     if store is not None and support == "whole":
         raise ValueError(
@@ -109,7 +109,7 @@ def live_teacher(store: Any, support: Any, on_policy: Any, generation_config: An
 
 
 def support_of_store(support: Any, sampled: bool) -> None:
-    """Refuses the supports "tail" and "renorm" for sampled targets, which have no tail."""
+    """Refuses the supports "tail" and "renorm" for sampled targets."""
     if sampled and support in ("tail", "renorm"):
         raise ValueError(
             'support must be "truncate" or "renorm_teacher" for a store with values="counts",'
