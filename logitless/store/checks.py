@@ -136,7 +136,7 @@ def draws(targets: Any, counts: Tensor, n: int) -> None:
         off = torch.where(counts > 0, off, 1.0)
     else:
         off = torch.where((counts == 0) & (targets.mask != 0), 1.0, off)
-    rule = f'be logs of counts divided by {n} in a store with values="counts", as'
+    rule = f'be log(count / {n}) in a store with values="counts", as'
     rule += f" capture_sampled(logits, {n}) returns with proposal=1"
     if off.numel() and float(off.max()) > 1e-6:
         got = float(logprobs.flatten()[off.argmax()])
@@ -271,7 +271,7 @@ def state_of_documents(state: Any, fixed: dict[str, Any]) -> None:
     names = {"epoch", "position", *fixed}
     if not isinstance(state, Mapping) or state.keys() != names:
         got = sorted(state) if isinstance(state, Mapping) else type(state).__name__
-        raise ValueError(f"state must have the names {', '.join(sorted(names))}, got {got}.")
+        raise ValueError(f"state must have the keys {', '.join(sorted(names))}, got {got}.")
     for name, value in fixed.items():
         if state[name] != value:
             raise ValueError(
@@ -342,5 +342,5 @@ def is_open(closed: bool, is_mine: bool) -> None:
     if not is_mine:
         raise ValueError(
             "a writer must be used by the process that opened it, got a process that was forked"
-            " later. Open a writer with another part= in each process."
+            " later. Open a writer with its own part= in each process."
         )

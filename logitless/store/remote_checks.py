@@ -24,7 +24,7 @@ def connection(timeout: Any, attempts: Any, options: Any) -> None:
 def http_options(options: Any) -> None:
     if unknown := sorted(options.keys() - {"headers"}):
         raise ValueError(
-            "storage_options must have only the name 'headers' for an address of http or https,"
+            "storage_options must have only the key 'headers' for an http or https address,"
             f" got {unknown[0]!r}."
         )
     headers = options.get("headers", {})

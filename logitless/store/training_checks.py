@@ -51,7 +51,8 @@ def batch_of_trainer(inputs: Any) -> None:
         if inputs.get(name) is None:
             raise ValueError(
                 f"a batch must have {name}, got {sorted(inputs)}. Use a data_collator that"
-                " returns both, such as DataCollatorForLanguageModeling(tokenizer, mlm=False)."
+                " returns input_ids and labels, such as"
+                " DataCollatorForLanguageModeling(tokenizer, mlm=False)."
             )
 
 
@@ -93,8 +94,8 @@ def live_teacher(store: Any, support: Any, on_policy: Any, generation_config: An
     _option_checks.fraction("on_policy", on_policy)
     if store is not None and support == "whole":
         raise ValueError(
-            "support must be one of the supports of topk_distill with store=, because a store has"
-            " only the top-k of each row, got 'whole'. Pass the teacher model as teacher=."
+            "support must not be 'whole' with store=, because a store has only the top-k of each"
+            " row, got 'whole'. Pass the teacher model as teacher=."
         )
     if store is not None and on_policy:
         raise ValueError(
@@ -121,6 +122,6 @@ def whole_vocabulary(student: int | None, teacher: int | None) -> None:
     """Checks that the teacher has a logit for each token of the student."""
     if student is not None and teacher is not None and teacher < student:
         raise ValueError(
-            f"teacher must have at least the student's {student} logits per token with"
-            f" support='whole', got {teacher}."
+            f"teacher must return at least as many logits per token as the student ({student})"
+            f" with support='whole', got {teacher}."
         )

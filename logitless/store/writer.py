@@ -296,7 +296,7 @@ class Writer:
     def __reduce__(self):
         raise TypeError(
             "a writer must stay in its process, got a request to pickle the writer. Open a writer"
-            " with another part= in each process."
+            " with its own part= in each process."
         )
 
     def __enter__(self) -> "Writer":
