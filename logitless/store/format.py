@@ -47,8 +47,8 @@ With values="f16", there is no `step`, and `codes` has this form:
 
 With values="counts", the store holds sampled targets (`capture_sampled`), and K is the number n of
 draws per token. The rows of a shard have different lengths. Let S be the number of distinct ids of
-all rows. The columns `top`, `tail`, `step` and `codes` do not exist. Instead of `ids.W` as above,
-there are these columns:
+all rows. The columns `top`, `tail`, `step` and `codes` do not exist. The shard has these columns
+instead:
 
     slots       I64 (D + 1)       first slot of each document; the last entry is S
     ids.W       (S · W / 8)       the distinct ids of all rows, packed; ascending within a row
@@ -197,7 +197,7 @@ def _sizes(header: Header) -> dict[str, int]:
 
 
 def widths(bits: int) -> list[tuple[int, torch.dtype | None]]:
-    """Returns the widths and dtypes of the fields of an integer of `bits` bits, widest first.
+    """Returns (width, dtype) for each field of an integer with `bits` bits, widest field first.
 
     The dtype is None for a width below 8 bits.
     """

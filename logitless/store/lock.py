@@ -15,8 +15,8 @@ class Lock:
     process does not inherit the lock. The forked process closes its copy of the descriptor
     immediately, because a lock is held as long as any copy of its descriptor is open. If the file
     is already locked, the constructor raises an error. With `wait=True`, the constructor waits
-    until the file is unlocked instead of raising. With `shared=True`, several processes can hold
-    the lock at the same time, if all of them pass `shared=True`.
+    until the file is unlocked instead of raising. Several processes can hold the lock at the same
+    time if all of them pass `shared=True`.
     """
 
     def __init__(self, path: Path, wait: bool = False, shared: bool = False):

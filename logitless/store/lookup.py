@@ -59,7 +59,7 @@ class Index:
 
     def __init__(self, shards: Sequence[Any]):
         self.shards: list[Any] = []
-        self.first = [0]  # number of each shard's first document; the last entry is the total
+        self.first = [0]  # number of each shard's first document, then the total number
         self.hashes = self._numbers = torch.empty(0, dtype=torch.int64)
         self.add(shards)
 
@@ -88,7 +88,7 @@ class Index:
         return _first_that_agree(tokens, [(0, candidates)])[0]
 
     def documents(self, tokens: Tensor, starts: Tensor) -> list[Match | None]:
-        """Returns, for each range between two starts, the document with its tokens, or None."""
+        """Returns, for each range between two starts, the document with these tokens, or None."""
         lengths, begins = starts.diff(), starts.tolist()
         proposed: list[tuple[int, list[Match]]] = [(begin, []) for begin in begins[:-1]]
         for at, entries in self._hits(Hashes(tokens)(starts[:-1], lengths)):

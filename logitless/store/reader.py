@@ -242,8 +242,9 @@ class Store:
 
         `matches` are the documents that were found from left to right.
 
-        If all tokens after these documents are padding, the result is `matches`. Otherwise, other
-        documents that fill the row are searched. Raises KeyError if no documents fill the row.
+        If all tokens after these documents are padding, the result is `matches`. Otherwise, this
+        method searches for other documents that fill the row. Raises KeyError if no documents fill
+        the row.
         """
         begin, end = row * width, (row + 1) * width
         at = begin + sum(match.length for match in matches)

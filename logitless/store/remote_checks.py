@@ -78,8 +78,9 @@ def upload_address(url: Any, is_address: bool) -> None:
 def own_address(url: str, name: str, same: bool) -> None:
     if not same:
         raise ValueError(
-            f"upload must be an address without another store, got {url}, whose store.index lists"
-            f" {name}. The local folder does not have this file, or has another file of this name."
+            f"upload must be an address without another store, got {url} with a store.index that"
+            f" lists {name}. The local folder does not have this file, or has another file of this"
+            " name."
         )
 
 
@@ -96,7 +97,7 @@ def missing(where: str, got: str = "no file") -> FileNotFoundError:
 
 
 def missing_listed(error: FileNotFoundError) -> FileNotFoundError:
-    """Returns the error for a file of an open store that no longer exists."""
+    """Returns the error for a missing file of an open store."""
     return FileNotFoundError(
         f"{error} store.index listed this file when the store was opened. If the store has changed"
         " since it was opened, open it again."

@@ -100,7 +100,7 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
     NEGLIGIBLE. Otherwise, TRIED other units are tried too, and the row uses the unit with the
     smallest divergence. The smallest of these units is chosen so that the slots beyond NEAR units
     have a total mass of at most FAR_MASS. Trying several units reduces the divergence, because most
-    of a row's mass is in a few slots. At some units, the rounding errors of all these slots are
+    of a row's mass is in a few slots. For some units, the rounding errors of all these slots are
     small.
     """
     p = torch.softmax(logprobs.clamp_min(torch.finfo(torch.float32).min), -1)

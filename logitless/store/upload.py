@@ -109,9 +109,10 @@ class Uploads:
     def _at_address(self, records: Iterable[Path]) -> set[str]:
         """Returns the names of all shards that are known to be at the address.
 
-        A shard is at the address if the address's store.index lists the shard. A shard that only
-        `records` list is at the address if the file there has the size of the local file. Raises if
-        the address has another store, because the upload would replace the files of that store.
+        A shard is at the address if the address's store.index lists the shard. If only `records`
+        list a shard, the size of the file at the address is compared with the size of the local
+        file. Raises if the address has another store, because the upload would replace the files of
+        that store.
         """
         found = {*self._uploaded, *self._listed()}
         for name in set().union(*(_recorded(record, self.remote.url) for record in records)):

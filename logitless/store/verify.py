@@ -34,7 +34,7 @@ class Report:
     documents: int = 0
     tokens: int = 0
     problems: list[str] = field(default_factory=list)
-    label_logprob: dict[int, float] = field(default_factory=dict)  # offset: mean in nats
+    label_logprob: dict[int, float] = field(default_factory=dict)  # {offset: mean in nats}
 
     def __bool__(self) -> bool:
         return not self.problems

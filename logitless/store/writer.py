@@ -248,7 +248,7 @@ class Writer:
             self.flush()
 
     def _bytes(self, tokens: int, documents: int) -> int:
-        """Returns how many bytes of `shard_bytes` these numbers of tokens and documents take."""
+        """Returns the number of bytes that count towards `shard_bytes`."""
         return tokens * (8 + self.row_bytes) + documents * PER_DOCUMENT
 
     @on_cpu
