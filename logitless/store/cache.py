@@ -66,7 +66,8 @@ class Cache:
     def reading(self, listed: Listed, fetch: Callable[[Listed, Any], None]) -> Iterator[Path]:
         """Yields the path of a file. The file is not deleted inside the with block.
 
-        If the cache does not have the file, `fetch` writes its bytes into an open local file.
+        If the cache does not have the file, `fetch` writes the bytes of the file into an open local
+        file.
         """
         path = self.folder / listed.sha256
         while True:
@@ -87,7 +88,7 @@ class Cache:
         """Fetches a file, if the cache does not have the file.
 
         The caller calls `_failure` before it waits for the file, and passes the result as `before`.
-        If another process has failed to fetch the file since then, this method raises the error of
+        If another process failed to fetch the file during the wait, this method raises the error of
         that process.
         """
         path = self.folder / listed.sha256
@@ -107,7 +108,8 @@ class Cache:
         """Fetches a file in the background, if the cache does not have the file.
 
         Raises a ValueError if another process is reading or fetching the file. If `fetch` fails,
-        only this process raises the error. Other processes that wait for the file do not raise it.
+        only this process raises the error. Other processes that wait for the file do not raise this
+        error.
         """
         path = self.folder / listed.sha256
         with Lock(self._lock(path)):

@@ -39,14 +39,14 @@ def capture(
 
     If the writer has values="counts", `capture` stores next tokens that are drawn at random. The
     number of draws per token is the writer's k. `generator` is the torch.Generator of these draws.
-    It must be on the device of the model.
+    The generator must be on the device of the model.
 
     A batch is a list of documents, a tensor or a dict. A document in a list is a list of token ids.
     A tensor holds input_ids of shape (B, T), with one document per row. A dict holds the keyword
-    arguments of a Transformers model. Its attention_mask is 0 for padding. Documents that the
-    writer already has are skipped before the model runs. So calling `capture` again resumes a run
-    that was killed. `k` is at most the writer's k, which is also the default. `head` has the same
-    meaning as in `fuse`. After each captured document, `progress` is called with the number of
+    arguments of a Transformers model. In a dict, attention_mask is 0 for padding. Documents that
+    the writer already has are skipped before the model runs. So calling `capture` again resumes a
+    run that was killed. `k` is at most the writer's k, which is also the default. `head` has the
+    same meaning as in `fuse`. After each captured document, `progress` is called with the number of
     tokens in the document. For the skipped documents of a batch, `progress` is called once, with
     their total number of tokens. If the head returns more logits than the writer's vocab_size, the
     additional logits are ignored.

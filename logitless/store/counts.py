@@ -25,8 +25,7 @@ from .format import Header, Table, pack
 def encoded_counts(targets: SparseTargets, header: Header) -> Table:
     """Encodes sampled targets of shape (T,), on the device of the targets.
 
-    `capture_sampled` returns NaN for rows whose logits are NaN. Such a row becomes a row without
-    slots.
+    `capture_sampled` returns NaN for rows whose logits are NaN. The encoded row then has no slots.
     """
     n = header.k
     counts = counts_of(targets, n)
@@ -67,7 +66,7 @@ class CountsDecoding:
         bits = bits_of(table["draws"], self.header.k)
         slot = bits.cumsum(-1)  # the slot of each draw, numbered from 1
         # In a row without slots, all bits are 0, so `slot` is 0 for all draws. These draws are
-        # counted in column 0 of `counts`, which [:, 1:] drops.
+        # counted in column 0 of `counts`. The slice [:, 1:] drops column 0.
         counts = torch.zeros(len(bits), self.header.k + 1, dtype=torch.int64)
         counts = counts.scatter_add_(-1, slot, torch.ones_like(slot))[:, 1:]
         self.ids[begin:end] = table["ids"]

@@ -37,9 +37,9 @@ class Documents(IterableDataset):
     torchrun sets. The documents of a rank are divided among the workers of its DataLoader.
 
     `state_dict` returns the position in the epoch. The first iteration after `load_state_dict`
-    reads only the rest of the saved epoch. This iteration reads no documents if the state was saved
-    at the end of an epoch. A resumed run must have the same store, seed, `mixed`, number of ranks
-    and number of workers.
+    reads only the rest of the saved epoch. If the state was saved at the end of an epoch, the first
+    iteration reads no documents. A resumed run must have the same store, seed, `mixed`, number of
+    ranks and number of workers.
 
     >>> loader = StatefulDataLoader(Documents(store, seed=0), 8, collate_fn=pad_documents)
     """
@@ -163,7 +163,7 @@ def pad_documents(
     place = torch.arange(int(lengths.max()))
     is_token = place < lengths[:, None]
     # `pad_token` and an empty row are appended after the tokens and rows of all documents. The
-    # index `at` selects them for padding.
+    # index `at` selects this token and this row for padding.
     at = torch.where(is_token, first[:, None] + place, lengths.sum())
     tokens = torch.cat([*(tokens for tokens, _ in documents), torch.tensor([pad_token])])[at]
     rows = [targets for _, targets in documents]

@@ -36,8 +36,8 @@ def header_fields(where: object, text: str | bytes, kind: type) -> dict:
 def same_header(where: object, got: Any, want: Any, of: object, advice: str = "") -> None:
     """Checks that the header `got` equals the header `want`.
 
-    The error message names `where`, the file or store with the header `got`. It also names `of`,
-    the file, store or writer with the header `want`.
+    The error message names `where`, the file or store with the header `got`. The message also names
+    `of`, the file, store or writer with the header `want`.
     """
     for field in dataclasses.fields(want):
         expected, value = getattr(want, field.name), getattr(got, field.name)

@@ -4,8 +4,8 @@ In the output of both servers, entry t is the predicted distribution of token t.
 is None. Row i of a store is the distribution of token i + 1, so row i is the server's entry i + 1.
 A row is masked if the server returned no entry for it. The row of a document's last token is
 usually masked. If the log-probabilities of the prompt were not requested, the rows of the prompt
-are masked too. The row of the prompt's last token is then an exception, because it is entry 0 of
-the completion.
+are masked too. The row of the prompt's last token is then an exception, because this row is entry 0
+of the completion.
 
 Entry t of vLLM's output always contains token t, because vLLM adds token t to the entry if token t
 is not among the k most probable tokens. If entry t does not contain token t, the entry belongs to
@@ -25,7 +25,7 @@ from ..targets.sparse import SparseTargets, unchecked
 from . import server_checks as checks
 from .device import on_cpu
 
-# An entry of a server's output for one token: {id: log-probability}, or None if it is missing.
+# Entry of one token in a server's output: {id: log-probability}, or None if there is no entry.
 Entry = Mapping[int, float] | None
 # With return_tokens_as_token_ids, vLLM's JSON writes the id 7 as "token_id:7".
 VLLM_ID = "token_id:"

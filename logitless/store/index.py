@@ -98,9 +98,9 @@ def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         entries.append((first, torch.full_like(first, n)))
     entries += [(places[1:], shared + 1), (places[:-1], shared + 1)]
     place, length = (torch.cat(column) for column in zip(*entries, strict=True))
-    # Entries that are longer than their document are removed. They occur if a whole document is a
-    # prefix of another document. Then (shared + 1) is larger than the length of the shorter
-    # document.
+    # Entries that are longer than their document are removed. Such entries occur if a whole
+    # document is a prefix of another document. Then (shared + 1) is larger than the length of the
+    # shorter document.
     within = length <= lengths[place]
     place, length = place[within], length[within]
     hashes, by_hash = hashed(begin[place], length).sort(stable=True)

@@ -41,7 +41,7 @@ class Lock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this process took the lock. False if a parent process took it before a fork."""
+        """Whether this process took the lock. False in a process that was forked later."""
         return self.owner == os.getpid()
 
     def release(self) -> None:

@@ -39,14 +39,14 @@ class Match(NamedTuple):
 
 
 class _Beginning(NamedTuple):
-    """A prefix of `length` tokens at one position in the batch. Its hash is in the index."""
+    """A prefix at one position in the batch. The hash of the prefix is in the index."""
 
     length: int
     entries: range  # index entries with this hash
 
 
 class _Search(NamedTuple):
-    """A search at one position in the batch. It looks up prefixes of `length` to `upper` tokens."""
+    """A search at one position in the batch, for prefixes of `length` to `upper` tokens."""
 
     at: int  # index of this position in the list `starts`
     length: int  # the hash of the next `length` tokens is in the index

@@ -45,10 +45,10 @@ class Store:
     `path` is a local folder, or an address such as s3://bucket/targets. From an address, whole
     shards are fetched into the folder `cache`. The files in this folder take at most `cache_bytes`
     bytes (64 GiB by default). By default, `cache` is the folder that the environment variable
-    LOGITLESS_CACHE names, or ~/.cache/logitless. If a request fails, it is repeated, up to
-    `attempts` attempts in total (5 by default). A request over http or https fails if the server
-    sends nothing for `timeout` seconds (60 by default). `storage_options` are the keyword arguments
-    of fsspec's file system. For http and https, `storage_options` is `{"headers": {...}}`.
+    LOGITLESS_CACHE names, or ~/.cache/logitless. A request that fails is repeated, up to `attempts`
+    attempts in total (5 by default). A request over http or https fails if the server sends nothing
+    for `timeout` seconds (60 by default). `storage_options` are the keyword arguments of fsspec's
+    file system. For http and https, `storage_options` is `{"headers": {...}}`.
 
     >>> store = Store("targets")
     >>> tokens, targets = store[0]  # targets[i] describes the token after tokens[i]

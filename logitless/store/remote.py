@@ -2,9 +2,9 @@
 
 Files at http and https addresses are read with Python's standard library. Files at all other
 addresses are read and written with the package fsspec. A request that fails is repeated after a
-wait. Each wait is twice as long as the previous wait, up to LONGEST_WAIT. If the size or the
-SHA-256 of a file is known, the fetched bytes are compared with it. A difference counts as a failed
-request. So a file that was cut off or changed during the transfer is fetched again.
+wait. Each wait is twice as long as the previous wait, up to LONGEST_WAIT. The fetched bytes are
+compared with the size and the SHA-256 of the file, if these are known. A difference counts as a
+failed request. So a file that was cut off or changed during the transfer is fetched again.
 """
 
 import functools
@@ -269,6 +269,6 @@ def _pieces(file: Readable, most: int) -> Iterator[bytes]:
 
 
 def _length(response: http.client.HTTPResponse) -> int | None:
-    """Returns the number in the header Content-Length, or None if there is no such number."""
+    """Returns the number in the header Content-Length, or None if the header has no number."""
     text = response.headers.get("Content-Length", "")
     return int(text) if text.isdecimal() else None

@@ -269,8 +269,8 @@ def _all_units() -> Tensor:
 def _units_of_codes(near: int) -> Tensor:
     """Returns the distance in units that each code stands for.
 
-    For ZERO, the code of probability 0, this number is inf. For EMPTY, the code of a masked slot,
-    it is NaN.
+    For ZERO, the code of probability 0, the distance is inf. For EMPTY, the code of a masked slot,
+    the distance is NaN.
     """
     codes = torch.arange(256, dtype=torch.float32)
     units = codes.clamp_max(near) * torch.exp2((codes - near).clamp_min(0) * GROWTH)

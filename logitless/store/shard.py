@@ -155,7 +155,7 @@ class Shard:
     def _sampled_pieces(self, spans: Sequence[Span]) -> Pieces:
         """Implements `pieces_of` for sampled targets.
 
-        Their rows have different lengths in the shard.
+        Rows of sampled targets have different lengths in the shard.
 
         The column `slots` holds the first slot of each document, but not of each row. The first
         slot of a span is computed from `draws`, which is read from the first row of the document

@@ -63,8 +63,8 @@ class _Shift:
     def add(self, tokens: Tensor, targets: SparseTargets, inner: Tensor, vocab_size: int) -> None:
         """Adds the rows with the indices `inner`. These rows have tokens at all three offsets."""
         ids, logprobs = targets.ids[inner], targets.logprobs[inner]
-        # A token outside the slots gets an equal share of the tail. Sampled targets have no tail.
-        # In this case, a token that was not drawn gets half the weight of one draw.
+        # A token outside the slots gets an equal share of the tail. Sampled targets have no tail,
+        # so a token that was not drawn gets half the weight of one draw.
         if targets.tail is None:
             rest = torch.full((len(inner),), -math.log(2 * targets.k), dtype=torch.float64)
         else:
