@@ -3,8 +3,8 @@
 The checksums follow the tensors in the same file, one CRC-32 per BLOCK bytes (store/format.py). A
 read copies the blocks into memory and then compares the copy with the checksums. So a read raises
 an error if a byte of these blocks has changed since the shard was written. A read also raises an
-error if the file was cut off after it was opened. Files are not memory-mapped, because reading a
-mapped file beyond its end would kill the process with a signal.
+error if the file was cut off after it was opened. Files are not memory-mapped, because the system
+kills a process that reads a mapped file beyond its end.
 """
 
 import os
@@ -54,7 +54,7 @@ class Blocks:
         If a block is in several ranges, the block is read and compared with its checksum only once.
         """
         file, unit = self._file or self._opened(), BLOCK if self.checked else 1
-        runs: list[list[int]] = []  # ascending ranges [first, end) of the block numbers to read
+        runs: list[list[int]] = []  # ranges [first, end) of block numbers to read, ascending
         complete, shift, places = 0, 0, [0] * len(ranges)
         for number in sorted(range(len(ranges)), key=ranges.__getitem__):
             begin, end = ranges[number]
@@ -91,7 +91,7 @@ class Blocks:
             file_checks.changed_block(self.path, self.start + block * BLOCK)
 
     def close(self) -> None:
-        """Closes the file once no thread reads the file. The next read opens the file again."""
+        """Closes the file after all current reads. The next read opens the file again."""
         self._file = None
 
     def _opened(self) -> "_File":
@@ -157,7 +157,7 @@ def checksums(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _as_bytes(numbers: list[Any]) -> Tensor:
-    """Returns the bytes of 32-bit numbers, little-endian, as a uint8 tensor."""
+    """Returns 32-bit numbers as a uint8 tensor of little-endian bytes."""
     data = bytearray().join(n.to_bytes(4, "little") for n in numbers)
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0).byte()
 

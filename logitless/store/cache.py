@@ -6,8 +6,8 @@
     SHA256.failed  the error of the last fetch that failed
     cache.lock     locked while a process makes room for another file, or renames a fetched file
 
-A file is fetched under the name SHA256.part and then renamed, so that a reader never sees a part of
-a file. Only one process fetches a file, and the other processes wait for this process. If the fetch
+A file is fetched under the name SHA256.part and then renamed, so that no reader finds an incomplete
+file. Only one process fetches a file, and the other processes wait for this process. If the fetch
 fails, the waiting processes raise the same error. Otherwise, the waiting processes would repeat the
 failing fetch one after the other. If there is no room for a file, the least recently used files are
 deleted, except files that are being read or fetched. If all files are being read or fetched, the
@@ -36,7 +36,7 @@ COUNTED = re.compile(r"[0-9a-f]{64}(\.part)?")  # names of the files that the li
 
 
 def default_folder() -> Path:
-    """Returns the folder that LOGITLESS_CACHE names, or else `logitless` in the user's cache."""
+    """Returns the folder in LOGITLESS_CACHE, or else `logitless` in the user's cache folder."""
     if chosen := os.environ.get("LOGITLESS_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logitless"
@@ -51,7 +51,7 @@ class Cache:
         checks.cache_bytes(self.limit)
         checks.cache_folder(self.folder)
         for path in self._files():
-            if path.suffix == ".part":  # the file of a process that ended while it was fetching
+            if path.suffix == ".part":  # left by a process that ended during a fetch
                 self._deleted(path)
 
     def use(self, listed: Listed) -> bool:
@@ -66,7 +66,8 @@ class Cache:
     def reading(self, listed: Listed, fetch: Callable[[Listed, Any], None]) -> Iterator[Path]:
         """Yields the path of a file. The file is not deleted inside the with block.
 
-        If the cache does not have the file, `fetch` writes its bytes into an open local file.
+        If the cache does not have the file, `fetch` writes the bytes of the file into an open local
+        file.
         """
         path = self.folder / listed.sha256
         while True:
@@ -86,8 +87,9 @@ class Cache:
     def _fetched(self, listed: Listed, fetch: Callable[[Listed, Any], None], before: str) -> None:
         """Fetches a file, if the cache does not have the file.
 
-        `before` is the result of `_failure` before this process began to wait. If another process
-        has failed to fetch the file since then, raises the error of that process.
+        The caller calls `_failure` before it waits for the file, and passes the result as `before`.
+        If another process failed to fetch the file during the wait, this method raises the error of
+        that process.
         """
         path = self.folder / listed.sha256
         with Lock(self._lock(path), wait=True):
@@ -96,7 +98,7 @@ class Cache:
                 try:
                     self._fetch(listed, fetch)
                 except (FileNotFoundError, PermissionError):
-                    raise  # not recorded, because the server sends such errors at once
+                    raise  # not recorded: the fetch fails at once in every process
                 except OSError as error:
                     failed = path.with_name(f"{path.name}.failed")
                     _replace(failed, f"{uuid.uuid4()}\n{error}")
@@ -105,8 +107,9 @@ class Cache:
     def prefetched(self, listed: Listed, fetch: Callable[[Listed, Any], None]) -> None:
         """Fetches a file in the background, if the cache does not have the file.
 
-        Raises a ValueError if another process is reading or fetching the file. An error of `fetch`
-        is raised only in this process, and not in processes that wait for the file.
+        Raises a ValueError if another process is reading or fetching the file. If `fetch` fails,
+        only this process raises the error. Other processes that wait for the file do not raise this
+        error.
         """
         path = self.folder / listed.sha256
         with Lock(self._lock(path)):
@@ -114,7 +117,7 @@ class Cache:
                 self._fetch(listed, fetch)
 
     def discard(self, listed: Listed) -> None:
-        """Deletes a file after all processes have finished reading it."""
+        """Waits until no process reads a file, and then deletes the file."""
         path = self.folder / listed.sha256
         with Lock(self._lock(path), wait=True):
             path.unlink(missing_ok=True)
@@ -125,7 +128,7 @@ class Cache:
         return path.with_name(f"{path.name.removesuffix('.part')}.lock")
 
     def _fetch(self, listed: Listed, fetch: Callable[[Listed, Any], None]) -> None:
-        """Fetches a file whose lock is held."""
+        """Fetches a file. The caller holds the file's lock."""
         path = self.folder / listed.sha256
         part = path.with_name(f"{path.name}.part")
         self._reserve(part, listed.bytes)
@@ -174,7 +177,7 @@ class Cache:
         return [path for path in self.folder.iterdir() if COUNTED.fullmatch(path.name)]
 
     def _deleted(self, path: Path) -> bool:
-        """Deletes a file, unless a process reads or fetches it. Returns whether it was deleted."""
+        """Deletes a file if the file is not locked, and returns whether the file was deleted."""
         try:
             with Lock(self._lock(path)):
                 path.unlink(missing_ok=True)

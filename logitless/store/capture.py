@@ -38,18 +38,18 @@ def capture(
     """Stores a teacher's k most probable next tokens, and returns the number of added documents.
 
     If the writer has values="counts", `capture` stores next tokens that are drawn at random. The
-    number of draws per token is the writer's k. `generator` is the random generator of these draws,
-    and must be on the device of the model.
+    number of draws per token is the writer's k. `generator` is the torch.Generator of these draws.
+    The generator must be on the device of the model.
 
     A batch is a list of documents, a tensor or a dict. A document in a list is a list of token ids.
     A tensor holds input_ids of shape (B, T), with one document per row. A dict holds the keyword
-    arguments of a Transformers model. Its attention_mask is 0 for padding. Documents that the
-    writer already has are skipped before the model runs. So calling `capture` again resumes a run
-    that was killed. `k` must not be larger than the writer's k, and the default is the writer's k.
-    `head` has the same meaning as in `fuse`. After each captured document, `progress` is called
-    with the number of tokens in the document. If documents of a batch are skipped, `progress` is
-    called once more, with the total number of tokens in the skipped documents. If the head is
-    padded to more logits than the writer's vocab_size, the logits beyond vocab_size count as -inf.
+    arguments of a Transformers model. In a dict, attention_mask is 0 for padding. Documents that
+    the writer already has are skipped before the model runs. So calling `capture` again resumes a
+    run that was killed. `k` is at most the writer's k, which is also the default. `head` has the
+    same meaning as in `fuse`. After each captured document, `progress` is called with the number of
+    tokens in the document. For the skipped documents of a batch, `progress` is called once, with
+    their total number of tokens. If the head returns more logits than the writer's vocab_size, the
+    additional logits are ignored.
 
     Under torchrun, each rank captures the part of the batches that the function `share` selects:
 
@@ -95,7 +95,7 @@ def share(
 
 @contextlib.contextmanager
 def lazy_head(model: nn.Module, name: str | None = None) -> Iterator[None]:
-    """Makes the model return lazy logits inside the `with` block, even if gradients are disabled.
+    """Inside the `with` block, the model returns lazy logits, even if gradients are disabled.
 
     If the model is not fused, the model is fused inside the `with` block and unfused afterwards.
     """
@@ -115,7 +115,7 @@ class _Pending(NamedTuple):
 
     documents: list[tuple[Tensor, Tensor]]  # each document's tokens, and its row indices in `rows`
     rows: Table  # rows of all tokens of the batch, including padding
-    copied: Any  # an event that marks the end of the copy to the host; None on the CPU
+    copied: Any  # CUDA event at the end of the copy to the host; None on the CPU
 
 
 def _inputs(batch: Any) -> tuple[dict[str, Any], Tensor]:
@@ -143,7 +143,7 @@ def _padded(documents: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _new_documents(ids: Tensor, is_token: Tensor, writer: Writer) -> tuple[list[int], int]:
-    """Returns the indices of the batch rows to capture, and the number of tokens in other rows."""
+    """Returns the indices of the batch rows to capture, and the number of tokens to skip."""
     new, skipped = [], 0
     for row, (tokens, kept) in enumerate(zip(ids.cpu(), is_token, strict=True)):
         tokens = tokens[kept]
@@ -155,7 +155,7 @@ def _new_documents(ids: Tensor, is_token: Tensor, writer: Writer) -> tuple[list[
 
 
 def _rows(t: Any, wanted: list[int], rows: int) -> Any:
-    """Selects the rows with the indices `wanted` from one keyword argument of the model.
+    """Selects the batch rows `wanted` of one keyword argument of the model.
 
     An argument without a batch dimension is returned unchanged.
     """
@@ -173,8 +173,8 @@ def _launch(
 ) -> _Pending:
     """Starts the model on a batch without waiting for the device.
 
-    The tokens are copied on the CPU before the batch is moved to the device, because copying them
-    back from the device would wait for the device.
+    A copy of the tokens stays on the CPU, because copying the tokens back from the device would
+    wait for the device.
     """
     tokens, device = inputs["input_ids"].cpu(), next(model.parameters()).device
     inputs = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
@@ -184,7 +184,7 @@ def _launch(
     logits = getattr(output, "logits", output)
     header = writer.header
     checks.logits_of_batch(logits, ids, header.vocab_size)
-    if logits.shape[-1] > header.vocab_size:  # no token has the id of a column beyond vocab_size
+    if logits.shape[-1] > header.vocab_size:  # the other columns are padding of the head
         logits = logits[..., : header.vocab_size]
     if header.sampled:
         how = {"generator": generator, "temperature": header.temperature}

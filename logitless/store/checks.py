@@ -114,7 +114,7 @@ def document(targets: Any, tokens: Tensor, h: Any, kind: type) -> None:
         got = low if low < 0 else high
         raise ValueError(f"targets.ids must be in the vocabulary of {h.vocab_size}, got {got}.")
     most = float(logprobs.detach().max()) if logprobs.numel() else 0.0
-    if not most <= 2**-7:  # 2^-7 allows 16-bit rounding; `not <=` is also True for NaN
+    if not most <= 2**-7:  # 2^-7 allows for 16-bit rounding; `not <=` also refuses NaN
         raise ValueError(f"targets.logprobs must be logarithms of probabilities, got {most}.")
     tail = 0.0 if targets.tail is None else float(targets.tail.detach().max())
     if not tail <= 2**-7:
@@ -122,7 +122,7 @@ def document(targets: Any, tokens: Tensor, h: Any, kind: type) -> None:
 
 
 def draws(targets: Any, counts: Tensor, n: int) -> None:
-    """Checks that the log-probabilities are log(count / n), as `capture_sampled` returns them.
+    """Checks that the log-probabilities are log(count / n), as in the result of `capture_sampled`.
 
     `counts` holds the number of draws of each slot, rounded to a whole number.
     """
@@ -136,7 +136,7 @@ def draws(targets: Any, counts: Tensor, n: int) -> None:
         off = torch.where(counts > 0, off, 1.0)
     else:
         off = torch.where((counts == 0) & (targets.mask != 0), 1.0, off)
-    rule = f'be logs of counts divided by {n} in a store with values="counts", as'
+    rule = f'be log(count / {n}) in a store with values="counts", as'
     rule += f" capture_sampled(logits, {n}) returns with proposal=1"
     if off.numel() and float(off.max()) > 1e-6:
         got = float(logprobs.flatten()[off.argmax()])
@@ -158,7 +158,7 @@ def draws(targets: Any, counts: Tensor, n: int) -> None:
 
 
 def row_range(index: Any, n: int) -> tuple[int, int]:
-    """Returns the begin and the end of the slice `index` in a document of n tokens."""
+    """Returns the start and the end of the slice `index` in a document of n tokens."""
     if not isinstance(index, slice) or index.step not in (None, 1):
         raise IndexError(f"a range of tokens must be a slice of step 1, got {index!r}.")
     begin, end, _ = index.indices(n)
@@ -267,11 +267,11 @@ def documents(seed: Any, mixed: Any, rank: Any, world: Any) -> None:
 
 
 def state_of_documents(state: Any, fixed: dict[str, Any]) -> None:
-    """Checks that `state` was saved with the same store, seed, `mixed` and share of documents."""
+    """Checks that `state` was saved with the same store, seed, `mixed`, ranks and workers."""
     names = {"epoch", "position", *fixed}
     if not isinstance(state, Mapping) or state.keys() != names:
         got = sorted(state) if isinstance(state, Mapping) else type(state).__name__
-        raise ValueError(f"state must have the names {', '.join(sorted(names))}, got {got}.")
+        raise ValueError(f"state must have the keys {', '.join(sorted(names))}, got {got}.")
     for name, value in fixed.items():
         if state[name] != value:
             raise ValueError(
@@ -328,9 +328,8 @@ def logits_of_batch(logits: Any, ids: Tensor, vocab_size: int) -> None:
 def rows_of_teacher(rows: dict[str, Tensor]) -> None:
     """Checks that `top`, the largest log-probability of each row, is finite.
 
-    A row whose log-probabilities are NaN cannot be written to a store, because a NaN in the
-    column `top` marks a row without slots. With values="counts", such a row has no draws, and is
-    refused too.
+    A row of NaN cannot be written to a store, because a NaN in the column `top` marks a row without
+    slots. With values="counts", a row of NaN has no draws, and is refused too.
     """
     fine = rows["top"].isfinite() if "top" in rows else (rows["draws"] != 0).any(-1)
     if not bool(fine.all()):
@@ -343,5 +342,5 @@ def is_open(closed: bool, is_mine: bool) -> None:
     if not is_mine:
         raise ValueError(
             "a writer must be used by the process that opened it, got a process that was forked"
-            " later. Open a writer with another part= in each process."
+            " later. Open a writer with its own part= in each process."
         )

@@ -25,8 +25,7 @@ from .format import Header, Table, pack
 def encoded_counts(targets: SparseTargets, header: Header) -> Table:
     """Encodes sampled targets of shape (T,), on the device of the targets.
 
-    `capture_sampled` returns NaN for rows whose logits are NaN. Such a row becomes a row without
-    slots.
+    `capture_sampled` returns NaN for rows whose logits are NaN. The encoded row then has no slots.
     """
     n = header.k
     counts = counts_of(targets, n)
@@ -50,7 +49,7 @@ def counts_of(targets: SparseTargets, n: int) -> Tensor:
 
 
 class CountsDecoding:
-    """Decodes rows into sampled targets part by part, as `Decoding` does (store/rows.py)."""
+    """Decodes rows of sampled targets part by part, like `Decoding` (store/rows.py)."""
 
     def __init__(self, rows: int, header: Header):
         self.header, self.rows = header, 0
@@ -67,7 +66,7 @@ class CountsDecoding:
         bits = bits_of(table["draws"], self.header.k)
         slot = bits.cumsum(-1)  # the slot of each draw, numbered from 1
         # In a row without slots, all bits are 0, so `slot` is 0 for all draws. These draws are
-        # counted in column 0 of `counts`, and [:, 1:] drops this column.
+        # counted in column 0 of `counts`. The slice [:, 1:] drops column 0.
         counts = torch.zeros(len(bits), self.header.k + 1, dtype=torch.int64)
         counts = counts.scatter_add_(-1, slot, torch.ones_like(slot))[:, 1:]
         self.ids[begin:end] = table["ids"]
@@ -127,10 +126,10 @@ def expand(draws: Tensor, ids: Tensor, header: Header) -> Table:
 
 
 def damaged_rows(table: Table, header: Header) -> Tensor:
-    """Returns a mask of the rows that no capture can write.
+    """Returns a mask of the invalid rows.
 
-    In a valid row, the first bit is 1 unless all bits are 0, the bits after the last draw are 0,
-    and the distinct ids are in ascending order.
+    In a valid row, the distinct ids are in ascending order, and the bits after the last draw are 0.
+    The first bit is 1, or all bits are 0.
     """
     draws, ids = table["draws"], table["ids"]
     slots = slots_of(draws)

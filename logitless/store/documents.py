@@ -18,7 +18,7 @@ from .reader import Store
 
 
 class Place(NamedTuple):
-    """A place in an epoch. `position` counts the documents that this worker has read."""
+    """A place in an epoch. `position` is the number of documents that this worker has read."""
 
     epoch: int
     position: int
@@ -37,9 +37,9 @@ class Documents(IterableDataset):
     torchrun sets. The documents of a rank are divided among the workers of its DataLoader.
 
     `state_dict` returns the position in the epoch. The first iteration after `load_state_dict`
-    reads only the rest of this epoch. If the state was saved at the end of an epoch, this iteration
-    reads no documents. A resumed run must have the same store, seed, `mixed`, number of ranks and
-    number of workers.
+    reads only the rest of the saved epoch. If the state was saved at the end of an epoch, the first
+    iteration reads no documents. A resumed run must have the same store, seed, `mixed`, number of
+    ranks and number of workers.
 
     >>> loader = StatefulDataLoader(Documents(store, seed=0), 8, collate_fn=pad_documents)
     """
@@ -127,14 +127,14 @@ class Documents(IterableDataset):
         return number * self.world + self.rank, workers * self.world
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the epoch, and the arguments on which the order depends."""
+        """Returns the position in the epoch, and the arguments that determine the order."""
         return {**self._place._asdict(), **self._fixed()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after the last document that was read before `state_dict` was called.
 
-        Only the next iteration continues. Later iterations read whole epochs, whose numbers
-        `set_epoch` sets.
+        This applies only to the next iteration. Later iterations read whole epochs. Call
+        `set_epoch` before each of these epochs.
         """
         checks.state_of_documents(state, self._fixed())
         self._place = self._resumed = Place(state["epoch"], state["position"])
@@ -162,8 +162,8 @@ def pad_documents(
     first = torch.cumsum(lengths, 0) - lengths
     place = torch.arange(int(lengths.max()))
     is_token = place < lengths[:, None]
-    # For padding, the index `at` selects an extra token and an extra row, which are appended after
-    # all documents.
+    # `pad_token` and an empty row are appended after the tokens and rows of all documents. The
+    # index `at` selects this token and this row for padding.
     at = torch.where(is_token, first[:, None] + place, lengths.sum())
     tokens = torch.cat([*(tokens for tokens, _ in documents), torch.tensor([pad_token])])[at]
     rows = [targets for _, targets in documents]

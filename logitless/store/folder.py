@@ -1,4 +1,4 @@
-"""The files in a store's folder: their names, and store.json.
+"""Finds the files in a store's folder, and reads and writes store.json.
 
 store/format.py lists the files.
 """
@@ -83,7 +83,7 @@ def last_number(path: Path, rank: int) -> int:
 
 
 def journals(path: Path) -> list[tuple[Path, int]]:
-    """Returns each journal in a folder, with its rank.
+    """Returns the path and the rank of each journal in a folder.
 
     Raises if a .journal file is not named RANK.journal.
     """

@@ -11,8 +11,8 @@ A store is a folder:
     store.index              a list of the shards, for readers of a remote store (store/listing.py)
     store-HASH.lookup        the index of all shards, for readers of a remote store
 
-RANK is the number of a writer. The number is 0 if there is only one writer. NUMBER is the number of
-a shard, written with at least six digits.
+RANK is the number of a writer, or 0 if there is only one writer. NUMBER is the number of a shard,
+written with at least six digits.
 
 A shard is a safetensors file (targets/safetensors.py). Bytes 0-7 hold the length n of a JSON
 header, and the next n bytes hold the header. The tensors follow, widest dtype first. The
@@ -24,9 +24,9 @@ Let a shard have D documents with T tokens in total, K slots (stored ids) per to
 bits. The shard has these tensors:
 
     starts      I64 (D + 1)       first token of each document; the last entry is T
-    index.hash  I64 (E)           sorted hashes of the documents' beginnings      (store/index.py)
-    index.doc   I32 (E)           number d of a document with this beginning, or -1 - d if
-                                  several documents of the shard have this beginning
+    index.hash  I64 (E)           sorted hashes of the documents' prefixes        (store/index.py)
+    index.doc   I32 (E)           number d of a document with this prefix, or -1 - d if
+                                  several documents of the shard have this prefix
     tokens.W    (T · W / 8)       the tokens, packed as described below
     ids.W       (T, K · W / 8)    ids of the slots, packed; the most probable slot comes first
     top         F32 (T)           log p of the first slot; NaN if the row has no slots
@@ -47,8 +47,8 @@ With values="f16", there is no `step`, and `codes` has this form:
 
 With values="counts", the store holds sampled targets (`capture_sampled`), and K is the number n of
 draws per token. The rows of a shard have different lengths. Let S be the number of distinct ids of
-all rows. The columns `top`, `tail`, `step` and `codes` do not exist, and these columns replace
-`ids.W`:
+all rows. The columns `top`, `tail`, `step` and `codes` do not exist. The shard has these columns
+instead:
 
     slots       I64 (D + 1)       first slot of each document; the last entry is S
     ids.W       (S · W / 8)       the distinct ids of all rows, packed; ascending within a row
@@ -58,20 +58,20 @@ all rows. The columns `top`, `tail`, `step` and `codes` do not exist, and these 
 Bit j of a row is in the byte with the index floor(j / 8). Within a byte, bits are counted from the
 lowest bit. All bits of a row without slots are 0.
 
-An integer of b bits is cut into fields of 32, 16, 8, 4, 2 or 1 bits. The widths of its fields add
-up to b. The widest field holds the lowest bits of the integer. The fields of one width W form one
-tensor of dtype U32, U16 or U8. If W is below 8, one byte holds the fields of 8 / W integers, with
-the field of the first integer in the lowest bits. So a field narrower than 8 bits never crosses a
-byte boundary. For example, an id of 18 bits takes a U16 and a quarter of a byte.
+An integer of b bits is cut into fields of 32, 16, 8, 4, 2 or 1 bits. The widths of all fields of an
+integer add up to b. The widest field holds the lowest bits of the integer. The fields of one width
+W form one tensor of dtype U32, U16 or U8. If W is below 8, one byte holds the fields of 8 / W
+integers. The field of the first integer is in the lowest bits. So a field narrower than 8 bits
+never crosses a byte boundary. For example, an id of 18 bits takes a U16 and a quarter of a byte.
 
 At K = 64 and V = 151,936, each token takes 218.25 bytes. The 64 ids of 18 bits take 128 + 16 bytes,
 and the codes take 63 bytes. The columns `top`, `tail` and `step` take 9 bytes, and the token itself
 takes 2.25 bytes. Checksums add 1 byte per 1,024 bytes. Each document takes 8 bytes for its start
 and 12 bytes per index entry.
 
-With values="counts", a token with m distinct ids takes ceil(n / 8) + (m + 1) b / 8 bytes, plus 1
-byte per 1,024 bytes for checksums. At n = 50, V = 151,936 and m = 15, each token takes 43.04 bytes.
-Each document takes 16 bytes for its start and its first slot.
+With values="counts", a token with m distinct ids takes ceil(n / 8) + (m + 1) b / 8 bytes. Checksums
+add 1 byte per 1,024 bytes here too. At n = 50, V = 151,936 and m = 15, each token takes 43.04
+bytes. Each document takes 16 bytes for its start and its first slot.
 
 Shards of version 1 can be read too. Version 1 has no `crc`, so only `verify` and `merge` detect a
 changed byte. In version 1, every code c up to 253 means c units. Readers ignore the stored index of
@@ -97,7 +97,7 @@ WIDTHS = {32: torch.uint32, 16: torch.uint16, 8: torch.uint8, 4: None, 2: None, 
 # Fields are computed in signed dtypes, because PyTorch lacks many operations on uint32 and uint16.
 SIGNED = {32: torch.int32, 16: torch.int16}
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-Table = dict[str, Tensor]  # one tensor per column; all columns have the same rows
+Table = dict[str, Tensor]  # one tensor per column; all columns have the same number of rows
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,11 @@ class Header:
 
     @property
     def row_column(self) -> str:
-        """The name of a column of a shard that has one row per token."""
+        """The name of a column that has one row per token."""
         return "draws" if self.sampled else "top"
 
     def layout(self) -> Layout:
-        """Returns the dtype of each column in memory, and the shape of one row of this column.
+        """Returns, for each column in memory, the dtype and the shape of one row.
 
         The columns of a shard have the same dtypes and shapes, except with values="counts"
         (store/counts.py).
@@ -197,7 +197,7 @@ def _sizes(header: Header) -> dict[str, int]:
 
 
 def widths(bits: int) -> list[tuple[int, torch.dtype | None]]:
-    """Returns the widths and dtypes of the fields of an integer of `bits` bits, widest first.
+    """Returns (width, dtype) for each field of an integer with `bits` bits, widest field first.
 
     The dtype is None for a width below 8 bits.
     """
@@ -224,7 +224,7 @@ def pack(x: Tensor, bits: int) -> dict[int, Tensor]:
 
 
 def unpack(fields: Mapping[int, Tensor], integers: Tensor) -> None:
-    """Inverts `pack`, and writes the result into `integers`, a tensor of shape (..., n)."""
+    """Inverts `pack`, and writes the integers into the tensor `integers` of shape (..., n)."""
     shift = 0
     for width, field in fields.items():
         if width < 8:
@@ -249,9 +249,9 @@ def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tens
 def _fields_of_byte(width: int, shift: int, dtype: torch.dtype) -> Tensor:
     """Returns a table (256, 8 / width). Row b holds the fields of byte b, shifted left by `shift`.
 
-    Each row of 8 bytes is viewed as one int64 number, and each row of 16 bytes as one complex128
+    A row of 8 bytes is returned as one int64 number, and a row of 16 bytes as one complex128
     number. `index_select` of single numbers is twice as fast as `index_select` of rows. The caller
-    views the selected numbers as `dtype` again.
+    converts the selected numbers back with `view(dtype)`.
     """
     fields = torch.arange(256)[:, None] >> torch.arange(0, 8, width) & (1 << width) - 1
     fields = (fields << shift).to(dtype)

@@ -1,11 +1,11 @@
 """Reads documents and targets from the output of the inference servers vLLM and SGLang.
 
-In the output of both servers, entry t is the predicted distribution of token t, and entry 0 of a
-prompt is None. Row i of a store is the distribution of token i + 1, so row i is the server's entry
-i + 1. Rows for which the server returned no entry are masked. The row of a document's last token is
+In the output of both servers, entry t is the predicted distribution of token t. Entry 0 of a prompt
+is None. Row i of a store is the distribution of token i + 1, so row i is the server's entry i + 1.
+A row is masked if the server returned no entry for it. The row of a document's last token is
 usually masked. If the log-probabilities of the prompt were not requested, the rows of the prompt
-are masked too. In this case, only the row of the prompt's last token is not masked, because this
-row is entry 0 of the completion.
+are masked too. The row of the prompt's last token is then an exception, because this row is entry 0
+of the completion.
 
 Entry t of vLLM's output always contains token t, because vLLM adds token t to the entry if token t
 is not among the k most probable tokens. If entry t does not contain token t, the entry belongs to
@@ -25,7 +25,7 @@ from ..targets.sparse import SparseTargets, unchecked
 from . import server_checks as checks
 from .device import on_cpu
 
-# One entry of a server's output: {id: log-probability} for one token, or None if there is no entry.
+# Entry of one token in a server's output: {id: log-probability}, or None if there is no entry.
 Entry = Mapping[int, float] | None
 # With return_tokens_as_token_ids, vLLM's JSON writes the id 7 as "token_id:7".
 VLLM_ID = "token_id:"
@@ -59,10 +59,10 @@ def from_vllm(
 
     If the output has `prompt_logprobs`, the document is the prompt. Without `prompt_logprobs`, the
     document is the prompt followed by the completion. In this case, the rows of the prompt are
-    masked. The exception is the row of the prompt's last token, because this row describes the
-    first token of the completion. With `completion=True`, the document always includes the
-    completion. With `completion=False`, the document is only the prompt. If there are several
-    completions, `choice` is the number of the completion to use.
+    masked, except the row of the prompt's last token. This row describes the first token of the
+    completion. With `completion=True`, the document always includes the completion. With
+    `completion=False`, the document is only the prompt. If there are several completions, `choice`
+    is the number of the completion to use.
 
     vLLM returns at most 20 log-probabilities per token, unless vLLM is started with max_logprobs=k.
 
@@ -101,7 +101,7 @@ def from_sglang(
     completion: bool | None = None,
     choice: int = 0,
 ) -> tuple[Tensor, SparseTargets]:
-    """Returns the tokens and targets of a document from SGLang's JSON, as `from_vllm` does.
+    """Returns the tokens and targets of a document from SGLang's JSON, like `from_vllm`.
 
     The request must set return_logprob and top_logprobs_num=k. To store rows of the prompt, the
     request must also set logprob_start_len=0. `tokens` are the ids of the prompt, and can be
@@ -213,8 +213,8 @@ def _by_id(name: str, place: int, entry: Any) -> dict[int, float]:
 def _by_id_in_json(entry: dict) -> dict[int, float] | None:
     """Returns {id: log-probability} for an entry in the usual JSON form.
 
-    Returns None if the entry has another form. This function is a fast path: it checks all numbers
-    of an entry at once. Checking each number separately takes several times as long.
+    Returns None if the entry has another form. This function is a fast path, because it checks all
+    numbers of an entry at once. Checking each number separately takes several times as long.
     """
     try:
         ids, logprobs = list(entry), list(entry.values())

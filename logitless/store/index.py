@@ -1,21 +1,25 @@
-"""The index of a shard holds hashes of the beginnings of the shard's documents.
+"""The index of a shard holds hashes of prefixes of the shard's documents.
 
-Each entry holds the hash of a document's first n tokens, and the number of one document that begins
-with these tokens. Every document has one entry for each of these lengths n:
+The prefix of length n of a document is its first n tokens. Each entry of the index holds the hash
+of a prefix, and the number of one document that has this prefix. Every document has an entry for
+each of these lengths:
 
     the whole length of the document,
     each of 1, 4, 16, 64, ... that is below the length of the document,
-    l + 1 for each other document of the shard that shares exactly the first l tokens.
+    l + 1 if another document of the shard shares exactly the first l tokens.
 
-All documents with the same beginning share one entry for this beginning. If one of these documents
-is exactly as long as the beginning, the entry holds the number of this document. If two documents
-share exactly their first l tokens, their entries of length l + 1 include the first token that
-differs. So these two entries have different hashes. A search (store/lookup.py) finds candidates by
-their hashes, and then reads only the tokens of the candidates.
+All documents with the same prefix share one entry for this prefix. If one of these documents is
+exactly as long as the prefix, the entry holds the number of this document. If two documents share
+exactly their first l tokens, their prefixes of length l + 1 differ in the last token. So the two
+prefixes have different hashes. A search (store/lookup.py) finds candidates by their hashes, and
+then compares the tokens of these candidates only.
 
-The hash of tokens[a:b] is the sum of ((tokens[i] + 1) · BASE^(i - a)) for i from a to b - 1, mod
-2^64, mixed with the length b - a. The hashes of all ranges [a, b) are computed from the same prefix
-sums, so that one pass over the tokens is enough.
+The hash of tokens[a:b] mixes the length b - a with this sum mod 2^64:
+
+    Σ (tokens[i] + 1) · BASE^(i - a)    for i from a to b - 1
+
+The hashes of all ranges [a, b) are computed from the same cumulative sums, so one pass over the
+tokens is enough.
 """
 
 import functools
@@ -94,15 +98,16 @@ def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         entries.append((first, torch.full_like(first, n)))
     entries += [(places[1:], shared + 1), (places[:-1], shared + 1)]
     place, length = (torch.cat(column) for column in zip(*entries, strict=True))
-    # Entries that are longer than their document are removed. If a document is the beginning of
-    # another document, (shared + 1) exceeds the length of the shorter document.
+    # Entries that are longer than their document are removed. Such entries occur if a whole
+    # document is a prefix of another document. Then (shared + 1) is larger than the length of the
+    # shorter document.
     within = length <= lengths[place]
     place, length = place[within], length[within]
     hashes, by_hash = hashed(begin[place], length).sort(stable=True)
     place, length = place[by_hash], length[by_hash]
     # If several entries have the same hash, only the first entry is kept. The sort is stable, and
-    # `entries` lists whole documents first. So if the hash belongs to a whole document, the entry
-    # of this document is kept.
+    # `entries` lists whole documents first. So if one of these entries is for a whole document,
+    # this entry is kept.
     kept = torch.ones(len(hashes), dtype=torch.bool)
     kept[1:] = hashes[1:] != hashes[:-1]
     place, length = place[kept], length[kept]
@@ -112,7 +117,7 @@ def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sorted(tokens: Tensor, starts: Tensor) -> Tensor:
-    """Sorts documents by their tokens, so that documents with the same beginning are adjacent."""
+    """Sorts documents by their tokens, so that documents with the same prefix are adjacent."""
     # The bytes are big-endian, because big-endian bytes sort in the same order as the tokens.
     digits = tokens[:, None] >> torch.tensor([24, 16, 8, 0]) & 255
     digits = digits.to(torch.uint8)  # keeps the tensor alive while `buffer` uses its memory
@@ -123,7 +128,7 @@ def _sorted(tokens: Tensor, starts: Tensor) -> Tensor:
 
 
 def _shared(hashed: Hashes, begin: Tensor, lengths: Tensor) -> Tensor:
-    """Returns, for each document, the number of leading tokens that the next document shares.
+    """Returns, for each document, the length of the longest prefix that the next document shares.
 
     `begin` and `lengths` describe the documents in sorted order. Each number is found by bisection.
     """

@@ -11,7 +11,7 @@
 
 `Writer.add` does not encode the rows of a short document whose targets are on the CPU. The rows of
 such documents are encoded together when their shard is written. The record of such a document has a
-k above 0, and holds its rows in this form:
+k of at least 1, and holds the rows in this form:
 
     8 n k bytes   ids; negative if the slot is masked
     4 n k bytes   log-probabilities, fp32
@@ -19,9 +19,9 @@ k above 0, and holds its rows in this form:
 
 If a writer is killed, the last record of its journal can be too short or have a wrong checksum.
 Recovery deletes such a record from the end of the journal, and ignores any other record with a
-wrong checksum. If a writer was killed after it wrote the shard and before it cleared the journal,
-the same documents are in the shard and in the journal. Recovery ignores documents that are already
-in a shard.
+wrong checksum. A writer can also be killed after it wrote the shard and before it cleared the
+journal. Then the same documents are in the shard and in the journal. Recovery ignores documents
+that are already in a shard.
 
 In memory, a writer keeps only a digest of each document and the document's offset in the journal.
 So the memory that a writer needs does not depend on the lengths of the documents.
@@ -57,7 +57,7 @@ AT_ONCE = 1 << 16  # number of tokens that recovery looks up in the store at onc
 
 
 class Journal:
-    """A journal of the documents that will be in shard `number`. Call `recover` first."""
+    """A journal of the documents that will be in shard `number`. `recover` must be called first."""
 
     def __init__(self, path: Path, header: Header, number: int):
         self.path, self.header, self.number = path, header, number
@@ -77,9 +77,9 @@ class Journal:
     ) -> None:
         """Finds the undamaged records, and cuts off all bytes after the last undamaged record.
 
-        `known(tokens, starts)` returns one bool per document, which is True if the document is
-        already in the store. The record of such a document is ignored. `keep` is called with the
-        tokens of each document that is not in the store.
+        `known(tokens, starts)` returns one bool per document: True if the document is already in
+        the store. The records of these documents are ignored. If a document is not in the store,
+        `keep` is called with its tokens.
         """
         end = os.fstat(self.file).st_size
         start = os.pread(self.file, START, 0)
@@ -111,7 +111,10 @@ class Journal:
         self._append(tokens, starts, 0, parts)
 
     def append_targets(self, tokens: Tensor, targets: SparseTargets) -> None:
-        """Appends a document whose rows `columns` will encode later, on the CPU."""
+        """Appends a document without encoding its rows.
+
+        The method `columns` encodes the rows later.
+        """
         ids = targets.ids.long()
         if targets.mask is not None:
             ids = ids.masked_fill(targets.mask == 0, -1)
@@ -198,7 +201,7 @@ class Journal:
             a += n
 
     def _length(self, n: int, k: int) -> int:
-        """Returns the size in bytes of the tokens and rows in a record with n tokens.
+        """Returns the size in bytes of a record's tokens and rows. The record has n tokens.
 
         k is the number of slots per token, or 0 if the rows are encoded.
         """
@@ -300,7 +303,7 @@ def _write(file: int, data: memoryview, place: int) -> int:
 
 
 def _read(file: int, length: int, place: int) -> bytes:
-    """Reads `length` bytes in pieces of 1 GiB, because one call returns at most 2 GiB."""
+    """Reads `length` bytes in pieces of 1 GiB, because one call of pread returns at most 2 GiB."""
     pieces = []
     while length and (piece := os.pread(file, min(length, 1 << 30), place)):
         pieces.append(piece)
@@ -309,7 +312,7 @@ def _read(file: int, length: int, place: int) -> bytes:
 
 
 def unfinished(path: Path) -> int:
-    """Returns the size in bytes of all journals of a store whose shards are not written yet.
+    """Returns the total size in bytes of the journals whose shard is not written yet.
 
     The journals belong to open writers or to writers that were killed. The size includes the bytes
     of a damaged record at the end of a journal.

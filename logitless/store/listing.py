@@ -1,8 +1,8 @@
 """The file store.index, which lists the shards of a store and the starts of their documents.
 
 To open a remote store, a reader reads only this file. To find documents by their tokens, a reader
-needs a second file, store-HASH.lookup. This file is fetched at the first lookup. Both files are in
-the safetensors format. store.index has these tensors:
+needs a second file, store-HASH.lookup, which is fetched at the first lookup. Both files are in the
+safetensors format. store.index has these tensors:
 
     files    U8   JSON with the store's header, and with the name, the size and the SHA-256 of each
                   shard and of the lookup file; each shard also has its number of documents, its
@@ -11,8 +11,8 @@ the safetensors format. store.index has these tensors:
 
 The metadata of store.index holds a SHA-256 of both tensors. The lookup file has the tensors
 `index.hash` and `index.doc` of all shards, one shard after the other (store/index.py). HASH is the
-beginning of the SHA-256 of these two tensors. So a lookup file with other content has another name,
-and does not replace the lookup file that an older store.index lists.
+first 16 digits of the SHA-256 of these two tensors. So a new lookup file has a new name, and does
+not replace the file that an older store.index lists.
 """
 
 import hashlib
@@ -147,8 +147,8 @@ def listing_of(
 ) -> Listing:
     """Lists shards, and writes store.index and the lookup file to the folder of the shards.
 
-    The SHA-256 of each shard is computed, except for shards that `listed` has with the same size
-    and the same digest.
+    `listed` holds shards whose SHA-256 is known. The SHA-256 of a file is not computed again if
+    `listed` has a shard with the same name, size and digest.
     """
     known = {(shard.file.name, shard.file.bytes, shard.digest): shard.file for shard in listed}
     shards, hashes, numbers = [], [torch.empty(0, dtype=torch.int64)], []

@@ -9,15 +9,14 @@ from . import file_checks
 
 
 class Lock:
-    """Holds a file locked until `release`, the end of a with block, or the object's deletion.
+    """Holds a lock on a file until `release`, the end of a `with` block, or the object's deletion.
 
     The system releases the lock when the process ends, even if the process is killed. A forked
     process does not inherit the lock. The forked process closes its copy of the descriptor
     immediately, because a lock is held as long as any copy of its descriptor is open. If the file
     is already locked, the constructor raises an error. With `wait=True`, the constructor waits
-    until the file is unlocked instead of raising. With `shared=True`, several processes can hold
-    the lock at the same time. A shared lock is not possible while a process holds the lock without
-    `shared=True`, and vice versa.
+    until the file is unlocked instead of raising. Several processes can hold the lock at the same
+    time if all of them pass `shared=True`.
     """
 
     def __init__(self, path: Path, wait: bool = False, shared: bool = False):
@@ -42,7 +41,7 @@ class Lock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this process took the lock. False if a parent process took it before a fork."""
+        """Whether this process took the lock. False in a process that was forked later."""
         return self.owner == os.getpid()
 
     def release(self) -> None:
@@ -64,7 +63,7 @@ _held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 def _unlock(file: int) -> None:
-    # If C code forked this process, `_leave_all` was not called, and the child process still has a
+    # After a fork by C code, Python does not call `_leave_all`, and the child process still has a
     # copy of the descriptor `file`. LOCK_UN releases the lock even if such a copy is open.
     fcntl.flock(file, fcntl.LOCK_UN)
     os.close(file)

@@ -1,18 +1,18 @@
 """Finds documents by their tokens.
 
-A document matches at a place of a batch if the tokens of the batch from this place on equal the
-tokens of the document. If the searched range ends before the end of the document, only the tokens
-up to the end of the range must match. The index (store/index.py) finds candidates by their hashes.
-Then the tokens of each candidate are compared with the batch.
+A document matches at a position in a batch if the next tokens of the batch equal the tokens of the
+document. If the searched range ends before the end of the document, only the tokens up to the end
+of the range are compared. The index (store/index.py) finds candidates by their hashes. Then the
+tokens of each candidate are compared with the batch.
 
-The *beginning* of length n at a place is the next n tokens of the batch. The search at this place
-looks up the hashes of several beginnings in the index: the next 1, 4, 16, 64, ... tokens, and the
-whole searched range. The longest beginning whose hash is in the index is tried first. Suppose that
-this beginning has n tokens. If several documents of a shard share these n tokens, all beginnings of
-n + 1 to 4 n tokens are looked up too. Of these longer beginnings, the index contains only whole
-documents, and beginnings that end at the first token in which two documents differ. The number of
-comparisons grows with the number of shards, but not with the number of documents that share a
-beginning.
+The *prefix* of length n at a position is the next n tokens of the batch. The search at this
+position looks up the hashes of several prefixes in the index: the next 1, 4, 16, 64, ... tokens,
+and the whole searched range. The longest prefix whose hash is in the index is tried first. Suppose
+that this prefix has n tokens. If several documents of a shard share these n tokens, all prefixes of
+n + 1 to 4 n tokens are looked up too. The index contains such a longer prefix in two cases: the
+prefix is a whole document, or its last token is the first token in which two documents differ. The
+number of comparisons grows with the number of shards, but not with the number of documents that
+share a prefix.
 """
 
 import bisect
@@ -27,11 +27,11 @@ from ..targets.safetensors import buffer
 from . import file_checks
 from .index import Hashes, beginnings, hash_of
 
-FEW = 64  # number of tokens up to which Python computes a hash faster than PyTorch
+FEW = 64  # for up to this many tokens, Python computes a hash faster than PyTorch
 
 
 class Match(NamedTuple):
-    """A document of the store that matches at a place of a batch, or a candidate for a match."""
+    """A document of the store that matches, or may match, at a position in a batch."""
 
     shard: Any  # the shard.Shard that holds the document
     document: int  # number of the document within its shard
@@ -39,18 +39,18 @@ class Match(NamedTuple):
 
 
 class _Beginning(NamedTuple):
-    """The next `length` tokens at a searched place of the batch. Their hash is in the index."""
+    """A prefix at one position in the batch. The hash of the prefix is in the index."""
 
     length: int
     entries: range  # index entries with this hash
 
 
 class _Search(NamedTuple):
-    """A search at one place of the batch, for hashes of `length` to `upper` tokens."""
+    """A search at one position in the batch, for prefixes of `length` to `upper` tokens."""
 
-    at: int  # position of this place in the list `starts`
+    at: int  # index of this position in the list `starts`
     length: int  # the hash of the next `length` tokens is in the index
-    upper: int  # the largest number of tokens to hash
+    upper: int  # the length of the longest prefix to look up
     entries: range  # index entries with the hash of the next `length` tokens
 
 
@@ -59,7 +59,7 @@ class Index:
 
     def __init__(self, shards: Sequence[Any]):
         self.shards: list[Any] = []
-        self.first = [0]  # number of each shard's first document; the last entry is the total
+        self.first = [0]  # number of each shard's first document, then the total number
         self.hashes = self._numbers = torch.empty(0, dtype=torch.int64)
         self.add(shards)
 
@@ -88,7 +88,7 @@ class Index:
         return _first_that_agree(tokens, [(0, candidates)])[0]
 
     def documents(self, tokens: Tensor, starts: Tensor) -> list[Match | None]:
-        """Returns, for each range between two starts, the document that equals it, or None."""
+        """Returns, for each range between two starts, the document with these tokens, or None."""
         lengths, begins = starts.diff(), starts.tolist()
         proposed: list[tuple[int, list[Match]]] = [(begin, []) for begin in begins[:-1]]
         for at, entries in self._hits(Hashes(tokens)(starts[:-1], lengths)):
@@ -109,8 +109,8 @@ class Index:
         matches: list[Match | None] = [None] * len(starts)
         waiting, turn = self._beginnings(hashes, starts, limits), 0
         while waiting:
-            # Each pass of this loop tries one beginning per start. If a pass finds no document at a
-            # start, the next pass tries a shorter beginning at this start.
+            # Each pass of this loop tries one prefix per start. If a pass finds no document at a
+            # start, the next pass tries a shorter prefix at this start.
             searches = []
             for at, of_start in waiting.items():
                 length, entries = of_start[turn]
@@ -121,10 +121,10 @@ class Index:
                 searches, self._proposed(hashes, starts, searches), strict=True
             ):
                 limit = limits[search.at]
-                # If a document of at least `limit` tokens matches, its beginnings of 1, 4, 16, ...
-                # tokens up to the limit are in the index. The search from the longest of these
-                # beginnings finds the document. So only this search has to consider documents of at
-                # least `limit` tokens.
+                # If a document of at least `limit` tokens matches, its prefixes of 1, 4, 16, ...
+                # tokens up to the limit are in the index. The search that starts from the longest
+                # of these prefixes finds the document. All other searches can ignore documents of
+                # `limit` or more tokens.
                 may_be_cut_off = 4 * search.length > limit
                 candidates = self._in_order(hits, limit, whole, may_be_cut_off)
                 proposed.append((starts[search.at], candidates))
@@ -156,10 +156,10 @@ class Index:
         return None not in _first_that_agree(tokens, proposed)
 
     def likely_starts(self, hashes: Hashes, total: int, length: int) -> list[int]:
-        """Returns the places where the hash of the next `length` tokens is in the index.
+        """Returns the positions where the hash of the next `length` tokens is in the index.
 
-        `length` is 4 or 16, and `total` is the number of tokens. If more than total / length places
-        match, for example in a repetitive text, the result is [].
+        `length` is 4 or 16, and `total` is the number of tokens. The result is [] if there are more
+        than total / length such positions, for example in a repetitive text.
         """
         places = torch.arange(max(total - length + 1, 0))
         wanted = hashes(places, torch.full_like(places, length))
@@ -169,14 +169,14 @@ class Index:
     def _beginnings(
         self, hashes: Hashes, starts: list[int], limits: list[int]
     ) -> dict[int, list["_Beginning"]]:
-        """Returns, for each start, the beginnings whose hashes are in the index, longest first.
+        """Returns, for each start, the prefixes whose hashes are in the index, longest first.
 
-        If the index contains no beginning at a start, the dict has no key for this start.
+        If the index contains no prefix at a start, the dict has no key for this start.
         """
         if not starts:
             return {}
         begin, limit = torch.tensor(starts)[:, None], torch.tensor(limits)[:, None]
-        # The longest beginning that the limit allows is tried first, and then shorter beginnings.
+        # The longest prefix that the limit allows is tried first, and then shorter prefixes.
         tried = [max(limits), *beginnings(max(limits))]
         lengths = torch.tensor(tried).minimum(limit)
         found: dict[int, list[_Beginning]] = {}
@@ -193,7 +193,7 @@ class Index:
         """Returns the index entries that each search finds."""
         proposed, shared = [], []
         for number, search in enumerate(searches):
-            several = any(self.numbers[entry] < 0 for entry in search.entries)  # shared beginning
+            several = any(self.numbers[entry] < 0 for entry in search.entries)  # shared prefix
             proposed.append([(search.length, entry, not several) for entry in search.entries])
             if several and search.upper > search.length:
                 shared.append((number, starts[search.at], search.length + 1, search.upper + 1))
@@ -215,9 +215,9 @@ class Index:
 
         For each shard, only one candidate of `limit` or more tokens is returned: the document with
         the longest index entry in `hits`. Suppose that another document of the shard shares this
-        entry. If both documents have the same first `limit` tokens, one document is enough. If the
-        documents differ in these tokens, the index has a longer entry for the other document. This
-        longer entry is not in `hits`, so the other document does not match.
+        entry. If both documents have the same first `limit` tokens, it is enough to return one of
+        them. If the documents differ in these tokens, the index has a longer entry for the other
+        document. This longer entry is not in `hits`, so the other document does not match.
         """
         cut_off, ending = {}, {}
         for length, entry, alone in sorted(hits, key=lambda hit: -hit[0]):
@@ -242,7 +242,7 @@ class Index:
         return list(zip(places.tolist(), map(range, low.tolist(), high.tolist()), strict=True))
 
     def _candidate(self, entry: int) -> Match:
-        """Returns the document of an index entry, as a Match of its whole length."""
+        """Returns a Match with the whole document of an index entry."""
         number = self.numbers[entry]
         number = -1 - number if number < 0 else number
         file_checks.in_store(number, self.first[-1])
@@ -252,9 +252,9 @@ class Index:
         return Match(shard, document, end - begin)
 
 
-# A hit holds the length of a beginning, its index entry, and a flag. The flag is True if no shard
-# has several documents with this beginning. For the longer beginnings that `_proposed` adds, the
-# flag is always False.
+# A hit holds the length of a prefix, the position of its entry in the index, and a flag. The flag
+# is True if no shard has several documents with this prefix. `_proposed` also adds longer prefixes,
+# whose flag is always False.
 _Hit = tuple[int, int, bool]
 
 

@@ -11,9 +11,9 @@ Each row of a parquet file is one document:
                                    column exists only with values="u8"
 
 A token without a distribution has an empty list of ids. The metadata of a file holds the header of
-the store. Rows of a file with the column `step` are encoded without being rounded again. Rows of
-other files, for example of files that another program wrote, are rounded as in `Writer.add`. This
-module needs the package pyarrow.
+the store. If a file has the column `step`, its rows are not rounded again. The rows of other files,
+for example from another program, are rounded as in `Writer.add`. This module needs the package
+pyarrow.
 """
 
 import os
@@ -120,7 +120,7 @@ def _schema(pa: Any, header: Header) -> Any:
 def _columns(
     pa: Any, header: Header, tokens: Tensor, starts: Tensor, targets: SparseTargets
 ) -> list[Any]:
-    """Returns the columns of several documents, except `step`."""
+    """Returns all columns of several documents, except the column `step`."""
     valid = torch.ones_like(targets.ids, dtype=torch.bool) if targets.mask is None else targets.mask
     slots = torch.cat([torch.zeros(1, dtype=torch.int64), valid.sum(-1).cumsum(0)])
     ids, logprobs = (_flat(pa, t[valid]) for t in (targets.ids, targets.logprobs))
@@ -157,7 +157,7 @@ def _whole(path: Path) -> Iterator[Path]:
 
 
 def _header_of(name: str, file: Any, given: dict[str, Any]) -> Header:
-    """Returns the header in a file's metadata, or the header in the arguments."""
+    """Returns the header from a file's metadata, or else from the arguments."""
     stored = (file.schema_arrow.metadata or {}).get(METADATA)
     parquet_checks.one_header(name, stored, given)
     return Header(**given) if stored is None else Header.from_json(name, stored)
@@ -214,10 +214,10 @@ def _read(
 
 
 def _offsets(name: str, column: str, array: Any) -> tuple[Tensor, Any]:
-    """Returns the offsets of the lists in `array`, beginning with 0, and the array of all items."""
+    """Returns the offsets of the lists in `array`, from 0, and one array with all items."""
     pa, _ = parquet_checks.pyarrow()
     parquet_checks.is_list(name, column, array, pa)
-    # The offsets are computed from the lengths, because the offsets of a slice do not begin with 0.
+    # The offsets are computed from the lengths, because the offsets of a slice do not start at 0.
     offsets = torch.tensor([0, *pa.compute.list_value_length(array).to_pylist()]).cumsum(0)
     return offsets, array.flatten()
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 SCANNED = 256  # number of entries of `order` that are searched for the next shards
-NEARBY = 1024  # a shard is not fetched again if one of the last NEARBY documents was in it
+NEARBY = 1024  # a shard is not fetched again if one of the last NEARBY documents is in this shard
 
 
 class Prefetch:
@@ -30,11 +30,11 @@ class Prefetch:
         self, shards: int, use: Callable[[int], bool], fetch: Callable[[int], None], room: int
     ):
         self.shards, self.use, self.fetch, self.room = shards, use, fetch, room
-        self.ahead = self._fitting(2)  # number of shards that are fetched before they are read
+        self.ahead = self._fitting(2)  # number of shards to fetch before they are read
         self.order: Tensor | None = None  # shard numbers, as `without_repetitions` returns them
         self.at = -1  # position in `order`
         self.last: int | None = None  # the shard that was read last
-        self._of_process = (0, set())  # a process id, and the shards that its threads are fetching
+        self._of_process = (0, set())  # process id, and the shards that its threads fetch
         self._change = threading.Lock()
 
     def follow(self, order: Tensor | None, ahead: int, mixed: int = 1) -> None:
@@ -101,10 +101,10 @@ class Prefetch:
 
 
 def without_repetitions(numbers: Tensor) -> Tensor:
-    """Removes each shard number that also occurs among the NEARBY entries before its entry.
+    """Removes each shard number that is also one of the NEARBY numbers before it.
 
     `numbers` holds the shard number of each document. If the documents of a few shards are shuffled
-    together, each of these shards is kept once.
+    together, the result has each of these shards once.
     """
     by_shard = torch.argsort(numbers, stable=True)
     repeated = torch.zeros(len(numbers), dtype=torch.bool)
@@ -115,7 +115,7 @@ def without_repetitions(numbers: Tensor) -> Tensor:
 
 def _fetch(fetch: Callable[[int], None], number: int, fetching: set[int]) -> None:
     try:
-        with contextlib.suppress(Exception):  # the reader fetches the shard again, and can raise
+        with contextlib.suppress(Exception):  # the reader repeats the fetch, and raises its error
             fetch(number)
     finally:
         fetching.discard(number)

@@ -32,7 +32,7 @@ from .rows import Pieces, decoding_of, empty_pieces, table_of
 from .shard import Shard, shards_of
 from .verify import Report, verify
 
-LIKELY = (16, 4)  # a document likely starts where the hash of the next 16 or 4 tokens is indexed
+LIKELY = (16, 4)  # if the hash of the next 16 or 4 tokens is in the index, a document likely starts
 SLOTS = 1 << 19  # number of slots that are read and decoded at once
 
 
@@ -45,10 +45,10 @@ class Store:
     `path` is a local folder, or an address such as s3://bucket/targets. From an address, whole
     shards are fetched into the folder `cache`. The files in this folder take at most `cache_bytes`
     bytes (64 GiB by default). By default, `cache` is the folder that the environment variable
-    LOGITLESS_CACHE names, or ~/.cache/logitless. If a request fails, it is repeated, up to
-    `attempts` attempts in total (5 by default). A request over http or https fails if the server
-    sends nothing for `timeout` seconds (60 by default). `storage_options` are the keyword arguments
-    of fsspec's file system. For http and https, `storage_options` is `{"headers": {...}}`.
+    LOGITLESS_CACHE names, or ~/.cache/logitless. A request that fails is repeated, up to `attempts`
+    attempts in total (5 by default). A request over http or https fails if the server sends nothing
+    for `timeout` seconds (60 by default). `storage_options` are the keyword arguments of fsspec's
+    file system. For http and https, `storage_options` is `{"headers": {...}}`.
 
     >>> store = Store("targets")
     >>> tokens, targets = store[0]  # targets[i] describes the token after tokens[i]
@@ -91,11 +91,11 @@ class Store:
 
         `order` lists the numbers of the documents in the order in which you will read them. Without
         `order`, `prefetch` expects that you read the documents from the first to the last. While
-        you read a shard, the next `ahead` shards are fetched. If the order mixes the documents of
-        several shards, `mixed` is the number of these shards. If the cache has no room for (ahead +
-        mixed) shards, fewer than `ahead` shards are fetched. For a local store, `prefetch` only
-        checks its arguments. If you read the shards in ascending order, the next 2 shards are
-        fetched even without a call of `prefetch`.
+        you read a shard, the next `ahead` shards are fetched. `mixed` is the number of shards whose
+        documents are mixed in this order. If the cache has no room for (ahead + mixed) shards,
+        fewer than `ahead` shards are fetched. For a local store, `prefetch` only checks its
+        arguments. If you read the shards in ascending order, the next 2 shards are fetched even
+        without a call of `prefetch`.
         """
         order = checks.order(order, len(self), ahead, mixed)
         if self._files is not None:
@@ -164,11 +164,11 @@ class Store:
 
         A row of the batch holds documents of the store, one after the other, and then padding. Each
         document is whole or cut off at its end. All slots of padding tokens are masked. `lengths`
-        has one entry per row: the length of the row's document, or a list of lengths if the row
-        holds several documents. With `lengths`, all tokens after the last document are padding.
-        Without `lengths`, documents are found one by one, and padding must repeat a single token. A
-        row of negative ids consists only of padding. Raises KeyError if tokens match no document of
-        the store.
+        has one entry per row. An entry is the length of the row's document, or a list of lengths if
+        the row holds several documents. With `lengths`, all tokens after the last document are
+        padding. Without `lengths`, documents are found one by one, and all padding tokens of a row
+        must have the same id. A row in which all ids are negative is padding. Raises KeyError if
+        tokens match no document of the store.
         """
         checks.input_ids(input_ids)
         flat = input_ids.detach().to("cpu", torch.int64).reshape(-1).contiguous()
@@ -189,7 +189,7 @@ class Store:
         return verify(self)
 
     def _of_lengths(self, flat: Tensor, lengths: list[list[int]], width: int) -> list["Span"]:
-        """Finds the documents of a batch with one lookup, if the lengths are known."""
+        """Finds the documents of a batch from their lengths, with one lookup."""
         starts, limits = [], []
         for row, of_row in enumerate(lengths):
             starts += list(accumulate(of_row, initial=row * width))[:-1]
@@ -202,7 +202,7 @@ class Store:
         return _with_padding(starts, matches, len(flat))
 
     def _packed(self, flat: Tensor, rows: int, width: int) -> list["Span"]:
-        """Finds the documents of a batch, if the lengths of the documents are not known.
+        """Finds the documents of a batch if their lengths are not known.
 
         In each row, the documents are found from left to right. Each lookup searches all rows at
         once. The first lookup searches for documents at the starts of rows and at other likely
@@ -238,10 +238,13 @@ class Store:
     def _with_rest(
         self, flat: Tensor, hashes: Hashes, row: int, width: int, matches: list[Match]
     ) -> list[Match]:
-        """Returns the matches of a row, if all tokens after the matched documents are padding.
+        """Returns the documents of a row.
 
-        If these tokens are not padding, searches for other documents that fill the row. Raises
-        KeyError if there are none.
+        `matches` are the documents that were found from left to right.
+
+        If all tokens after these documents are padding, the result is `matches`. Otherwise, this
+        method searches for other documents that fill the row. Raises KeyError if no documents fill
+        the row.
         """
         begin, end = row * width, (row + 1) * width
         at = begin + sum(match.length for match in matches)
@@ -257,7 +260,7 @@ class Store:
         return matches
 
     def _other_reading(self, flat: Tensor, hashes: Hashes, begin: int, end: int) -> list[Match]:
-        """Returns consecutive documents that together fill a row, or [] if there are none.
+        """Returns consecutive documents that together fill a row, or [] if this is not possible.
 
         Negative ids at the end of the row are padding.
 
@@ -281,9 +284,9 @@ class Store:
         return matches if self.index.agree(flat, begin, matches) else []
 
     def _options(self, flat: Tensor, hashes: Hashes, at: int, end: int) -> Iterator[Match]:
-        """Yields candidates for the document that begins at `at`, longest document first.
+        """Yields documents that may begin at `at`, longest document first.
 
-        The caller must compare the tokens of the candidates with `Index.agree`.
+        The caller must compare the tokens of these documents with `Index.agree`.
         """
         if at < end:
             longest = self.index.match(flat, hashes, [at], [end - at], whole=True)[0]
@@ -323,8 +326,8 @@ class Store:
     def __reduce__(self):
         """Pickles only the arguments and the digest. Each DataLoader worker opens the files itself.
 
-        The digest is compared after unpickling, because the numbers of the documents can be
-        different if the store has changed.
+        The digest is compared after unpickling, because a store that has changed can have other
+        document numbers.
         """
         return _reopened, (self.path, self._arguments, self.digest)
 
@@ -357,7 +360,7 @@ Span = tuple[Shard | None, int, int]  # shard (None for padding), first row, num
 
 
 def _with_padding(starts: Sequence[int], matches: Sequence[Match], total: int) -> list[Span]:
-    """Returns the spans of the matches in the order of the batch, and spans of padding between."""
+    """Returns the spans of the matches and of all padding, in the order of the batch."""
     spans: list[Span] = []
     place = 0
     for start, match in sorted(zip(starts, matches, strict=True), key=lambda pair: pair[0]):

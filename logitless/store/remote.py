@@ -2,10 +2,9 @@
 
 Files at http and https addresses are read with Python's standard library. Files at all other
 addresses are read and written with the package fsspec. A request that fails is repeated after a
-wait, and each wait is twice as long as the previous wait, up to LONGEST_WAIT. If the size or the
-SHA-256 of a file is known, the fetched bytes must have this size and this SHA-256. If they do not,
-the request counts as failed. So a file that was cut off or changed during the transfer is fetched
-again.
+wait. Each wait is twice as long as the previous wait, up to LONGEST_WAIT. The fetched bytes are
+compared with the size and the SHA-256 of the file, if these are known. A difference counts as a
+failed request. So a file that was cut off or changed during the transfer is fetched again.
 """
 
 import functools
@@ -26,10 +25,10 @@ from . import remote_checks as checks
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts
 PIECE = 1 << 24  # largest number of bytes per call of `read`
-LARGEST = 1 << 36  # largest size in bytes of a file whose size is not known
-# Protocols that require a folder to exist before a file is written into the folder. For other
-# protocols, folders are not created, because an object store would create a new bucket if the name
-# of the bucket is misspelt.
+LARGEST = 1 << 36  # if the size of a file is not known, at most this many bytes are read
+# For these protocols, a folder is created before a file is written into the folder. For other
+# protocols, folders are not created. Otherwise, a misspelt bucket name would create a new bucket in
+# an object store.
 FOLDERS = {"file", "local", "ftp", "hdfs", "sftp", "smb", "ssh", "webdav"}
 TRY_AGAIN = {408, 425, 429}  # HTTP statuses below 500 after which another attempt can succeed
 Result = TypeVar("Result")
@@ -44,7 +43,7 @@ class Listed(NamedTuple):
 
 
 class Readable(Protocol):
-    """An open file. Only its method `read` is used."""
+    """An open file. Only the method `read` is used."""
 
     def read(self, size: int, /) -> bytes: ...
 
@@ -108,8 +107,7 @@ class Remote:
     def fetch(self, listed: Listed, into: Any, attempts: int | None = None) -> None:
         """Writes a listed file into an open local file, and checks the file's size and SHA-256.
 
-        Makes at most `attempts` attempts. The default is the argument `attempts` of the
-        constructor.
+        Makes at most `attempts` attempts. The default is the constructor's argument `attempts`.
         """
         where = self.address(listed.name)
 
@@ -162,7 +160,8 @@ class Remote:
     ) -> Result:
         """Returns the result of `attempt`, and repeats an attempt that fails.
 
-        Raises at once if another attempt would fail too, for example if the file does not exist.
+        An error is raised at once if another attempt would fail too, for example if the file does
+        not exist.
         """
         wait, last, attempts = FIRST_WAIT, None, attempts or self.attempts
         for number in range(attempts):
@@ -182,13 +181,13 @@ class Remote:
                 if error.code < 500 and error.code not in TRY_AGAIN:
                     checks.refused(self.address(name), error)
                 last = error
-            except Exception as error:  # file systems of fsspec raise errors of many packages
+            except Exception as error:  # each file system of fsspec raises its own kinds of errors
                 last = error
         raise checks.failed(self.address(name), done, attempts, last) from last
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[tuple[Readable, int | None]]:
-        """Yields an open file, and the size of the file, or None instead of an unknown size."""
+        """Yields an open file and its size in bytes. The size is None if the size is not known."""
         if self.is_http:
             with _opener().open(self._request(name), timeout=self.timeout) as file:
                 yield file, _length(file)
@@ -270,6 +269,6 @@ def _pieces(file: Readable, most: int) -> Iterator[bytes]:
 
 
 def _length(response: http.client.HTTPResponse) -> int | None:
-    """Returns the size in the response's header Content-Length, or None."""
+    """Returns the number in the header Content-Length, or None if the header has no number."""
     text = response.headers.get("Content-Length", "")
     return int(text) if text.isdecimal() else None

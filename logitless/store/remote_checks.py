@@ -24,7 +24,7 @@ def connection(timeout: Any, attempts: Any, options: Any) -> None:
 def http_options(options: Any) -> None:
     if unknown := sorted(options.keys() - {"headers"}):
         raise ValueError(
-            "storage_options must have only the name 'headers' for an address of http or https,"
+            "storage_options must have only the key 'headers' for an http or https address,"
             f" got {unknown[0]!r}."
         )
     headers = options.get("headers", {})
@@ -45,7 +45,7 @@ def local_options(given: dict[str, Any]) -> None:
 
 
 def missing_package(url: str, missing: str) -> ModuleNotFoundError:
-    """Returns the error for a missing package that is needed to read an address."""
+    """Returns the error for an address that needs a package that is not installed."""
     return ModuleNotFoundError(
         f"{url} must be read with fsspec and its package for this protocol, got an import error"
         f" ({missing.rstrip('.')}). Run pip install 'logitless[remote]', or in a clone"
@@ -78,13 +78,14 @@ def upload_address(url: Any, is_address: bool) -> None:
 def own_address(url: str, name: str, same: bool) -> None:
     if not same:
         raise ValueError(
-            f"upload must be an address without another store, got {url}, whose store.index lists"
-            f" {name}. The local folder does not have this file, or has another file of this name."
+            f"upload must be an address without another store, got {url} with a store.index that"
+            f" lists {name}. The local folder does not have this file, or has another file of this"
+            " name."
         )
 
 
 def refused(where: str, error: Any) -> NoReturn:
-    """Raises the error for an HTTP status after which another attempt would fail too."""
+    """Raises the error for an HTTP status that another attempt would not change."""
     if error.code in (404, 410):
         raise missing(where, f"HTTP status {error.code}")
     kind = PermissionError if error.code in (401, 403) else OSError
@@ -96,7 +97,7 @@ def missing(where: str, got: str = "no file") -> FileNotFoundError:
 
 
 def missing_listed(error: FileNotFoundError) -> FileNotFoundError:
-    """Returns the error for a file that an open store lists, but that no longer exists."""
+    """Returns the error for a missing file of an open store."""
     return FileNotFoundError(
         f"{error} store.index listed this file when the store was opened. If the store has changed"
         " since it was opened, open it again."
@@ -155,7 +156,7 @@ def cache_folder(folder: Path) -> None:
 
 
 def failed_meanwhile(before: str, after: str) -> None:
-    """Raises the error of another process, if the text of SHA256.failed has changed."""
+    """Raises the error of another process if the text of SHA256.failed has changed."""
     if after != before:
         raise OSError(after.partition("\n")[2])
 

@@ -70,8 +70,8 @@ class RemoteFiles:
     def index_of(self, number: int) -> tuple[Tensor, Tensor]:
         """Returns the columns index.hash and index.doc of a shard.
 
-        The first call reads the columns of all shards. The columns of a shard are dropped when they
-        are returned, because the reader's index keeps a sorted copy.
+        The first call reads the columns of all shards. Each call drops the columns that it returns,
+        because the reader's index keeps a sorted copy.
         """
         if number not in self._lookup:
             self._lookup = dict(enumerate(self._read_lookup()))
@@ -94,7 +94,10 @@ class RemoteFiles:
 
 
 class RemoteShard(Shard):
-    """A shard of a remote store. Its starts are read from store.index, not from its file."""
+    """A shard of a remote store.
+
+    The column `starts` is read from store.index, not from the shard.
+    """
 
     def __init__(self, files: RemoteFiles, number: int):
         self.files, self.number = files, number

@@ -4,8 +4,8 @@ store/format.py describes the columns. A slot is one of the K stored ids of a ro
 log-probability of a slot is stored as its distance below `top`, the log-probability of the row's
 first slot. With `values="u8"`, distances are measured in units, and each row has its own unit, in
 nats. Distances of up to NEAR units are rounded to whole units. Beyond NEAR units, the distance
-grows by a factor of 2^0.4, about 1.32, from one code to the next. So a row does not need a larger
-unit because of a slot whose probability is almost 0.
+grows by a factor of 2^0.4, about 1.32, from one code to the next. So a slot with a probability of
+almost 0 does not force its row to use a larger unit.
 
 The stored `top` is chosen so that rounding does not change the sum of a row's probabilities.
 Rounding changes only the ratios between the probabilities. The KL divergence that rounding causes
@@ -31,9 +31,9 @@ CODES = 253  # the largest code of a positive probability
 ZERO, EMPTY = 254, 255
 NEAR, GROWTH = 223, 0.4  # codes above NEAR mean (NEAR · 2^(GROWTH · (code - NEAR))) units
 PER_OCTAVE, LOWEST = 32, -288  # a unit is 2^((step + LOWEST) / 32) nats; step is 0 to 255
-TRIED = 8  # number of further units to try after the first unit, each 2 % larger than the previous
+TRIED = 8  # number of units to try after the first unit; each is 2 % larger than the one before
 AT_ONCE = 1 << 16  # largest number of tensor elements in a pass that tries several units
-FAR_MASS = 2.0**-17  # largest total mass of slots beyond NEAR units, for each of the TRIED units
+FAR_MASS = 2.0**-17  # the smallest of the TRIED units leaves at most this mass beyond NEAR units
 NEGLIGIBLE = 2.0**-20  # a row keeps its first unit if the divergence is at most this many nats
 
 Pieces = Mapping[str, Sequence[Any]]  # the bytes of a column, in one or several parts
@@ -85,7 +85,7 @@ def _ordered(targets: SparseTargets, k: int, sorted_: bool) -> tuple[Tensor, Ten
 
 
 def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
-    """Returns fp16 codes, and the rounded distances below `top` that the codes decode to."""
+    """Returns fp16 codes, and the distances below `top` after encoding and decoding."""
     codes = below.clamp_max(torch.finfo(torch.float16).max).half()
     rounded = codes.float()
     codes = codes.masked_fill(zero, torch.inf).masked_fill(~valid, torch.nan)
@@ -93,15 +93,15 @@ def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
 
 
 def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
-    """Returns 8-bit codes, and the rounded distances below `top` that the codes decode to.
+    """Returns 8-bit codes, and the distances below `top` after encoding and decoding.
 
     The first unit of a row is the smallest unit for which all slots are at most NEAR units below
     `top`. The row uses this unit if the divergence of the decoded row from the exact row is at most
-    NEGLIGIBLE. Otherwise, TRIED further units are tried, and the row uses the unit with the
-    smallest divergence. The further units start at the smallest unit for which all slots beyond
-    NEAR units have a total mass of at most FAR_MASS. Trying several units reduces the divergence.
-    Most of a row's mass is in a few slots, and some units have small rounding errors at all of
-    these slots.
+    NEGLIGIBLE. Otherwise, TRIED other units are tried too, and the row uses the unit with the
+    smallest divergence. The smallest of these units is chosen so that the slots beyond NEAR units
+    have a total mass of at most FAR_MASS. Trying several units reduces the divergence, because most
+    of a row's mass is in a few slots. For some units, the rounding errors of all these slots are
+    small.
     """
     p = torch.softmax(logprobs.clamp_min(torch.finfo(torch.float32).min), -1)
     beyond = p.flip(-1).cumsum(-1).flip(-1) <= FAR_MASS
@@ -125,9 +125,9 @@ def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
     below, p = below[:, None], p[:, None]
     off = below - _codes(below, _unit(steps)[..., None])[1]
     # `off` is the rounding error of each distance. So log p̂ = log p + off - log Σ p e^off for the
-    # decoded row p̂. `off` is limited to 80, so that e^off does not overflow. `off` is above 80
-    # only if p is 0, or if the divergence of the unit is so large that another unit is chosen. So
-    # the limit does not change the choice of the unit.
+    # decoded row p̂. `off` is limited to 80, so that e^off does not overflow. The limit does not
+    # change the choice of the unit. Where `off` is above 80, either p is 0, or the divergence is so
+    # large that another unit is chosen.
     return (p * off.clamp_max(80.0).exp_()).sum(-1).log_() - (p * off).sum(-1)
 
 
@@ -171,8 +171,8 @@ def recoded(table: Table, header: Header) -> Table:
 def reencoded(targets: SparseTargets, header: Header, step: Tensor | None) -> Table:
     """Encodes targets that were decoded from a store, without rounding them again.
 
-    `step` is the column `step` of the rows, or None with values="f16". If the result is decoded,
-    the decoded targets equal `targets`.
+    `step` is the column `step` of the rows, or None with values="f16". Decoding the result gives
+    exactly `targets`.
     """
     ids, logprobs, valid = _ordered(targets, header.k, sorted_=True)
     top, logprobs = logprobs[:, 0], logprobs.masked_fill(~valid, -torch.inf)
@@ -193,9 +193,9 @@ def reencoded(targets: SparseTargets, header: Header, step: Tensor | None) -> Ta
 class Decoding:
     """Decodes rows into targets part by part. Each call of `add` decodes one part.
 
-    Only the tensors of the targets are allocated for all rows at once. All other tensors have the
-    size of one part, so that the next part can reuse their memory. Allocating new memory from the
-    system takes longer than filling the memory.
+    The tensors of the targets are allocated once, for all rows. All other tensors have the size of
+    one part, so that the next part can reuse their memory. This is faster, because allocating
+    memory takes longer than filling it.
     """
 
     def __init__(self, rows: int, header: Header, near: int = NEAR):
@@ -230,12 +230,11 @@ class Decoding:
             self._masked(begin, logprobs)
 
     def _far(self, units: Tensor, codes: Tensor) -> int:
-        """Replaces the codes above `self.near` in `units` by numbers of units.
+        """Converts the codes in `units` to distances in units, in place.
 
         Returns the largest code.
 
-        Before the call, `units` holds the codes. A code of at most `self.near` equals its number of
-        units, and stays unchanged.
+        Only codes above `self.near` change, because smaller codes equal their distances.
         """
         last = codes[:, -1]  # a row's codes ascend, so its last code is the largest
         most = int(last.max())
@@ -247,7 +246,7 @@ class Decoding:
         return most
 
     def _masked(self, begin: int, logprobs: Tensor) -> None:
-        """Masks slots with a log-probability of NaN. If the first slot is NaN, masks the row."""
+        """Masks slots with a log-probability of NaN, and whole rows whose first slot is NaN."""
         mask = ~logprobs.isnan()
         mask &= mask[:, :1].clone()
         if bool(mask.all()):
@@ -268,10 +267,10 @@ def _all_units() -> Tensor:
 
 @functools.lru_cache
 def _units_of_codes(near: int) -> Tensor:
-    """Returns the number of units that each code stands for.
+    """Returns the distance in units that each code stands for.
 
-    The number is inf for ZERO, the code of probability 0, and NaN for EMPTY, the code of a masked
-    slot.
+    For ZERO, the code of probability 0, the distance is inf. For EMPTY, the code of a masked slot,
+    the distance is NaN.
     """
     codes = torch.arange(256, dtype=torch.float32)
     units = codes.clamp_max(near) * torch.exp2((codes - near).clamp_min(0) * GROWTH)
@@ -280,9 +279,9 @@ def _units_of_codes(near: int) -> Tensor:
 
 
 def empty_pieces(n: int, header: Header) -> dict[str, bytearray]:
-    """Returns the bytes of n rows without slots.
+    """Returns the columns of n empty rows, as bytes. An empty row has no slots.
 
-    In a row without slots, `top` is NaN. With values="counts", all bytes of such a row are 0.
+    In an empty row, `top` is NaN. With values="counts", all bytes of an empty row are 0.
     """
     pieces = {name: bytearray(n * size) for name, size in header.sizes().items()}
     return (

@@ -97,7 +97,7 @@ def entries(name: str, tokens: list[int], rows: list | None, is_prompt: bool) ->
     if not tokens or len(rows) != len(tokens):
         raise ValueError(
             f"{name} must have an entry for each of {len(tokens)} tokens, got {len(rows)}."
-            " Request entries for all tokens, from the first one."
+            " Request entries for all tokens, starting with the first."
         )
     if is_prompt and rows[0] is not None:
         raise ValueError(
@@ -110,7 +110,7 @@ def entries(name: str, tokens: list[int], rows: list | None, is_prompt: bool) ->
             raise ValueError(f"{name} must have a distribution at place {place}, got None.")
         if token not in row:
             raise ValueError(
-                f"{name} must have the text's own token {token} at place {place}, got"
+                f"{name} must include token {token} of the text at place {place}, got"
                 f" {list(row)[:5]}. The entries belong to another text, or the entries are shifted."
             )
         if max(row.values()) > 1e-3:

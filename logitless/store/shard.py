@@ -96,14 +96,14 @@ class Shard:
         return tokens[first : first + end - begin]
 
     def tokens_of(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
-        """Returns a tensor with the tokens of several spans, and the position of each span in it.
+        """Returns one tensor with the tokens of several spans, and the position of each span.
 
         The tensor has up to 7 other tokens before and after each span.
         """
         return self._packed("tokens", spans)
 
     def _packed(self, name: str, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
-        """Returns a tensor with the integers of several spans, and the position of each span in it.
+        """Returns one tensor with the integers of several spans, and the position of each span.
 
         In all columns, every eighth integer begins at a byte boundary. So each span is extended to
         multiples of eight integers.
@@ -153,10 +153,13 @@ class Shard:
         }
 
     def _sampled_pieces(self, spans: Sequence[Span]) -> Pieces:
-        """Returns `pieces_of` for sampled targets, whose rows have different lengths in the shard.
+        """Implements `pieces_of` for sampled targets.
 
-        The column `slots` holds the first slot of each document, but not of each row. To find the
-        first slot of a span, `draws` is read from the first row of the document on.
+        Rows of sampled targets have different lengths in the shard.
+
+        The column `slots` holds the first slot of each document, but not of each row. The first
+        slot of a span is computed from `draws`, which is read from the first row of the document
+        on.
         """
         size, offset = self.header.sizes()["draws"], self.entries["draws"].begin
         documents = [bisect.bisect_right(self._spans, a) - 1 for a, _ in spans]
@@ -235,8 +238,9 @@ def write_shard(
         "sha256": digest_of(columns),
     }  # fmt: skip
     # The checksums depend on the order of the columns in the file. So the columns are sorted here
-    # as in `safetensors.write`, widest dtype first. `crc` is added last, and is also last in the
-    # file, because the sort in `safetensors.write` is stable, and no dtype is narrower than uint8.
+    # as in `safetensors.write`, widest dtype first. `crc` is added last, and is also the last
+    # column in the file. The reason is that no dtype is narrower than uint8, and that the sort in
+    # `safetensors.write` is stable.
     columns = dict(sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize))
     columns["crc"] = checksums(columns.values())
     safetensors.write(path, columns, metadata, durable=True)

@@ -16,12 +16,12 @@ from .remote import is_address
 from .rows import decoded
 
 SAMPLE = 200_000  # number of tokens to read, from documents spread over the store
-FETCHED = 4  # number of shards of a remote store to read, if these shards have enough tokens
+FETCHED = 4  # smallest number of shards to read from a remote store
 
 
 @dataclass
 class Summary:
-    """Statistics over the rows of a sample, except rows without slots."""
+    """Statistics over the rows of a sample. Rows without slots are left out."""
 
     rows: int
     covered: Tensor  # covered[k - 1] is the mean mass of the k most probable tokens
@@ -45,7 +45,7 @@ def _sample(store: Store, most: int) -> Iterator[tuple[Tensor, Tensor, SparseTar
         needed = math.ceil(len(shards) * most / store.tokens)
         count = min(len(shards), max(FETCHED, needed))
         chosen = [n * len(shards) // count for n in range(count)]
-        store.prefetch([store.firsts[n] for n in chosen])  # so that no other shard is fetched
+        store.prefetch([store.firsts[n] for n in chosen])  # fetches only the chosen shards
         shards = [shards[n] for n in chosen]
     every, skipped = max(1, sum(int(shard.starts[-1]) for shard in shards) // most), 0
     for shard in shards:

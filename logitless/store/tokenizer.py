@@ -6,7 +6,7 @@ from typing import Any
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """The hash of a vocabulary, from a Transformers tokenizer or from a dict of tokens to ids.
+    """Returns the hash of the vocabulary of a Transformers tokenizer, or of a dict {token: id}.
 
     >>> Writer("targets", tokenizer=tokenizer_hash(tokenizer), ...)
     >>> Store("targets", tokenizer=tokenizer_hash(tokenizer))  # refuses another tokenizer

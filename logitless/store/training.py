@@ -21,7 +21,7 @@ from .reader import Store
 
 
 class DistillLosses(NamedTuple):
-    """The result of `distill_loss`. `ce` and `kd` are None, unless parts=True."""
+    """The result of `distill_loss`. `ce` and `kd` are None without `parts=True`."""
 
     loss: Tensor
     ce: Tensor | None = None
@@ -89,8 +89,8 @@ def whole_loss(
     """Returns the loss of `distill_loss` for a teacher with logits of shape (B, T, V).
 
     `divergence` is a name, or a mapping from names to weights. With a mapping, the divergence of a
-    token is the weighted sum of all named divergences. The logits of student and teacher are read
-    once per divergence.
+    token is the weighted sum of these divergences. The logits of student and teacher are read once
+    per divergence.
     """
     next_tokens = F.pad(labels[..., 1:], (0, 1), value=-100)
     reduction = "mean" if num_items is None else "sum"
@@ -127,8 +127,8 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
     """Returns the targets of a batch whose input_ids have the shape (B, T).
 
     Tokens whose attention_mask is 0 are padding. Padding can be on the left or on the right of a
-    row. A document begins where position_ids are 0. Without position_ids, `targets_for` finds where
-    the documents of a row begin.
+    row. A document begins at each token whose position id is 0. Without position_ids, `targets_for`
+    finds the first token of each document.
     """
     ids = batch["input_ids"]
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
@@ -143,9 +143,9 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
         lengths = [_lengths(row, int(n)) for row, n in zip(begins, is_token.sum(-1), strict=True)]
     if mask is not None:
         # Without `lengths`, `targets_for` treats the tokens after the last matched document as
-        # padding if these tokens are all equal. Here, the id of padding is -1, and another -1 is
-        # appended to every row. So the tokens after the last matched document are all equal only if
-        # all of them are padding.
+        # padding if these tokens are all equal. These tokens could also belong to an unknown
+        # document. To tell the two cases apart, padding has the id -1 here, and every row ends with
+        # an additional -1. Then equal tokens at the end of a row are always padding.
         tokens = F.pad(tokens, (0, 1), value=-1)
     targets = store.targets_for(tokens, lengths)
     if mask is not None:

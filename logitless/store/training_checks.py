@@ -30,7 +30,7 @@ def own_loss(compute_loss_func: Any) -> None:
 
 
 def trainer_arguments(args: Any) -> None:
-    """Refuses options of TrainingArguments that would have no effect or would replace the loss."""
+    """Refuses TrainingArguments that would have no effect, or would replace the loss."""
     if args is None:
         return
     if args.label_smoothing_factor:
@@ -51,7 +51,8 @@ def batch_of_trainer(inputs: Any) -> None:
         if inputs.get(name) is None:
             raise ValueError(
                 f"a batch must have {name}, got {sorted(inputs)}. Use a data_collator that"
-                " returns both, such as DataCollatorForLanguageModeling(tokenizer, mlm=False)."
+                " returns input_ids and labels, such as"
+                " DataCollatorForLanguageModeling(tokenizer, mlm=False)."
             )
 
 
@@ -62,7 +63,7 @@ def one_teacher(store: Any, teacher: Any) -> None:
 
 
 def divergences(divergence: Any) -> dict[str, float]:
-    """Returns the weight of each divergence over the whole vocabulary.
+    """Returns {name: weight} for the divergences of support="whole".
 
     `divergence` is the name of a divergence, or a mapping from names to weights.
     """
@@ -89,12 +90,12 @@ def sparse_options(divergence: Any, support: Any) -> None:
 
 
 def live_teacher(store: Any, support: Any, on_policy: Any, generation_config: Any) -> None:
-    """Checks the arguments of DistillTrainer that are possible only with a teacher model."""
+    """Checks the arguments of DistillTrainer that need a teacher model instead of a store."""
     _option_checks.fraction("on_policy", on_policy)
     if store is not None and support == "whole":
         raise ValueError(
-            "support must be one of the supports of topk_distill with store=, because a store has"
-            " only the top-k of each row, got 'whole'. Pass the teacher model as teacher=."
+            "support must not be 'whole' with store=, because a store has only the top-k of each"
+            " row, got 'whole'. Pass the teacher model as teacher=."
         )
     if store is not None and on_policy:
         raise ValueError(
@@ -109,7 +110,7 @@ def live_teacher(store: Any, support: Any, on_policy: Any, generation_config: An
 
 
 def support_of_store(support: Any, sampled: bool) -> None:
-    """Refuses the supports "tail" and "renorm" for sampled targets, which have no tail."""
+    """Refuses the supports "tail" and "renorm" for sampled targets."""
     if sampled and support in ("tail", "renorm"):
         raise ValueError(
             'support must be "truncate" or "renorm_teacher" for a store with values="counts",'
@@ -121,6 +122,6 @@ def whole_vocabulary(student: int | None, teacher: int | None) -> None:
     """Checks that the teacher has a logit for each token of the student."""
     if student is not None and teacher is not None and teacher < student:
         raise ValueError(
-            f"teacher must have at least the student's {student} logits per token with"
-            f" support='whole', got {teacher}."
+            f"teacher must return at least as many logits per token as the student ({student})"
+            f" with support='whole', got {teacher}."
         )

@@ -2,10 +2,10 @@
 
 The file RANK.uploaded has one line per uploaded shard. If a writer was killed, the next writer
 reads this file, and uploads only shards that are not in the file. A line is ignored if its shard is
-no longer at the address. After its last shard, a writer uploads store.index, which lists the
+no longer at the address. After its last shard, a writer uploads store.index. This file lists the
 uploaded shards of all ranks that share the folder. So store.index never lists a shard that is not
-uploaded yet. The lookup files of older versions of store.index stay at the address, because open
-readers can still need these files.
+uploaded yet. Older lookup files stay at the address, because readers with an older store.index can
+still need these files.
 """
 
 import contextlib
@@ -107,11 +107,12 @@ class Uploads:
                 self.remote.write(self.folder / name, name)
 
     def _at_address(self, records: Iterable[Path]) -> set[str]:
-        """Returns the names of recorded shards that are at the address.
+        """Returns the names of all shards that are known to be at the address.
 
-        A shard is at the address if the address's store.index lists the shard, or if the file at
-        the address has the size of the local file. Raises if another store is at the address,
-        because the upload would replace the files of this store.
+        A shard is at the address if the address's store.index lists the shard. If only `records`
+        list a shard, the size of the file at the address is compared with the size of the local
+        file. Raises if the address has another store, because the upload would replace the files of
+        that store.
         """
         found = {*self._uploaded, *self._listed()}
         for name in set().union(*(_recorded(record, self.remote.url) for record in records)):
@@ -141,7 +142,7 @@ class Uploads:
 
 
 def _recorded(record: Path, url: str) -> set[str]:
-    """Returns the names of the shards that `record`, a file RANK.uploaded, lists for `url`."""
+    """Returns the names of the shards that the file `record` (RANK.uploaded) lists for `url`."""
     found = set()
     with contextlib.suppress(FileNotFoundError):
         for line in record.read_text(errors="replace").splitlines():

@@ -1,4 +1,4 @@
-"""Checks that a store is intact, and that its rows are plausible.
+"""Checks the files and the rows of a store.
 
 `verify` reports wrong checksums, ids outside the vocabulary, rows whose probabilities sum to more
 than 1, and rows that are shifted by one token.
@@ -22,7 +22,8 @@ OFFSETS = (-1, 0, 1)
 # Rows count as shifted if the mean log-probability at another offset exceeds the mean at offset 0
 # by more than this many standard errors.
 CERTAIN = 5.0
-# The largest sum of a row's probabilities that SparseTargets accepts for the largest K, 2^16.
+# The largest sum of a row's probabilities that counts as valid. SparseTargets accepts the same sum
+# for K = 2^16, the largest K.
 MOST_MASS = 1 + 2**-8 * (1 + math.log(2**16))
 
 
@@ -33,7 +34,7 @@ class Report:
     documents: int = 0
     tokens: int = 0
     problems: list[str] = field(default_factory=list)
-    label_logprob: dict[int, float] = field(default_factory=dict)  # mean in nats, by offset
+    label_logprob: dict[int, float] = field(default_factory=dict)  # {offset: mean in nats}
 
     def __bool__(self) -> bool:
         return not self.problems
@@ -60,10 +61,10 @@ class _Shift:
         self.n, self.sums, self.squares = 0, torch.zeros(3).double(), torch.zeros(3).double()
 
     def add(self, tokens: Tensor, targets: SparseTargets, inner: Tensor, vocab_size: int) -> None:
-        """Adds the rows with the indices `inner`. Their tokens at all three offsets must exist."""
+        """Adds the rows with the indices `inner`. These rows have tokens at all three offsets."""
         ids, logprobs = targets.ids[inner], targets.logprobs[inner]
-        # A token outside the slots gets an equal share of the tail. Sampled targets have no tail.
-        # In this case, a token that was not drawn gets half the weight of one draw.
+        # A token outside the slots gets an equal share of the tail. Sampled targets have no tail,
+        # so a token that was not drawn gets half the weight of one draw.
         if targets.tail is None:
             rest = torch.full((len(inner),), -math.log(2 * targets.k), dtype=torch.float64)
         else:

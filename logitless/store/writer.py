@@ -31,12 +31,12 @@ from .shard import Shard, shards_of, write_shard
 from .upload import Uploads, destination
 
 # While a shard is written, the index entries and hashes of each document take this many bytes of
-# memory. These bytes count towards `shard_bytes`, so that writing a shard of very short documents
-# takes no more memory than writing a shard of long documents.
+# memory. These bytes count towards `shard_bytes`, because a shard of very short documents would
+# otherwise take too much memory.
 PER_DOCUMENT = 512
-# `add` does not encode a document of up to SHORT tokens if its targets are on the CPU. Such
-# documents are encoded together when their shard is written, because encoding a few rows takes
-# PyTorch as long as encoding a few hundred rows.
+# `add` does not encode short documents, of up to SHORT tokens, if their targets are on the CPU.
+# These documents are encoded together when their shard is written. This is faster, because PyTorch
+# encodes a few hundred rows in the same time as a few rows.
 SHORT = 64
 
 
@@ -45,23 +45,23 @@ class Writer:
 
     If the process is killed after `add` has returned, the document is not lost, because the next
     writer with the same `part` recovers the document. Readers find the document after its shard is
-    full, after `flush`, or after the end of the `with` block. A document that readers can find also
+    full, after `flush`, or after the end of the `with` block. From then on, the document also
     survives a loss of power. Adding a document again does nothing. So running the same program
     again resumes a run that was killed.
 
-    Several processes can write to one store at the same time, each with its own `part`. The default
-    of `part` is the process's RANK, as torchrun sets it. A second writer with the same `part` is
-    refused while the first writer is open.
+    Several processes can write to one store at the same time, each with its own `part`. By default,
+    `part` is the environment variable RANK, which torchrun sets. A second writer with the same
+    `part` is refused while the first writer is open.
 
     `upload` is an address such as s3://bucket/targets. With `upload`, each full shard is also
     uploaded in the background, and `close` waits for the uploads. `close` raises an OSError if a
-    shard could not be uploaded. If you open the writer again, the missing shards are uploaded.
+    shard could not be uploaded. The next writer with the same arguments uploads the missing shards.
     `storage_options` are the keyword arguments of fsspec's file system.
 
     `values` is "u8" for 8-bit log-probabilities, "f16" for 16-bit log-probabilities, or "counts"
     for sampled targets. With "counts", k is the number n of draws, and `add` takes the results of
     `capture_sampled(logits, n)`. The store returns the same weights, bit for bit. If the `proposal`
-    of `capture_sampled` is not 1, the weights are not multiples of 1 / n, and must be stored with
+    of `capture_sampled` is not 1, the weights are not multiples of 1 / n. Store such weights with
     values="u8" or "f16".
 
     >>> with Writer("targets", vocab_size=151_936, k=64) as writer:
@@ -123,7 +123,7 @@ class Writer:
     def __len__(self) -> int:
         """The number of documents in the store.
 
-        Documents that other ranks added after this writer was opened do not count.
+        A document is not counted if another rank added it after this writer was opened.
         """
         return sum(map(len, self.shards)) + len(self.journal)
 
@@ -187,7 +187,7 @@ class Writer:
 
     @on_cpu
     def append(self, tokens: Tensor, rows: Table, starts: Sequence[int] | None = None) -> int:
-        """Adds one encoded document, or several encoded documents if `starts` is given.
+        """Adds one encoded document or, with `starts`, several encoded documents.
 
         Document i is tokens[starts[i] : starts[i + 1]]. Returns the number of documents that were
         added. Documents that the store has already are not added.
@@ -201,7 +201,7 @@ class Writer:
     def _new(
         self, tokens: Tensor, starts: Sequence[int]
     ) -> tuple[list[bytes], slice | Tensor, Sequence[int]]:
-        """Returns the digests, row indices and starts of those documents that the store lacks."""
+        """Returns the digests, row indices and starts of documents that are not in the store."""
         data, new = memoryview(buffer(tokens)).cast("B"), {}
         known = self.index.documents(tokens, torch.tensor(starts)) if self.shards else ()
         for (a, b), match in zip_longest(pairwise(starts), known):
@@ -235,10 +235,10 @@ class Writer:
             first = last
 
     def _count(self, tokens: int, slots: int) -> None:
-        """Adds the size in bytes of `tokens` tokens and their rows in a shard to `self.written`.
+        """Updates `self.written`, the number of bytes that all added documents take in shards.
 
-        `slots` is the total number of distinct ids in these rows. `slots` has an effect only with
-        values="counts".
+        `tokens` is the number of new tokens, and `slots` is the total number of distinct ids in
+        their rows. `slots` has an effect only with values="counts".
         """
         self.written += tokens * self.header.token_bytes(slots / tokens)
 
@@ -248,7 +248,7 @@ class Writer:
             self.flush()
 
     def _bytes(self, tokens: int, documents: int) -> int:
-        """Returns how many bytes of `shard_bytes` this many tokens and documents take."""
+        """Returns the number of bytes that count towards `shard_bytes`."""
         return tokens * (8 + self.row_bytes) + documents * PER_DOCUMENT
 
     @on_cpu
@@ -260,7 +260,7 @@ class Writer:
         number = self.journal.number
         path = shard_path(self.path, self.rank, number)
         write_shard(path, self.header, *self.journal.columns())
-        # The shard and its name are on the disk now, so the journal can be cleared.
+        # The shard is on the disk now and survives a loss of power, so the journal can be cleared.
         self.journal.clear(number + 1)
         self.digests = set()
         self.shards.append(Shard(path, self.header))
@@ -296,7 +296,7 @@ class Writer:
     def __reduce__(self):
         raise TypeError(
             "a writer must stay in its process, got a request to pickle the writer. Open a writer"
-            " with another part= in each process."
+            " with its own part= in each process."
         )
 
     def __enter__(self) -> "Writer":
@@ -326,9 +326,9 @@ def _digest_of(tokens: Any) -> bytes:
 def recover(path: str | os.PathLike) -> int:
     """Moves documents of killed writers from journals to shards.
 
-    Returns the number of documents in the store. `recover` is needed only if no writer will be
-    opened again with the `part` of a killed writer. Opening such a writer recovers the documents of
-    the killed writer.
+    Returns the number of documents in the store. A new writer with the `part` of a killed writer
+    also recovers the documents of the killed writer. So `recover` is needed only if you will not
+    open such a writer.
     """
     path = Path(path)
     fields = asdict(header_of(path))

@@ -205,7 +205,7 @@ def test_numbers_that_cannot_be(option, capsys):
         (lambda o: o["choices"][0]["prompt_logprobs"][1].update(three={"logprob": -1.0}),
          "must name tokens by their ids, got 'three'"),
         (lambda o: o.update(prompt_token_ids=[1.5] * 5), "must have whole numbers as token ids"),
-        (lambda o: o.update(prompt_token_ids=[60] * 5), "must have the text's own token 60 at"),
+        (lambda o: o.update(prompt_token_ids=[60] * 5), "must include token 60 of the text at"),
     ],
 )  # fmt: skip
 def test_bad_outputs_are_named_by_their_line(change, message, answers, tmp_path, capsys):

@@ -144,7 +144,7 @@ class TestResume:
             ValueError, match=r"saved with store '\w{64}' to resume here, got '\w{64}"
         ):
             Documents(swapped, seed=1).load_state_dict(state)
-        with pytest.raises(ValueError, match="state must have the names documents, epoch"):
+        with pytest.raises(ValueError, match="state must have the keys documents, epoch"):
             Documents(local, seed=1).load_state_dict({})
         with pytest.raises(ValueError, match=r"state\['position'\] must lie in \[0, 11\], got 12"):
             Documents(local, seed=1).load_state_dict(state | {"position": 12})

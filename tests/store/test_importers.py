@@ -126,7 +126,7 @@ class TestServers:
             (
                 lambda o: o.prompt_logprobs.reverse() or o.prompt_logprobs.insert(0, None) or
                 o.prompt_logprobs.pop(),
-                "must have the text's own token 3 at place 1, got .* another text, or the entries",
+                "must include token 3 of the text at place 1, got .* another text, or the entries",
             ),
             (
                 lambda o: o.prompt_logprobs[2].update({3: SimpleNamespace(logprob=0.9)}),

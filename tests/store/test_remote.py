@@ -302,7 +302,7 @@ class TestArguments:
             ({"cache_bytes": 0}, r"cache_bytes must lie in \[1, 1152921504606846976\], got 0"),
             ({"cache_bytes": 10}, r"cache_bytes must be at least \d{4}, the size of the store's"),
             ({"storage_options": ["a"]}, r"storage_options must map names to values, got \['a'\]"),
-            ({"storage_options": {"key": 1}}, "must have only the name 'headers' .* got 'key'"),
+            ({"storage_options": {"key": 1}}, "must have only the key 'headers' .* got 'key'"),
             (
                 {"storage_options": {"headers": {"a": 1}}},
                 r"\['headers'\] must be a dict of",

@@ -248,7 +248,7 @@ class TestRefused:
     def test_another_store_at_the_address(self, puts, tmp_path):
         with opened(tmp_path / "s") as writer:
             fill(writer)
-        words = rf"upload must be an address without another store, got {URL}, whose store\.index"
+        words = rf"upload must be an address without another store, got {URL} with a store\.index"
         with pytest.raises(ValueError, match=words):
             opened(tmp_path / "other")
         stores.write(tmp_path / "same", [(tokens, stores.teacher(len(tokens), seed=99))
