@@ -1,7 +1,8 @@
 """Evaluates a loss over a tensor of logits. Other sources have their own method `evaluate`.
 
-A loss is evaluated on one of seven routes. The route is chosen by `evaluate`, or, if inplace=True,
-by `evaluate_in_place`. If several conditions are true, the first route in this list is used.
+A loss is evaluated on one of seven routes. `evaluate` chooses the route. If inplace=True,
+`evaluate_in_place` chooses the route. If several conditions are true, the first route in this list
+is used.
 
 - The route "source" is used if the logits are not a plain tensor. The source computes values and
   gradient.
@@ -179,8 +180,8 @@ def mass_and_share(
 ) -> tuple[Tensor | None, Tensor]:
     """Returns `mass` and `share`, which determine the divisor of a mean.
 
-    The divisor is the sum of `mass`, or the number of rows that are not ignored if `mass` is None.
-    `share` is 1 / divisor.
+    The divisor is the sum of `mass`. If `mass` is None, the divisor is the number of rows that are
+    not ignored. `share` is 1 / divisor.
     """
     weighted = loss.reading.class_weight is not None
     mass = loss.mass(backend, like.dtype) if weighted else None
@@ -302,9 +303,8 @@ def finish(
     return d_x, d_rows
 
 
-# torch.autograd.Function.apply contains code that is needed only under torch.func. The two
-# functions below are never called under torch.func, because `evaluate_traced` is called instead. So
-# both functions are the `apply` of the base class of Function. The `apply` of the base class is
-# faster.
+# torch.autograd.Function.apply contains code that is needed only under torch.func. Under
+# torch.func, `evaluate_traced` is called instead of the two functions below. So the two functions
+# use the `apply` of Function's base class, which is faster.
 _gradient_in_forward = super(torch.autograd.Function, GradientInForward).apply  # pyright: ignore[reportAttributeAccessIssue]
 _gradient_in_backward = super(torch.autograd.Function, GradientInBackward).apply  # pyright: ignore[reportAttributeAccessIssue]

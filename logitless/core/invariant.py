@@ -70,7 +70,8 @@ def uncompiled(function: Callable) -> Callable:
 def refuse_operator() -> None:
     raise RuntimeError(
         "ll.invariant() must not be active under torch.func or inside a dispatch mode, because the"
-        " operators of logitless do not support ll.invariant(); compute the loss outside of both."
+        " operators of logitless do not support ll.invariant(); compute the loss outside of"
+        " torch.func and outside of the dispatch mode."
     )
 
 
@@ -80,7 +81,7 @@ def computes_single_rows(backend: Any) -> bool:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Returns the logits x (..., V) in memory where every row starts on a 16-byte boundary.
+    """Returns a tensor equal to x (..., V), in which every row starts on a 16-byte boundary.
 
     The result is x, or a differentiable copy of x. The copy has padding between rows if needed.
     """

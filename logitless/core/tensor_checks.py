@@ -96,7 +96,7 @@ def _rows(name: str, t: Tensor, x: Tensor) -> None:
 
 
 def in_bounds(temperature: Tensor, live: Tensor | None, least: float, most: float) -> None:
-    """Raises if the temperature of a row that is not ignored is out of bounds.
+    """Raises if a temperature is out of bounds. Ignored rows are not checked.
 
     The error message names the row.
     """

@@ -2,9 +2,9 @@
 
 The gradient of a bf16 weight can be summed in three formats. A sum in bf16 is rounded to 8 bits of
 precision after every chunk. Over many chunks, a bf16 sum drifts away from the result of one large
-GEMM. A sum in fp32 takes twice the memory of a bf16 gradient. A sum in block floating point (int16
-with one exponent per 128 values, kernels/blockfp_gemm.py) is as exact as one GEMM, and takes no
-more memory than a bf16 gradient.
+GEMM. A sum in fp32 takes twice the memory of a bf16 gradient. A sum in block floating point is as
+exact as one GEMM, and takes no more memory than a bf16 gradient. Block floating point stores int16
+numbers, with one exponent per 128 numbers (kernels/blockfp_gemm.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ from .head import Head, Rows
 
 
 class Needs(NamedTuple):
-    """Flags, each of which is True if a tensor needs a gradient."""
+    """One flag per tensor, which is True if the tensor needs a gradient."""
 
     hidden: bool
     weight: bool

@@ -49,9 +49,8 @@ HeadTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # in the orde
 class Head:
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,).
 
-    With `low_rank`, `hidden` has the shape (..., D + R) or is wider. The first D columns of
-    `hidden` are multiplied by `weight`, the next R columns by `low_rank`, and all other columns are
-    padding.
+    With `low_rank`, `hidden` has at least D + R columns. The first D columns of `hidden` are
+    multiplied by `weight`, the next R columns by `low_rank`, and all other columns are padding.
     """
 
     hidden: Tensor
@@ -224,9 +223,9 @@ class Head:
 
         Some heads are always computed in chunks. A head with fp16 logits is computed in chunks,
         because chunks sum the gradients in fp32. A head with a main_grad is computed in chunks,
-        because small.py does not add gradients to main_grad. Chunks are also used for fp32 logits
-        of 16-bit hidden states, for one rank's shard of a head, for a head with `low_rank`, for a
-        weight that is quantised or freed by FSDP, and for a loss with another head as its teacher.
+        because small.py does not add gradients to main_grad. Chunks are also used in these cases:
+        fp32 logits of 16-bit hidden states, one rank's shard of a head, a head with `low_rank`, a
+        quantised weight, a weight that FSDP has freed, and a loss with another head as its teacher.
         Inside `ll.invariant()`, every head uses chunks.
         """
         if loss.reading.invariant:
@@ -248,7 +247,7 @@ class Head:
         return not freed and all(map(is_dense, loss.teachers))
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
-        """Returns a bool mask (N,), which is False for the ignored rows that the GEMMs leave out.
+        """Returns a bool mask (N,) that is False in ignored rows. The GEMMs leave these rows out.
 
         The result is None if the GEMMs compute all rows.
         """

@@ -7,7 +7,7 @@ Each RowLoss with an operator over logits (core/operators.py) has three operator
     `logitless::head_<name>_rows_gradient` computes the gradients of the results per row.
 
 The operators call the functions of total.py and per_row.py. The operators do not drop ignored rows.
-To drop ignored rows, the host would have to wait until the GPU has counted the other rows. A
+Dropping ignored rows would make the host wait for the GPU, which counts the remaining rows. A
 compiled graph cannot wait.
 """
 
@@ -307,7 +307,7 @@ def operator(name: str, *, saved: int) -> Callable[[type], type]:
 
 
 def call_rows(loss: RowLoss, head: Head) -> tuple[Tensor, ...]:
-    """Calls the operator for the results per row of a loss over a head."""
+    """Calls the operator that computes the results per row of a loss over a head."""
     name = f"{HEAD_OPERATORS[type(loss)].name}_rows"
     return tuple(getattr(torch.ops.logitless, name)(*_arguments_of(head, loss)))
 
