@@ -124,7 +124,10 @@ class Backend(Protocol):
         ...
 
     def label_mass(self, reading: Reading, dtype: torch.dtype) -> Tensor:
-        """Returns the class weight of each row's label as a tensor (N,). Ignored rows have 0."""
+        """Returns the class weight of each row's label as a tensor (N,).
+
+        In ignored rows, the result is 0.
+        """
         ...
 
     # --- reductions of rows to one number
@@ -252,7 +255,7 @@ class Backend(Protocol):
         """
         ...
 
-    # --- rows of a table
+    # --- dot products with rows of a weight
 
     def row_dots(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         """Returns hidden[i] · weight[ids[i, j]] as a tensor (N, M), in fp32 or fp64.

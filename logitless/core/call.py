@@ -2,10 +2,10 @@
 
 Checks read shapes, dtypes, devices and Python numbers. In a training loop, these properties are
 usually the same in every step. Therefore `check_once` checks each combination of shapes, dtypes,
-devices and numbers only once. Each folder with public functions has a file that holds the rules for
-the arguments of these functions, for example losses/checks.py. Only `check_values` reads the values
-of tensors. Tensors on a CPU are always read, because reading them needs no synchronisation. Tensors
-on a GPU are read only if LOGITLESS_CHECK=1 is set.
+devices and numbers only once. Each folder with public functions has its own file of checks, for
+example losses/checks.py. Only `check_values` reads the values of tensors. Tensors on a CPU are
+always read, because reading them needs no synchronisation. Tensors on a GPU are read only if
+LOGITLESS_CHECK=1 is set.
 """
 
 import functools
@@ -49,7 +49,7 @@ def check_once(check: Callable[..., None], *args: Any) -> None:
         )
         if key in _passed:
             return
-    except (AttributeError, TypeError):  # an argument has no hash or shape; `check` raises
+    except (AttributeError, TypeError):  # an argument has no hash or shape; `check` raises an error
         key = None
     try:
         check(*args)

@@ -80,10 +80,10 @@ class Sampled(NamedTuple):
 def uniforms_of(logits: Any, n: int, generator: torch.Generator | None) -> Tensor:
     """Returns n uniform numbers per row of the logits, in ascending order, as fp64 (N, n).
 
-    Sorting would be slow. Instead, each row draws n + 1 exponential random numbers and computes
-    their cumulative sums. The first n sums, divided by the last sum, have the distribution of n
-    sorted uniform numbers. The exponential random numbers are scaled and truncated to integers, so
-    that their sums have no rounding errors.
+    Sorting would be slow. Instead, the function draws n + 1 exponential random numbers per row, and
+    computes their cumulative sums. The first n sums, divided by the last sum, have the distribution
+    of n sorted uniform numbers. The exponential random numbers are scaled and truncated to
+    integers, so that their sums have no rounding errors.
     """
     size = (logits.shape[:-1].numel(), n + 1)
     random = torch.rand(size, generator=generator, device=logits.device, dtype=torch.float64)

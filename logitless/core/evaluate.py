@@ -59,8 +59,8 @@ def evaluate(
 ):
     """Returns the weighted and reduced loss.
 
-    The result is a tuple of all outputs if the loss has multiple outputs, and (value, *extras) if
-    the loss has extras.
+    If the loss has multiple outputs, the result is a tuple of all outputs. If the loss has extras,
+    the result is (value, *extras).
     """
     if logits.__class__ is not Tensor:
         source = source_of(logits)
@@ -129,7 +129,7 @@ def _by_single_rows(
 
 
 def single_row(loss: RowLoss, row: int, lead: torch.Size) -> RowLoss:
-    """Returns the loss for a batch that consists of this row alone.
+    """Returns the loss for a batch with only this row.
 
     The row of the teacher is copied, so that the row has the same alignment in all batches.
     """

@@ -142,7 +142,7 @@ class GradientInPlace(Node):
                 "logits must not be used after cross_entropy(..., inplace=True), which overwrote"
                 " the logits with their gradient; pass inplace=False to keep the logits."
             )
-        gradient, label = ctx.saved_tensors  # this access raises in a second backward
+        gradient, label = ctx.saved_tensors  # this access raises an error in a second backward
         if upstream is None:
             return (None,) * 7
         if upstream.dim():  # in ignored rows, an infinite upstream gradient times 0 would be NaN

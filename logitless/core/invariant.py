@@ -35,10 +35,10 @@ def invariant():
     """Inside a `with` block, results and gradients of a row have the same bits in every batch.
 
     The bits do not depend on the other rows of the batch, on the number and the order of the rows,
-    on `workspace`, or on ignored rows. This holds for the results per row of all losses and
-    statistics, and for the gradients of logits and hidden states. The bits of the gradients of
-    weight and bias do depend on the batch, because these gradients are sums over the batch.
-    Backward can run outside of the block. `invariant` applies to all threads of the process.
+    on `workspace`, or on ignored rows. This rule applies to all results per row, and to the
+    gradients of logits and hidden states. The bits of the gradients of weight and bias do depend on
+    the batch, because these gradients are sums over the batch. Backward can run outside of the
+    block. `invariant` applies to all threads of the process.
 
     >>> import logitless as ll
     >>> z = torch.randn(8, 1000)

@@ -74,7 +74,7 @@ class Source:
         return len(self.shape)
 
     def evaluate(self, loss: Any, reduction: str, row_weight: Tensor | None) -> Any:
-        """Returns the weighted and reduced loss of a RowLoss. The result is differentiable.
+        """Evaluates a RowLoss. The result is weighted, reduced and differentiable.
 
         The result is one number per row for reduction "none", and a scalar for "sum" and "mean".
         For a RowLoss with multiple outputs, the result is a tuple. For a RowLoss with extras, the

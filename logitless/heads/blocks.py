@@ -198,7 +198,7 @@ class BlockSums(GradientSums):
         # Whether each element of the weight's gradient is written only once.
         self.written_once = into is None and chunks == 1
         self.hidden_sum: Sum | SumInPlace | None = None
-        self.low_rank_sum: Sum | None = None  # the gradient of the hidden states of `low_rank`
+        self.low_rank_sum: Sum | None = None  # the gradient of `low_rank`'s columns of hidden
 
     def free_memory(self) -> Tensor | None:
         """Returns the memory of the weight's gradient, or None if this memory cannot hold logits.
@@ -210,7 +210,7 @@ class BlockSums(GradientSums):
         return d.view(-1) if free else None
 
     def start(self, rows: Rows, h: Tensor) -> None:
-        """Allocates memory for the gradient of `hidden` of a group of rows.
+        """Allocates memory for the gradient of `hidden`, for one group of rows.
 
         Each block adds to this memory.
         """

@@ -1,7 +1,7 @@
 """Chooses how a head's logits are computed: by rows, by columns, by rows and columns, or on chip.
 
-If `stays_on_chip` is True, the logits of a head are never written to memory (on_chip.py). For all
-other heads, the logits are split into chunks of rows or blocks of columns that fit into a
+If `stays_on_chip` returns True, the logits of a head are never written to memory (on_chip.py). For
+all other heads, the logits are split into chunks of rows or blocks of columns that fit into a
 workspace.
 
 A split by rows takes three GEMMs. A split by rows computes the loss and the gradients of some whole
@@ -80,7 +80,7 @@ class Cut(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The sizes and properties of a loss over a head that determine the best split."""
+    """The sizes and properties that determine the best split of a head."""
 
     rows: int
     vocab: int
@@ -114,7 +114,7 @@ def override(cut: Callable[[Work], Cut]):
 def choose(work: Work, workspace: int | None, device: str) -> Cut:
     """Returns the split with the least estimated time.
 
-    If `workspace` is None, a head that is not computed on the chip is always split by rows.
+    If `workspace` is None, only two results are possible: a split by rows, or on-chip kernels.
     """
     if device == "cuda" and stays_on_chip(work):
         return Cut(work.rows, on_chip=True)
@@ -309,5 +309,5 @@ def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
 
 
 def spare_rows(rows: int) -> int:
-    """Returns the number of extra rows in the memory for `rows` rows of fp32 logits."""
+    """Returns how many extra rows of memory are needed for `rows` rows of fp32 logits."""
     return rows // SPARE_EVERY + 2

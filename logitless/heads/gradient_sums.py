@@ -52,7 +52,10 @@ class HeadGradients(NamedTuple):
         return self.hidden, self.weight, self.bias, self.low_rank
 
     def with_tensors(self, tensors: Iterable[Tensor | None]) -> "HeadGradients":
-        """Returns a copy with these gradients, in the order of Head.tensors."""
+        """Returns a copy with new gradients.
+
+        `tensors` holds these gradients in the order of Head.tensors.
+        """
         hidden, weight, bias, low_rank = tensors
         return self._replace(hidden=hidden, weight=weight, bias=bias, low_rank=low_rank)
 
@@ -159,8 +162,8 @@ class GradientSums:
     def result(self) -> HeadGradients:
         """Returns the gradients.
 
-        The gradient of `hidden` has the dtype of `hidden`. All other gradients can be fp32, even if
-        their tensors have 16 bits.
+        The gradient of `hidden` has the dtype of `hidden`. All other gradients can be fp32, even
+        for 16-bit tensors.
         """
         d_hidden = self.d_hidden if self.over_ranks is None else self.over_ranks.result()
         return HeadGradients(d_hidden, self.d_weight, self.d_bias, low_rank=self.d_low_rank)

@@ -1,9 +1,9 @@
 """The tensors and the options of a head. linear.py evaluates losses over a head.
 
 `Head` represents the logits hidden @ weight.T + bias. LinearLogits and lazy logits hold a Head. A
-VocabShard holds a Head if a head computes the logits of the shard. `ScaledHead` represents a
-teacher's logits, without gradients. A ScaledHead can apply a scale and a softcap to the logits. The
-method `flatten` separates the options from the tensors, because autograd saves the tensors.
+VocabShard can also hold a Head. `ScaledHead` represents a teacher's logits, without gradients. A
+ScaledHead can apply a scale and a softcap to the logits. The method `flatten` separates the options
+from the tensors, because autograd saves the tensors.
 
 A head can have a second weight, `low_rank`, such as the matrix B of a LoRA adapter. The two weights
 act like one weight of shape (V, D + R), but are stored as two tensors. The hidden states are one

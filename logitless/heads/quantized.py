@@ -38,7 +38,7 @@ def why_not_readable(t: Any) -> str | None:
 
     The result completes an error message that ends with "got a <class>, which ...". Some classes of
     quantised weights also quantise the input of the matrix product. A head cannot read such
-    weights, because its GEMMs do not quantise `hidden`, so its logits would be different.
+    weights. The GEMMs of a head do not quantise `hidden`, so the logits would be different.
     """
     if t.requires_grad:
         return "is quantised and requires a gradient"

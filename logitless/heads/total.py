@@ -163,7 +163,10 @@ def put_outputs(results: list[Tensor], outputs: Sequence[Tensor], rows: Rows, co
 
 
 def outputs_of_no_rows(call: Call) -> tuple[Tensor, ...]:
-    """Returns outputs with zero rows. Their dtypes and other sizes do not depend on the batch."""
+    """Returns outputs with zero rows.
+
+    Their dtypes and trailing dimensions are the same as in any batch.
+    """
     head, loss = call.head, call.loss
     nothing = head.hidden.detach().new_empty((0, len(head.weight)), dtype=head.dtype)
     return loss.rows(slice(0, 0), head.lead).forward(head.backend(), nothing)[0]
