@@ -24,10 +24,10 @@ is used.
 - The route "gradient in backward" is used in all other cases. Backward computes the gradient from
   the logits and from the tensors that forward saved.
 
-In the route "gradient in forward", the loss's `mean_and_gradient` can compute a mean and its
-gradient in one kernel launch. If `mean_and_gradient` returns None, `value_and_gradient` computes
-the values and the gradient. `value_and_gradient` reads the logits once if the backend's `one_pass`
-supports the logits, and twice otherwise.
+On the route "gradient in forward", the method `mean_and_gradient` of the loss can compute a mean
+and its gradient in one kernel launch. If `mean_and_gradient` returns None, `value_and_gradient`
+computes the values and the gradient. `value_and_gradient` reads the logits once if the backend's
+`one_pass` supports the logits, and twice otherwise.
 """
 
 from collections.abc import Sequence
@@ -202,7 +202,7 @@ def scaled(
     upstream: Tensor,  # () or (...)
     factor: Tensor | None,  # one number, or one number per row
 ) -> Tensor:
-    """Returns gradient · upstream · factor, rounded once to the dtype of x."""
+    """Returns `gradient * upstream * factor`, rounded once to the dtype of x."""
     scale = upstream if factor is None else upstream * factor
     if scale.dim():
         scale = scale.reshape(*x.shape[:-1], 1)

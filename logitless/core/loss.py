@@ -131,7 +131,8 @@ class RowLoss:
     ) -> tuple[tuple[Tensor, ...], Tensor, Saved]:
         """Returns forward's outputs, the gradient of x, and forward's saved tensors.
 
-        The gradient is for an upstream gradient of 1, times `factor` if `factor` is not None.
+        The gradient is for an upstream gradient of 1. If `factor` is not None, the gradient is
+        multiplied by `factor`.
         """
         outputs, saved = self.forward(backend, x)
         upstream = (one[x.device, outputs[0].dtype],)

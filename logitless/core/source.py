@@ -147,9 +147,9 @@ _CONVERTERS: list[Callable[[Any], "Source | None"]] = []
 def converts(function: F) -> F:
     """Registers a function that converts logits to a Source.
 
-    The function is called for a Source whose attribute `spread` is True, and for logits that are
-    neither a Source nor a plain tensor. The function must return None for logits that it cannot
-    convert.
+    The function is called in two cases: for a Source whose attribute `spread` is True, and for
+    logits that are neither a Source nor a plain tensor. The function must return None for logits
+    that it cannot convert.
     """
     _CONVERTERS.append(function)
     return function

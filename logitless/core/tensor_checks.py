@@ -48,7 +48,7 @@ def some_logits(x: Any, name: str) -> None:
 
 
 def placed(name: str, x: Any, dim: int) -> None:
-    """Checks that a DTensor is replicated, or sharded on dim `dim` over one mesh dimension."""
+    """Checks that a DTensor is replicated, or sharded only once, on dimension `dim`."""
     sharded = [p for p in x.placements if not p.is_replicate()]
     if sharded and (len(sharded) > 1 or not is_shard(sharded[0], dim)):
         raise TypeError(
@@ -332,7 +332,7 @@ def draws(n: Any, x: Tensor) -> None:
 
 
 def generator(where: Any, x: Tensor) -> None:
-    """Checks the device `where` of a generator. None means the default generator."""
+    """Checks `where`, the device of a generator. None means the default generator."""
     if where is None:
         return
     if not isinstance(where, torch.device):

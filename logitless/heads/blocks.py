@@ -122,7 +122,7 @@ class Blocks:
 
 
 class ReadsNoLogits:
-    """Wraps a backend, and has only the functions of this backend that do not read logits."""
+    """Wraps a backend. Only functions that do not read logits are available."""
 
     one_pass = None  # one pass is not possible, because a gradient needs statistics of whole rows
 

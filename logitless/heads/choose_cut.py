@@ -31,9 +31,9 @@ from typing import NamedTuple
 
 # The default number of bytes of logits in memory at once. On a GPU, the default is larger if one
 # row of logits takes more than 1 MiB (`default_workspace`). For fp32 logits of 16-bit hidden
-# states, the default is 1.5 times as large, so that a chunk of fp32 logits needs only a few slots
-# (see `layout`). With this default, a loss over fp32 logits on an H200 is as fast as a loss over
-# 16-bit logits.
+# states, the default is 1.5 times as large. So a chunk of fp32 logits needs only a few slots (see
+# `layout`). With this default, a loss over fp32 logits on an H200 is as fast as a loss over 16-bit
+# logits.
 WORKSPACE = {"cuda": 1 << 30, "cpu": 64 << 20}
 TILE = 128  # rows per tile of a GEMM
 # Each row of logits is padded to a multiple of PACK columns, so that every row of 16-bit logits
@@ -62,9 +62,9 @@ READ_WIDTH = 200
 # heads within these limits are computed on the chip. On an H200, heads with a larger D are faster
 # with logits in memory (benchmarks/results/h200/narrow.md).
 ON_CHIP_VOCAB = {128: 1 << 31}
-# The kernels need sorted pairs (row, id): one pair per row for the label, and one pair for each
-# further id of the row. Sorting takes time and needs 64 bytes of memory per pair. So a head is
-# computed on the chip only if its loss has at most ON_CHIP_PAIRS pairs.
+# The kernels need sorted pairs (row, id). Each row has one pair for its label, and one pair for
+# each further id. Sorting takes time and needs 64 bytes of memory per pair. So a head is computed
+# on the chip only if its loss has at most ON_CHIP_PAIRS pairs.
 ON_CHIP_PAIRS = 1 << 19
 
 SPARE_EVERY = 64  # n rows of fp32 logits need the memory of n + n // 64 + 2 rows of 16-bit logits

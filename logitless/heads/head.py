@@ -223,10 +223,10 @@ class Head:
 
         Some heads are always computed in chunks. A head with fp16 logits is computed in chunks,
         because chunks sum the gradients in fp32. A head with a main_grad is computed in chunks,
-        because small.py does not add gradients to main_grad. Chunks are also used in these cases:
-        fp32 logits of 16-bit hidden states, one rank's shard of a head, a head with `low_rank`, a
-        quantised weight, a weight that FSDP has freed, and a loss with another head as its teacher.
-        Inside `ll.invariant()`, every head uses chunks.
+        because small.py does not add gradients to main_grad. Chunks are also used for a head with
+        `low_rank`, for a quantised weight, and for a weight that FSDP has freed. Three more cases
+        use chunks: fp32 logits of 16-bit hidden states, one rank's shard of a head, and a loss
+        whose teacher is another head. Inside `ll.invariant()`, every head uses chunks.
         """
         if loss.reading.invariant:
             return False

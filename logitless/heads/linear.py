@@ -1,4 +1,4 @@
-"""Computes losses over the logits hidden @ weight.T + bias of a linear head, in chunks.
+"""Computes losses over a linear head, whose logits are hidden @ weight.T + bias.
 
 `HeadLogits` is the Source (core/source.py) of these logits. A loss is computed from the logits of
 one chunk of rows at a time (chunks.py), or of one block of columns at a time (blocks.py). For a

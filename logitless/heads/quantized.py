@@ -27,14 +27,14 @@ def is_quantized(t: Tensor) -> bool:
     if type(t) in PLAIN:
         return False
     plain = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
-    # DTensors, fake tensors and results of functional collectives (`trigger_wait`) are not
-    # quantised.
+    # DTensors and fake tensors are not quantised. A tensor with `trigger_wait` is the result of a
+    # functional collective, and is not quantised either.
     others = is_dtensor(t) or hasattr(t, "fake_mode") or hasattr(t, "trigger_wait")
     return not (plain or others)
 
 
 def why_not_readable(t: Any) -> str | None:
-    """The reason why a quantised weight cannot be read in blocks of rows, or None if it can.
+    """Returns the reason why a quantised weight cannot be read in blocks of rows, or None.
 
     The result completes an error message that ends with "got a <class>, which ...". Some classes of
     quantised weights also quantise the input of the matrix product. A head cannot read such

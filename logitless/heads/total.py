@@ -1,4 +1,4 @@
-"""The mean or sum of a loss over the rows of a head, with its gradients, in three GEMMs.
+"""Computes the mean or sum of a loss over a head, and its gradients, in three GEMMs.
 
 `forward` computes the loss and all gradients for an upstream gradient of 1. The logits, d_hidden
 and d_weight take one GEMM each. If the head is split by columns, most logits are computed twice.
