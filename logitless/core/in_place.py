@@ -70,7 +70,7 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
 def _overwrite(
     backend: Backend, x: Tensor, loss: RowLoss, factor: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Overwrites x with the gradient of x times `factor`, and returns the outputs of each row."""
+    """Overwrites x with `factor` times the gradient of x, and returns the outputs of each row."""
     if not loss.reading.invariant or not x.numel():
         return loss.value_and_gradient(backend, x, factor, x)[0]
     if not computes_single_rows(backend):

@@ -293,8 +293,8 @@ def of_ids(name: str, x: Any) -> None:
     """Checks that logits gathered at K ids per row are not sharded over ranks."""
     if is_over_ranks(x):
         raise TypeError(
-            f"{name} must be logits of K ids per row that are not sharded over ranks, got "
-            f"{type(x).__name__}; for a vocabulary that is sharded over ranks, use topk_distill."
+            f"{name} must not be sharded over ranks, got {type(x).__name__}; for a vocabulary that "
+            "is sharded over ranks, use topk_distill."
         )
 
 

@@ -198,7 +198,7 @@ class BlockSums(GradientSums):
         # Whether each element of the weight's gradient is written only once.
         self.written_once = into is None and chunks == 1
         self.hidden_sum: Sum | SumInPlace | None = None
-        self.low_rank_sum: Sum | None = None  # the gradient of `low_rank`'s columns of hidden
+        self.low_rank_sum: Sum | None = None  # the gradient of the R columns for `low_rank`
 
     def free_memory(self) -> Tensor | None:
         """Returns the memory of the weight's gradient, or None if this memory cannot hold logits.

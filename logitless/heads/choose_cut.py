@@ -155,7 +155,7 @@ def default_workspace(row: int, device: str) -> int:
 
 
 def extra_cost(work: Work, cut: Cut, device: str) -> float:
-    """Returns the estimated cost of a split, without the GEMMs that every split takes."""
+    """Returns the estimated cost of a split, not counting the GEMMs that every split needs."""
     # A sum in the weight's own dtype costs half the time of a sum in fp32, because the GEMM adds
     # directly to the sum.
     cost = SUM_ROWS.get(device, 0.0) * (1 if work.sums else 0.5)
@@ -285,10 +285,10 @@ def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
         | gradient of earlier slots | gap |  logits of this slot, fp32  |
         | gradient so far                 ▸ overwrites logits already read
 
-    Each slot has as many rows of logits as fit to the right of the gradient of earlier slots. The
-    gradient of the logits in a slot is written in several steps. Each step writes only as many rows
-    as fit before the first unread row, so that no unread row is overwritten. So n rows of fp32
-    logits need only the memory of n + spare_rows(n) rows of 16-bit logits.
+    Each slot has as many rows of logits as fit between the gradient of earlier slots and the end of
+    the memory. The gradient of the logits in a slot is written in several steps. Each step writes
+    only as many rows as fit before the first unread row, so that no unread row is overwritten. So n
+    rows of fp32 logits need only the memory of n + spare_rows(n) rows of 16-bit logits.
     """
     if not wide:
         return rows, (Slot(slice(0, rows), 0, (slice(0, rows),)),)
