@@ -28,7 +28,7 @@ class Node(torch.autograd.Function):
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raises if a tensor has a tangent. Call this only inside forward-mode differentiation."""
+    """Raises if a tensor has a tangent. Call this function only in forward mode."""
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         tensor_checks.only_in_reverse()
 

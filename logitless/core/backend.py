@@ -59,7 +59,7 @@ class Backend(Protocol):
         ...
 
     def merge(self, several: Sequence[Partials], reading: Reading) -> Partials:
-        """Merges partial statistics of the same rows, for several sets of columns."""
+        """Merges partial statistics of the same rows over different columns."""
         ...
 
     def finish(
@@ -72,9 +72,10 @@ class Backend(Protocol):
         ...
 
     def above(self, x: Tensor, reading: Reading, y0: Tensor) -> Tensor:
-        """Returns, for each row, how many logits of x are greater than y0 (N,), as int64 (N,).
+        """For each row, counts the logits of x that are greater than the row's number in y0.
 
-        The softcap of `reading` is applied to x. A NaN in x, or in y0, counts as greater.
+        y0 and the result have shape (N,). The result is int64. The softcap of `reading` is applied
+        to x. A NaN in x, or in y0, counts as greater.
         """
         ...
 
@@ -86,7 +87,7 @@ class Backend(Protocol):
         ...
 
     def with_repeats(self, state: Tensor, ids: Tensor) -> Tensor:
-        """Returns the state with the field REPEATS filled, if this backend reads the field.
+        """Returns the state. If this backend reads the field REPEATS, the field is filled.
 
         REPEATS is 1 if two ids of the row are equal, and 0 otherwise.
         """
@@ -123,7 +124,10 @@ class Backend(Protocol):
         ...
 
     def label_mass(self, reading: Reading, dtype: torch.dtype) -> Tensor:
-        """Returns the class weight of each row's label, with 0 for ignored rows, of shape (N,)."""
+        """Returns the class weight of each row's label as a tensor (N,).
+
+        In ignored rows, the result is 0.
+        """
         ...
 
     # --- reductions of rows to one number
@@ -145,7 +149,7 @@ class Backend(Protocol):
         mass: Tensor | None = None,
         mean: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the sum or mean of `value`, and the factor of each row in this sum or mean.
+        """Returns the sum or mean of `value`, and a factor for the gradient of each row.
 
         Backward multiplies the gradient of each row by this factor. The factor is one number for
         all rows, or one number per row. None means a factor of 1.
@@ -251,7 +255,7 @@ class Backend(Protocol):
         """
         ...
 
-    # --- rows of a table
+    # --- dot products with rows of a weight
 
     def row_dots(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         """Returns hidden[i] · weight[ids[i, j]] as a tensor (N, M), in fp32 or fp64.

@@ -1,11 +1,11 @@
 """The first steps of every call: check arguments, detect transforms.
 
-Checks read shapes, dtypes, devices and Python numbers. These are usually the same in every step of
-a training loop. Therefore `check_once` checks each combination of shapes, dtypes, devices and
-numbers only once. Each folder with public functions has a file that holds the rules for the
-arguments of these functions, for example losses/checks.py. Only `check_values` reads the values of
-tensors. Tensors on a CPU are always read, because reading them needs no synchronisation. Tensors on
-a GPU are read only if LOGITLESS_CHECK=1 is set.
+Checks read shapes, dtypes, devices and Python numbers. In a training loop, these properties are
+usually the same in every step. Therefore `check_once` checks each combination of shapes, dtypes,
+devices and numbers only once. Each folder with public functions has its own file of checks, for
+example losses/checks.py. Only `check_values` reads the values of tensors. Tensors on a CPU are
+always read, because reading them needs no synchronisation. Tensors on a GPU are read only if
+LOGITLESS_CHECK=1 is set.
 """
 
 import functools
@@ -49,7 +49,7 @@ def check_once(check: Callable[..., None], *args: Any) -> None:
         )
         if key in _passed:
             return
-    except (AttributeError, TypeError):  # an argument has no hash or shape; `check` raises
+    except (AttributeError, TypeError):  # an argument has no hash or shape; `check` raises an error
         key = None
     try:
         check(*args)
@@ -65,7 +65,7 @@ def check_once(check: Callable[..., None], *args: Any) -> None:
 
 
 def _refuse_on_ranks(logits: Any, error: Exception) -> None:
-    """Sends the error to the ranks that share these logits, so that all ranks raise."""
+    """Sends the error to the ranks that share these logits, so that all ranks raise the error."""
     ranks = ranks_of_call(logits)
     if ranks is not None:
         ranks.refuse(error)
@@ -166,7 +166,7 @@ def reads_values(ids: Tensor) -> bool:
 
 
 def check_values(loss) -> None:
-    """Raises if an id or a temperature is out of bounds in a row that is not ignored.
+    """Raises if an id or a temperature is out of bounds. Ignored rows are not checked.
 
     The error message names the row.
     """

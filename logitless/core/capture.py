@@ -61,7 +61,7 @@ class Sampled(NamedTuple):
     Each result has shape (..., n). The sum of the weights of a row is 1.
     """
 
-    uniforms: Tensor  # (N, n), fp64, in ascending order; each number selects one draw
+    uniforms: Tensor  # (N, n), sorted uniform numbers in fp64; each number selects one id
     proposal: float
     name = "capture_sampled"
 
@@ -80,9 +80,10 @@ class Sampled(NamedTuple):
 def uniforms_of(logits: Any, n: int, generator: torch.Generator | None) -> Tensor:
     """Returns n uniform numbers per row of the logits, in ascending order, as fp64 (N, n).
 
-    The cumulative sums of n + 1 exponential random numbers, divided by the last sum, have the
-    distribution of n sorted uniform numbers. Cumulative sums take less time than sorting. The
-    exponential random numbers are integers, so that their sums have no rounding errors.
+    Sorting would be slow. Instead, the function draws n + 1 exponential random numbers per row, and
+    computes their cumulative sums. The first n sums, divided by the last sum, have the distribution
+    of n sorted uniform numbers. The exponential random numbers are scaled and truncated to
+    integers, so that their sums have no rounding errors.
     """
     size = (logits.shape[:-1].numel(), n + 1)
     random = torch.rand(size, generator=generator, device=logits.device, dtype=torch.float64)

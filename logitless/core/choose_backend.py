@@ -27,10 +27,10 @@ _chosen: str | None = None
 def impl(name: str):
     """Selects the backend `"triton"` or `"eager"` for all losses inside a `with` block.
 
-    With "triton", plain PyTorch still computes losses against a teacher with more than 4096 ids per
-    row, and top-k with k > 256. Triton on CPU tensors needs Triton's interpreter
-    (`TRITON_INTERPRET=1`). The environment variable LOGITLESS_IMPL also selects the backend. `impl`
-    applies to all threads of the process.
+    Even with "triton", plain PyTorch is used in two cases: for losses against a teacher with more
+    than 4096 ids per row, and for top-k with k > 256. Triton on CPU tensors needs Triton's
+    interpreter (`TRITON_INTERPRET=1`). The environment variable LOGITLESS_IMPL also selects the
+    backend. `impl` applies to all threads of the process.
     """
     global _chosen
     tensor_checks.one_of("impl", name, CHOICES)

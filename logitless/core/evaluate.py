@@ -1,7 +1,8 @@
 """Evaluates a loss over a tensor of logits. Other sources have their own method `evaluate`.
 
-A loss is evaluated on one of seven routes. The route is chosen by `evaluate`, or, if inplace=True,
-by `evaluate_in_place`. If several conditions are true, the first route in this list is used.
+A loss is evaluated on one of seven routes. `evaluate` chooses the route. If inplace=True,
+`evaluate_in_place` chooses the route. If several conditions are true, the first route in this list
+is used.
 
 - The route "source" is used if the logits are not a plain tensor. The source computes values and
   gradient.
@@ -23,10 +24,10 @@ by `evaluate_in_place`. If several conditions are true, the first route in this 
 - The route "gradient in backward" is used in all other cases. Backward computes the gradient from
   the logits and from the tensors that forward saved.
 
-In the route "gradient in forward", the loss's `mean_and_gradient` can compute a mean and its
-gradient in one kernel launch. If `mean_and_gradient` returns None, `value_and_gradient` computes
-the values and the gradient. `value_and_gradient` reads the logits once if the backend's `one_pass`
-supports the logits, and twice otherwise.
+On the route "gradient in forward", the method `mean_and_gradient` of the loss can compute a mean
+and its gradient in one kernel launch. If `mean_and_gradient` returns None, `value_and_gradient`
+computes the values and the gradient. `value_and_gradient` reads the logits once if the backend's
+`one_pass` supports the logits, and twice otherwise.
 """
 
 from collections.abc import Sequence
@@ -58,8 +59,8 @@ def evaluate(
 ):
     """Returns the weighted and reduced loss.
 
-    The result is a tuple of all outputs if the loss has multiple outputs, and (value, *extras) if
-    the loss has extras.
+    If the loss has multiple outputs, the result is a tuple of all outputs. If the loss has extras,
+    the result is (value, *extras).
     """
     if logits.__class__ is not Tensor:
         source = source_of(logits)
@@ -128,7 +129,7 @@ def _by_single_rows(
 
 
 def single_row(loss: RowLoss, row: int, lead: torch.Size) -> RowLoss:
-    """Returns the loss for a batch that consists of this row alone.
+    """Returns the loss for a batch with only this row.
 
     The row of the teacher is copied, so that the row has the same alignment in all batches.
     """
@@ -179,8 +180,8 @@ def mass_and_share(
 ) -> tuple[Tensor | None, Tensor]:
     """Returns `mass` and `share`, which determine the divisor of a mean.
 
-    The divisor is the sum of `mass`, or the number of rows that are not ignored if `mass` is None.
-    `share` is 1 / divisor.
+    The divisor is the sum of `mass`. If `mass` is None, the divisor is the number of rows that are
+    not ignored. `share` is 1 / divisor.
     """
     weighted = loss.reading.class_weight is not None
     mass = loss.mass(backend, like.dtype) if weighted else None
@@ -201,7 +202,7 @@ def scaled(
     upstream: Tensor,  # () or (...)
     factor: Tensor | None,  # one number, or one number per row
 ) -> Tensor:
-    """Returns gradient · upstream · factor, rounded once to the dtype of x."""
+    """Returns `gradient * upstream * factor`, rounded once to the dtype of x."""
     scale = upstream if factor is None else upstream * factor
     if scale.dim():
         scale = scale.reshape(*x.shape[:-1], 1)
@@ -302,9 +303,8 @@ def finish(
     return d_x, d_rows
 
 
-# torch.autograd.Function.apply contains code that is needed only under torch.func. The two
-# functions below are never called under torch.func, because `evaluate_traced` is called instead. So
-# both functions are the `apply` of the base class of Function. The `apply` of the base class is
-# faster.
+# torch.autograd.Function.apply contains code that is needed only under torch.func. Under
+# torch.func, `evaluate_traced` is called instead of the two functions below. So the two functions
+# use the `apply` of Function's base class, which is faster.
 _gradient_in_forward = super(torch.autograd.Function, GradientInForward).apply  # pyright: ignore[reportAttributeAccessIssue]
 _gradient_in_backward = super(torch.autograd.Function, GradientInBackward).apply  # pyright: ignore[reportAttributeAccessIssue]

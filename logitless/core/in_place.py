@@ -2,9 +2,9 @@
 
 Forward computes the loss and the gradient for an upstream gradient of 1. Backward multiplies the
 gradient by the upstream gradient, on the device. Autograd records that the logits are overwritten.
-If an earlier operation saved the logits, the backward of that operation raises. If a later
-operation uses the overwritten logits and is differentiated, the backward of the loss raises. This
-later use is not detected if the logits are a leaf or a slice of a larger tensor.
+If an earlier operation saved the logits, the backward of that operation raises an error. If a later
+operation uses the overwritten logits and gets an upstream gradient, the backward of the loss raises
+an error. If the logits are a leaf or a slice of a larger tensor, a later use is not detected.
 """
 
 import torch
@@ -56,9 +56,9 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
     """Returns the overwritten tensor, and whether autograd can mark this tensor as overwritten.
 
     PyTorch allows an autograd function with several outputs to overwrite a base tensor, but not a
-    view. If the logits are a view of a whole base tensor, the base tensor is marked as overwritten.
-    Logits that are a leaf or a slice of a larger tensor cannot be marked. For these logits, only
-    the version counter is increased.
+    view. If the logits are a view of all elements of a base tensor, the base tensor is marked as
+    overwritten. Logits that are a leaf or a slice of a larger tensor cannot be marked as
+    overwritten. For these logits, only the version counter is increased.
     """
     base = logits if logits._base is None else logits._base
     if logits.is_leaf or base.is_leaf:
@@ -70,7 +70,7 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
 def _overwrite(
     backend: Backend, x: Tensor, loss: RowLoss, factor: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Overwrites x with the gradient of x times `factor`, and returns the outputs of each row."""
+    """Overwrites x with `factor` times the gradient of x, and returns the outputs of each row."""
     if not loss.reading.invariant or not x.numel():
         return loss.value_and_gradient(backend, x, factor, x)[0]
     if not computes_single_rows(backend):
@@ -101,9 +101,9 @@ class GradientInPlace(Node):
         mean, reading = reduction == "mean", loss.reading
         mass = loss.mass(backend, logits.dtype) if mean else None
         share = backend.share(reading, mass, rows_in(shape[:-1]), logits) if mean else None
-        # The gradient of a mean can be as small as p / rows. Such a small number can underflow in
-        # fp16. So forward overwrites fp16 logits with the gradient of the sum. Backward multiplies
-        # this gradient by `share`, the factor that turns the sum into the mean.
+        # The gradient of a mean is divided by the number of rows. Such a small number can underflow
+        # in fp16. So forward overwrites fp16 logits with the gradient of the sum. Backward
+        # multiplies this gradient by `share`, the factor that turns the sum into the mean.
         ctx.share = share if logits.dtype == torch.float16 else None
         factor = None
         if row_weight is not None:
@@ -142,7 +142,7 @@ class GradientInPlace(Node):
                 "logits must not be used after cross_entropy(..., inplace=True), which overwrote"
                 " the logits with their gradient; pass inplace=False to keep the logits."
             )
-        gradient, label = ctx.saved_tensors  # this access raises in a second backward
+        gradient, label = ctx.saved_tensors  # this access raises an error in a second backward
         if upstream is None:
             return (None,) * 7
         if upstream.dim():  # in ignored rows, an infinite upstream gradient times 0 would be NaN

@@ -35,10 +35,10 @@ def invariant():
     """Inside a `with` block, results and gradients of a row have the same bits in every batch.
 
     The bits do not depend on the other rows of the batch, on the number and the order of the rows,
-    on `workspace`, or on ignored rows. This holds for the results per row of all losses and
-    statistics, and for the gradients of logits and hidden states. The bits of the gradients of
-    weight and bias do depend on the batch, because these gradients are sums over the batch.
-    Backward can run outside of the block. `invariant` applies to all threads of the process.
+    on `workspace`, or on ignored rows. This rule applies to all results per row, and to the
+    gradients of logits and hidden states. The bits of the gradients of weight and bias do depend on
+    the batch, because these gradients are sums over the batch. Backward can run outside of the
+    block. `invariant` applies to all threads of the process.
 
     >>> import logitless as ll
     >>> z = torch.randn(8, 1000)
@@ -70,7 +70,8 @@ def uncompiled(function: Callable) -> Callable:
 def refuse_operator() -> None:
     raise RuntimeError(
         "ll.invariant() must not be active under torch.func or inside a dispatch mode, because the"
-        " operators of logitless do not support ll.invariant(); compute the loss outside of both."
+        " operators of logitless do not support ll.invariant(); compute the loss outside of"
+        " torch.func and outside of the dispatch mode."
     )
 
 
@@ -80,7 +81,7 @@ def computes_single_rows(backend: Any) -> bool:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Returns the logits x (..., V) in memory where every row starts on a 16-byte boundary.
+    """Returns a tensor equal to x (..., V), in which every row starts on a 16-byte boundary.
 
     The result is x, or a differentiable copy of x. The copy has padding between rows if needed.
     """

@@ -1,4 +1,4 @@
-"""A loss as data: the statistics that the loss needs, and the methods that compute the loss.
+"""Defines `RowLoss`: the statistics that a loss needs, and the methods that compute the loss.
 
 evaluate.py evaluates a `RowLoss` over a tensor. A source (source.py) evaluates the loss over logits
 that are not a tensor. evaluate.py and sources call two methods of the loss. These methods do not
@@ -13,20 +13,20 @@ nor reduced. The result of a loss is the value, or a tuple (value, *extras). If 
 is True, there are no extras. All outputs are then results per row. No output is reduced, and every
 floating-point output is differentiable.
 
-Most losses need only statistics of each row. A loss over statistics implements `value`, which
-computes outputs from statistics, and `coefficients`, which computes the coefficients of the
-backward formula (contract.py). A loss over statistics inherits `forward` and `backward`. A loss
-that needs the logits of whole rows overrides `forward` and `backward`.
+Most losses need only statistics of each row. A loss over statistics implements two methods. `value`
+computes outputs from statistics. `coefficients` computes the coefficients of the backward formula
+(contract.py). A loss over statistics inherits `forward` and `backward`. A loss that needs the
+logits of whole rows overrides `forward` and `backward`.
 
 `backend` is `kernels`, `eager`, or a backend that reads some columns at a time and merges partial
-statistics. ColumnBackend (parallel/rank_merge.py) merges the statistics of ranks. BlockBackend
-(heads/blocks.py) merges the statistics of a head's blocks of columns. OnChipBackend
-(heads/on_chip.py) merges the statistics of a narrow head's ranges of columns. See Backend in
-backend.py.
+statistics. ColumnBackend (parallel/rank_merge.py) merges the statistics of several ranks.
+BlockBackend (heads/blocks.py) merges the statistics of several blocks of columns. OnChipBackend
+(heads/on_chip.py) merges the statistics of several ranges of columns, for a head whose D is small.
+See Backend in backend.py.
 
-`flatten` removes from a loss the tensors that backward reads, and returns these tensors. `rebuild`
-puts the tensors back into the loss. `map_tensors` applies a different function to each of three
-kinds of tensors: PER_ROW, PER_CLASS and TEACHER (contract.py).
+`flatten` returns the tensors that backward reads, and the loss without tensors. `rebuild` puts the
+tensors back into the loss. `map_tensors` applies a different function to each of three kinds of
+tensors: PER_ROW, PER_CLASS and TEACHER (contract.py).
 """
 
 import math
@@ -60,7 +60,8 @@ class RowLoss:
     # The names of the extras. The extras "argmax" and "rank" are int64. `extras` is None if the
     # number of extras is known only after forward.
     extras: ClassVar[tuple[str, ...] | None] = ()
-    # Whether the labels are class ids, even if no requested statistic reads the logit at the label.
+    # Whether the labels are always class ids. If this flag is False, the labels are class ids only
+    # if a requested statistic reads the logit at the label.
     labels_are_ids: ClassVar[bool] = False
     # Whether forward computes and saves the gradient, for an upstream gradient of 1.
     saves_gradient: ClassVar[bool] = False
@@ -95,7 +96,7 @@ class RowLoss:
         raise NotImplementedError
 
     def mass(self, backend: Backend, dtype: torch.dtype) -> Tensor | None:
-        """Returns one number per row, as a tensor (N,). The sum over rows is the divisor of a mean.
+        """Returns a tensor (N,) whose sum is the divisor of a mean.
 
         The result is None if the divisor is the number of rows that are not ignored.
         """
@@ -120,7 +121,7 @@ class RowLoss:
         saved: Saved,
         upstream: Upstream,
         factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
-        into: Tensor | None = None,  # x, or (..., V) or (N, V); None means a new tensor
+        into: Tensor | None = None,  # x itself, memory (..., V) or (N, V), or None for a new tensor
     ) -> Tensor:
         coefficients, gain = self.coefficients(saved, upstream)
         return backend.gradient(x, self.reading, saved[0], coefficients, gain, factor, into)
@@ -130,7 +131,8 @@ class RowLoss:
     ) -> tuple[tuple[Tensor, ...], Tensor, Saved]:
         """Returns forward's outputs, the gradient of x, and forward's saved tensors.
 
-        The gradient is for an upstream gradient of 1, times `factor` if `factor` is not None.
+        The gradient is for an upstream gradient of 1. If `factor` is not None, the gradient is
+        multiplied by `factor`.
         """
         outputs, saved = self.forward(backend, x)
         upstream = (one[x.device, outputs[0].dtype],)
@@ -139,8 +141,8 @@ class RowLoss:
     def mean_and_gradient(self, backend: Backend, x: Tensor, into: Tensor) -> Tensor | None:
         """Returns the mean over rows, and writes its gradient to `into`, in one kernel launch.
 
-        The result is None if one launch is not possible. `mean_and_gradient` is for tensors so
-        small that a launch takes longer than reading the logits.
+        The result is None if one launch is not possible. `mean_and_gradient` is for small tensors,
+        where a kernel launch takes longer than reading the logits.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""Losses as PyTorch operators, for torch.compile, dispatch modes and opcheck.
+"""Registers losses as PyTorch operators, for torch.compile, dispatch modes and opcheck.
 
 Each RowLoss has two operators. `logitless::<name>` returns the outputs and the tensors that
 backward needs. `logitless::<name>_gradient` returns the gradient of the logits. The arguments of an
@@ -21,8 +21,8 @@ from .call import check_values, in_func
 from .choose_backend import backend_of
 from .invariant import refuse_operator
 
-# For each field of a loss, the schema of the operator's arguments. A struct becomes one argument
-# per field of the struct.
+# Maps each field of a loss to the schema of the operator's arguments for this field. A struct
+# becomes one argument per field of the struct.
 _ARGUMENTS = {
     "reading": "SymInt vocab, Tensor? label, Tensor? ids, Tensor? class_weight,"
     " Tensor? row_temperature, float? temperature, float? softcap, int? ignore_index, str wants",

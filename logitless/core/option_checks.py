@@ -38,7 +38,7 @@ def temperature(value: Any) -> None:
 
 
 def proposal(value: Any) -> None:
-    """Checks the exponent of the probabilities from which `capture_sampled` draws."""
+    """Checks the exponent that `capture_sampled` applies to probabilities before it draws ids."""
     between("proposal", value, LEAST, MOST)
 
 
@@ -63,7 +63,7 @@ def skew(value: Any) -> None:
 
 
 def factor(name: str, value: Any) -> None:
-    """Checks `ce_weight` or `kd_weight`. Each of them multiplies one term of a loss."""
+    """Checks `ce_weight` or `kd_weight`, the factors of the two terms of a loss."""
     between(name, value, -MOST, MOST)
 
 

@@ -1,10 +1,11 @@
-"""`Source`, the base class of all sources of logits, and `source_of`, which returns a Source.
+"""Defines `Source`, the base class of all sources of logits.
 
-evaluate.py evaluates a loss over a plain tensor. Any other object that represents logits (..., V)
-is a `Source`. Examples are a head whose logits are not materialised (heads/linear.py), lazy logits
-(lazy/logits.py), one rank's shard of the vocabulary (parallel/shard.py), and a user's own subclass.
-The public functions check shape, dtype and device of their arguments, build a RowLoss, and pass the
-loss to `evaluate` of the source. The rest of the library treats all sources alike.
+`source_of` converts logits to a Source. evaluate.py evaluates a loss over a plain tensor. Any other
+object that represents logits (..., V) is a `Source`. Examples are a head whose logits are not
+materialised (heads/linear.py), lazy logits (lazy/logits.py), one rank's shard of the vocabulary
+(parallel/shard.py), and a user's own subclass. The public functions check shape, dtype and device
+of their arguments, build a RowLoss, and pass the loss to `evaluate` of the source. The rest of the
+library treats all sources alike.
 
 Users construct LinearLogits and VocabShard, which are subclasses of `Logits`. The class `Logits`
 has only the members that users need. The attribute `_source` of a `Logits` is the Source that
@@ -73,7 +74,7 @@ class Source:
         return len(self.shape)
 
     def evaluate(self, loss: Any, reduction: str, row_weight: Tensor | None) -> Any:
-        """Returns the weighted and reduced loss of a RowLoss. The result is differentiable.
+        """Evaluates a RowLoss. The result is weighted, reduced and differentiable.
 
         The result is one number per row for reduction "none", and a scalar for "sum" and "mean".
         For a RowLoss with multiple outputs, the result is a tuple. For a RowLoss with extras, the
@@ -113,7 +114,7 @@ class Source:
     def ranks_of_call(self) -> Any:
         """Returns the ranks that share these logits; None if the logits are not sharded.
 
-        All ranks that share logits must make the same calls.
+        All ranks that hold shards of the same logits must make the same calls.
         """
         return None
 
@@ -146,9 +147,9 @@ _CONVERTERS: list[Callable[[Any], "Source | None"]] = []
 def converts(function: F) -> F:
     """Registers a function that converts logits to a Source.
 
-    The function is called for a Source whose attribute `spread` is True, and for logits that are
-    neither a Source nor a plain tensor. The function must return None for logits that it cannot
-    convert.
+    The function is called in two cases: for a Source whose attribute `spread` is True, and for
+    logits that are neither a Source nor a plain tensor. The function must return None for logits
+    that it cannot convert.
     """
     _CONVERTERS.append(function)
     return function
@@ -227,8 +228,9 @@ def flat_teacher(teacher: Any) -> tuple[tuple[Tensor | None, ...], Any]:
 
 
 def scaled_teacher(teacher: Any, factor: float) -> Any:
-    """Returns a dense teacher whose logits are those of `teacher` times `factor`.
+    """Returns a dense teacher with the logits of `teacher` times `factor`.
 
-    The result is None if the teacher is a Tensor, because the product would be a copy.
+    The result is None if the teacher is a Tensor, because the product would need a copy of the
+    tensor.
     """
     return None if is_dense(teacher) else teacher.times(factor)

@@ -88,7 +88,8 @@ def in_range(
 ) -> None:  # fmt: skip
     """Raises if an id is outside [0, V). Ids for which the mask `counts` is False are not checked.
 
-    The error message names the row, or another `place`.
+    The error message names the position of the id. `place` is a word for this position, such as
+    "row".
     """
     bad = (ids < 0) | (ids >= V)
     if counts is not None:

@@ -48,7 +48,7 @@ def some_logits(x: Any, name: str) -> None:
 
 
 def placed(name: str, x: Any, dim: int) -> None:
-    """Checks that a DTensor is replicated, or sharded on dim `dim` over one mesh dimension."""
+    """Checks that a DTensor is replicated, or sharded only once, on dimension `dim`."""
     sharded = [p for p in x.placements if not p.is_replicate()]
     if sharded and (len(sharded) > 1 or not is_shard(sharded[0], dim)):
         raise TypeError(
@@ -96,7 +96,7 @@ def _rows(name: str, t: Tensor, x: Tensor) -> None:
 
 
 def in_bounds(temperature: Tensor, live: Tensor | None, least: float, most: float) -> None:
-    """Raises if the temperature of a row that is not ignored is out of bounds.
+    """Raises if a temperature is out of bounds. Ignored rows are not checked.
 
     The error message names the row.
     """
@@ -293,8 +293,8 @@ def of_ids(name: str, x: Any) -> None:
     """Checks that logits gathered at K ids per row are not sharded over ranks."""
     if is_over_ranks(x):
         raise TypeError(
-            f"{name} must be logits of K ids per row that are not sharded over ranks, got "
-            f"{type(x).__name__}; for a vocabulary that is sharded over ranks, use topk_distill."
+            f"{name} must not be sharded over ranks, got {type(x).__name__}; for a vocabulary that "
+            "is sharded over ranks, use topk_distill."
         )
 
 
@@ -332,7 +332,7 @@ def draws(n: Any, x: Tensor) -> None:
 
 
 def generator(where: Any, x: Tensor) -> None:
-    """Checks the device `where` of a generator. None means the default generator."""
+    """Checks `where`, the device of a generator. None means the default generator."""
     if where is None:
         return
     if not isinstance(where, torch.device):

@@ -1,11 +1,12 @@
 """Computes a loss over a head in blocks of columns: first all statistics, then all gradients.
 
-A loss gets a `Blocks` instead of a tensor of logits, and a `BlockBackend` instead of another
-backend. So every loss whose statistics can be merged works on blocks without changes. The logits of
-a block are computed once for the statistics, and again for the gradient, unless these logits are
-kept in memory. Statistics are computed from the first block to the last. Gradients are computed
-from the last block to the first. So the first rows of the weight's gradient are written last. Until
-then, the memory of these rows can hold the logits of later blocks (kept_blocks in choose_cut.py).
+The methods of a loss get a `Blocks` instead of a tensor of logits, and a `BlockBackend` as the
+backend. So every loss whose statistics can be merged works on blocks without changes. If the logits
+of a block are kept in memory, they are computed only once. Otherwise, they are computed once for
+the statistics, and again for the gradient. Statistics are computed from the first block to the
+last. Gradients are computed from the last block to the first. So the first rows of the weight's
+gradient are written last. Until then, the memory of these rows can hold the logits of later blocks
+(kept_blocks in choose_cut.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -102,8 +103,8 @@ class Blocks:
     def logits(self, index: int) -> Tensor:
         """Returns the logits of a block for all rows of the group.
 
-        Logits that are still in memory are not recomputed. `logits` must not be called for a block
-        whose gradient has overwritten its logits.
+        Logits that are still in memory are not recomputed. Do not call `logits` for a block after
+        the block's gradient has overwritten the logits.
         """
         chunks, columns, place = self.chunks, self.chunks.blocks[index], self.kept.get(index)
         memory, rows = chunks.memory, len(self.h)
@@ -121,7 +122,7 @@ class Blocks:
 
 
 class ReadsNoLogits:
-    """Wraps a backend, and has only the functions of this backend that do not read logits."""
+    """Wraps a backend. Only functions that do not read logits are available."""
 
     one_pass = None  # one pass is not possible, because a gradient needs statistics of whole rows
 
@@ -143,7 +144,8 @@ class BlockBackend(ReadsNoLogits):
     def read(self, x: Blocks, reading: Reading) -> Statistics:
         """Returns the statistics of whole rows.
 
-        To save memory, the partial statistics are merged whenever WAITING of them are in memory.
+        To save memory, the partial statistics are merged each time WAITING `Partials` are in
+        memory.
         """
         x.keep()
         waiting = []
@@ -196,7 +198,7 @@ class BlockSums(GradientSums):
         # Whether each element of the weight's gradient is written only once.
         self.written_once = into is None and chunks == 1
         self.hidden_sum: Sum | SumInPlace | None = None
-        self.low_rank_sum: Sum | None = None  # the gradient of the hidden states of `low_rank`
+        self.low_rank_sum: Sum | None = None  # the gradient of the R columns for `low_rank`
 
     def free_memory(self) -> Tensor | None:
         """Returns the memory of the weight's gradient, or None if this memory cannot hold logits.
@@ -208,7 +210,10 @@ class BlockSums(GradientSums):
         return d.view(-1) if free else None
 
     def start(self, rows: Rows, h: Tensor) -> None:
-        """Allocates the gradient of `hidden` for a group of rows, as a sum over blocks."""
+        """Allocates memory for the gradient of `hidden`, for one group of rows.
+
+        Each block adds to this memory.
+        """
         if self.d_hidden is None:
             return
         dtype, kind = way_to_sum(self.backend, self.blocks, h, self.weight, "auto")

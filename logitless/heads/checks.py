@@ -55,7 +55,7 @@ def head(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
 
 
 def table(hidden: Any, weight: Any, bias: Any, casts: bool) -> None:
-    """Checks `hidden` (..., D), and the `weight` (V, D) and `bias` (V,) of a table of items.
+    """Checks the arguments `hidden` (..., D), `weight` (V, D) and `bias` (V,) of sampled_softmax.
 
     If `casts` is True, the tensors can have different dtypes, because autocast casts the tensors
     before the products are computed.

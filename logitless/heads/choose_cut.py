@@ -1,7 +1,7 @@
 """Chooses how a head's logits are computed: by rows, by columns, by rows and columns, or on chip.
 
-If `stays_on_chip` is True, the logits of a head are never written to memory (on_chip.py). For all
-other heads, the logits are split into chunks of rows or blocks of columns that fit into a
+If `stays_on_chip` returns True, the logits of a head are never written to memory (on_chip.py). For
+all other heads, the logits are split into chunks of rows or blocks of columns that fit into a
 workspace.
 
 A split by rows takes three GEMMs. A split by rows computes the loss and the gradients of some whole
@@ -11,15 +11,15 @@ all rows, block by block. Then the logits of every block are computed again, for
 row of the weight's gradient is written only once. Only the gradient of `hidden` (N, D) is summed
 over blocks. The gradient of `hidden` is smaller than the weight's gradient.
 
-The unit of all costs is the time of one GEMM over all logits. A GEMM over SUM_ROWS rows takes as
-long as reading and writing the sum of the weight's gradient. STATISTICS_COST is the cost of reading
+The unit of all costs is the time of one GEMM over all logits. Reading and writing the sum of the
+weight's gradient takes as long as a GEMM over SUM_ROWS rows. STATISTICS_COST is the cost of reading
 the logits a second time. A split by columns computes some logits only once. These logits are kept
 in the memory of the weight's gradient until their own gradient is computed (blocks.py). In the
 formulas below, `kept` is the fraction of the logits that are computed only once.
 
-    Chunks of n whole rows cost 3 + SUM_ROWS / n.
-    Blocks of c columns of all rows cost 4 + STATISTICS_COST - kept + SUM_ROWS / c.
-    Blocks of c columns of n rows cost 4 + STATISTICS_COST + SUM_ROWS / c + SUM_ROWS / n.
+    Chunks of n rows and all columns cost 3 + SUM_ROWS / n.
+    Blocks of all rows and c columns cost 4 + STATISTICS_COST - kept + SUM_ROWS / c.
+    Blocks of n rows and c columns cost 4 + STATISTICS_COST + SUM_ROWS / c + SUM_ROWS / n.
 """
 
 import contextlib
@@ -31,8 +31,9 @@ from typing import NamedTuple
 
 # The default number of bytes of logits in memory at once. On a GPU, the default is larger if one
 # row of logits takes more than 1 MiB (`default_workspace`). For fp32 logits of 16-bit hidden
-# states, the default is 1.5 times as large, so that a chunk of fp32 logits needs only a few slots
-# (see `layout`). On an H200, a loss over fp32 logits is then as fast as a loss over 16-bit logits.
+# states, the default is 1.5 times as large. So a chunk of fp32 logits needs only a few slots (see
+# `layout`). With this default, a loss over fp32 logits on an H200 is as fast as a loss over 16-bit
+# logits.
 WORKSPACE = {"cuda": 1 << 30, "cpu": 64 << 20}
 TILE = 128  # rows per tile of a GEMM
 # Each row of logits is padded to a multiple of PACK columns, so that every row of 16-bit logits
@@ -49,20 +50,20 @@ MIN_GAIN = 0.1
 
 # A small head (small.py) has at most SMALL bytes of logits.
 SMALL = {"cuda": 512 << 20, "cpu": 1 << 20}
-# For a small head, rows · vocabulary · (width + READ_WIDTH) is at most SMALL_WORK, where `width` is
-# the size D of the hidden states. For a head at this limit, a GPU takes about 2 ms for the loss,
-# and the host takes at least as long. READ_WIDTH accounts for the time of reading and writing the
+# In addition, the product rows · V · (D + READ_WIDTH) of a small head is at most SMALL_WORK. D is
+# the size of the hidden states. For a head at this limit, a GPU takes about 2 ms for the loss, and
+# the host takes at least as long. READ_WIDTH accounts for the time of reading and writing the
 # logits. This time equals the time of three GEMMs of a head with D = READ_WIDTH.
 SMALL_WORK = {"cuda": 2e11, "cpu": math.inf}
 READ_WIDTH = 200
 
 # Limits for heads that are computed on the chip. D is the size of the hidden states. Each key is an
-# upper limit of D. The value of a key is the largest vocabulary for heads up to this D. Only 16-bit
+# upper limit of D. The value is the largest vocabulary of a head with at most this D. Only 16-bit
 # heads within these limits are computed on the chip. On an H200, heads with a larger D are faster
 # with logits in memory (benchmarks/results/h200/narrow.md).
 ON_CHIP_VOCAB = {128: 1 << 31}
-# The kernels need sorted pairs (row, id): one pair per row for the label, and one pair for each
-# further id of the row. Sorting takes time, and 64 bytes of memory per pair. So a head is computed
+# The kernels need sorted pairs (row, id). Each row has one pair for its label, and one pair for
+# each further id. Sorting takes time and needs 64 bytes of memory per pair. So a head is computed
 # on the chip only if its loss has at most ON_CHIP_PAIRS pairs.
 ON_CHIP_PAIRS = 1 << 19
 
@@ -79,7 +80,7 @@ class Cut(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The sizes and properties of a loss over a head that determine the best split."""
+    """The sizes and properties that determine the best split of a head."""
 
     rows: int
     vocab: int
@@ -90,7 +91,7 @@ class Work(NamedTuple):
     gemms: int  # extra GEMMs of a split by columns, 0 or 1
     sums: bool  # whether the weight needs a gradient, and `accumulate` is not "weight"
     keeps: bool  # whether logits can use the memory of d_weight until d_weight is written
-    narrow: bool = False  # whether the backend has kernels that write no logits for this head
+    narrow: bool = False  # whether the backend's on-chip kernels support this head
     ids: int = 0  # the number of ids per row, besides the label
 
 
@@ -100,7 +101,7 @@ forced: Callable[[Work, int | None, str], Cut] | None = None
 
 @contextlib.contextmanager
 def override(cut: Callable[[Work], Cut]):
-    """In tests and benchmarks, replaces `choose` by the function `cut` inside a `with` block."""
+    """Replaces `choose` by the function `cut` inside a `with` block, for tests and benchmarks."""
     global forced
     before, forced = forced, lambda work, *_: cut(work)
     try:
@@ -113,7 +114,7 @@ def override(cut: Callable[[Work], Cut]):
 def choose(work: Work, workspace: int | None, device: str) -> Cut:
     """Returns the split with the least estimated time.
 
-    If `workspace` is None, a head that is not computed on the chip is always split by rows.
+    If `workspace` is None, only two results are possible: a split by rows, or on-chip kernels.
     """
     if device == "cuda" and stays_on_chip(work):
         return Cut(work.rows, on_chip=True)
@@ -145,16 +146,16 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
 def default_workspace(row: int, device: str) -> int:
     """Returns the default workspace in bytes. `row` is the size of a row of logits in bytes.
 
-    On a GPU, the default workspace has room for at least 1,024 rows, unless 1,024 rows need more
-    than 2 · WORKSPACE. With fewer rows per chunk, summing the weight's gradient would take much of
-    the time.
+    On a GPU, the default workspace is enlarged to hold at least 1,024 rows, but never to more than
+    2 · WORKSPACE. With fewer rows per chunk, summing the weight's gradient would take much of the
+    time.
     """
     usual = WORKSPACE.get(device, WORKSPACE["cuda"])
     return usual if device == "cpu" else min(max(usual, 1024 * row), 2 * usual)
 
 
 def extra_cost(work: Work, cut: Cut, device: str) -> float:
-    """Returns the estimated cost of a split, without the GEMMs that every split takes."""
+    """Returns the estimated cost of a split, not counting the GEMMs that every split needs."""
     # A sum in the weight's own dtype costs half the time of a sum in fp32, because the GEMM adds
     # directly to the sum.
     cost = SUM_ROWS.get(device, 0.0) * (1 if work.sums else 0.5)
@@ -201,11 +202,11 @@ def stays_on_chip(work: Work) -> bool:
 def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, int]:
     """Returns a dict {block: slot} of the blocks whose logits are kept in memory.
 
-    A slot is a part of the memory of the weight's gradient, and holds the rows · columns logits of
-    one block. Each block writes `columns` rows of the weight's gradient. These rows hold columns ·
-    width numbers. The last block writes first, and block 0 writes last. While block b writes its
-    rows of the weight's gradient, the slot of block b is still read. So the slot must end before
-    these rows begin in memory.
+    A slot is a part of the memory of the weight's gradient. A slot holds the logits of one block,
+    which are rows · columns numbers. Each block writes `columns` rows of the weight's gradient.
+    These rows hold columns · width numbers. The last block writes first, and block 0 writes last.
+    While block b writes its rows of the weight's gradient, the slot of block b is still read. So
+    the slot must end before these rows begin in memory.
     """
     kept: dict[int, int] = {}
     for block in range(1, -(-vocab // columns)):
@@ -215,7 +216,7 @@ def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, in
 
 
 def even_chunk(rows: int, room: int) -> int:
-    """Returns the number of rows per chunk, in a workspace with room for `room` rows.
+    """Returns the number of rows per chunk, for a workspace with room for `room` rows.
 
     If `room` is at least 8 · TILE, the function first rounds `room` down to a power of two. If
     `room` is smaller, but at least TILE, the function rounds `room` down to a multiple of TILE. In
@@ -256,7 +257,7 @@ def chunk_rows(rows: int, cut: Cut) -> int:
 
 @functools.lru_cache(1024)
 def bounds(rows: int, count: int, cut: Cut) -> tuple[tuple[int, int], ...]:
-    """Returns (start, end) of each chunk. Only the first `count` of `rows` rows are computed."""
+    """Returns (start, end) of each chunk. Only the first `count` rows are in a chunk."""
     first = min(chunk_rows(rows, cut), count)
     step = chunk_rows(count - first, cut)
     starts = [*([0] if first else []), *range(first, count, step), count]
@@ -275,19 +276,19 @@ class Slot(NamedTuple):
 def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
     """Returns the size of a chunk's memory, and the slots of the chunk (see Slot).
 
-    The size is counted in rows of logits in the dtype of `hidden`.
+    The unit of this size is one row of logits in the dtype of `hidden`.
 
     If the gradient has the dtype of the logits, one slot holds the logits of all rows, and the
-    gradient overwrites them. The 16-bit gradient of fp32 logits is written from the left end of the
-    memory. The fp32 logits of a slot are stored at the right end of the memory:
+    gradient overwrites these logits. The 16-bit gradient of fp32 logits is written from the left
+    end of the memory. The fp32 logits of a slot are stored at the right end of the memory:
 
         | gradient of earlier slots | gap |  logits of this slot, fp32  |
         | gradient so far                 ▸ overwrites logits already read
 
-    Each slot has as many rows of logits as fit to the right of the gradient of earlier slots. The
-    gradient of a slot is written in steps. Each step writes only as many rows as fit before the
-    first unread row, so that no unread row is overwritten. So fp32 logits need only the memory of
-    16-bit logits plus `spare_rows`.
+    Each slot has as many rows of logits as fit between the gradient of earlier slots and the end of
+    the memory. The gradient of the logits in a slot is written in several steps. Each step writes
+    only as many rows as fit before the first unread row, so that no unread row is overwritten. So n
+    rows of fp32 logits need only the memory of n + spare_rows(n) rows of 16-bit logits.
     """
     if not wide:
         return rows, (Slot(slice(0, rows), 0, (slice(0, rows),)),)
@@ -308,5 +309,5 @@ def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
 
 
 def spare_rows(rows: int) -> int:
-    """Returns the number of extra rows in the memory for `rows` rows of fp32 logits."""
+    """Returns how many extra rows of memory are needed for `rows` rows of fp32 logits."""
     return rows // SPARE_EVERY + 2

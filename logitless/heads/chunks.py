@@ -36,7 +36,7 @@ class Tile:
     gradient: Any = None
 
     def release(self) -> None:
-        """Frees the tile's tensors, and a teacher's logits in the loss, before the next tile."""
+        """Frees all tensors of the tile, including a teacher's logits in `loss`."""
         self.loss = self.saved = self.logits = self.into = self.gradient = None
 
 

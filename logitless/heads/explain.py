@@ -21,7 +21,7 @@ class Explanation(NamedTuple):
     gemms: float  # number of GEMMs; a GEMM over some of the logits counts as a fraction
     floor: int  # the least number of GEMMs for this reduction
     share: float  # estimated speed, relative to a loss that takes `floor` GEMMs
-    rest: int  # number of last columns that a small GEMM computes (see gemms.gemm)
+    rest: int  # number of columns at the end that a small GEMM computes (see gemms.gemm)
     title: str
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
     kind = "cuda" if head.device.type == "meta" else head.device.type
     mean = reduction != "none"
     work = head.work(True, gemms=int(gradient and mean), sums=gradient, keeps=gradient and mean)
-    if head.device.type == "meta":  # the kernels for narrow heads run on a GPU
+    if head.device.type == "meta":  # the explanation is for a GPU, which has on-chip kernels
         work = work._replace(narrow=True)
     floor = (3 if mean else 4) if gradient else 1
     size = head.dtype.itemsize

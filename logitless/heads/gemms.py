@@ -156,8 +156,8 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
 
     `add` can be `out`, or a single row that is added to all rows.
 
-    A GEMM on a GPU reads 16 bytes at a time only if the rows of its matrices take multiples of 16
-    bytes. Otherwise, the GEMM is split into a large aligned GEMM (`aligned_part`) and a GEMM of
+    A GEMM on a GPU is fast only if the size of every matrix row is a multiple of 16 bytes.
+    Otherwise, the GEMM is split into a large aligned GEMM (`aligned_part`) and a small GEMM with
     fewer than UNIT rows or columns.
     """
     pack, (m, k), n = 16 // a.element_size(), a.shape, b.shape[1]
@@ -185,10 +185,10 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
 def aligned_part(t: Tensor, dim: int) -> int:
     """Returns how many rows (dim=0) or columns (dim=1) of t the large GEMM uses.
 
-    The result is t.shape[dim] rounded down to a multiple of UNIT, if two conditions hold. First,
-    the rows (dim=1) or the columns (dim=0) of t start on 16-byte boundaries, but do not end on
-    16-byte boundaries. Second, t.shape[dim] is larger than UNIT. Otherwise, the result is
-    t.shape[dim].
+    If t is padded and t.shape[dim] is larger than UNIT, the result is t.shape[dim] rounded down to
+    a multiple of UNIT. Otherwise, the result is t.shape[dim]. With dim=1, t is padded if its rows
+    start on 16-byte boundaries, but do not end on 16-byte boundaries. With dim=0, the same rule
+    applies to the columns of t.
     """
     size, pack = t.shape[dim], 16 // t.element_size()
     padded = size % pack and t.stride(dim) == 1 and t.stride(1 - dim) % pack == 0
@@ -196,7 +196,7 @@ def aligned_part(t: Tensor, dim: int) -> int:
 
 
 def reads_vectors(t: Tensor) -> bool:
-    """Whether GEMMs of this tensor are several times slower if its rows are unaligned."""
+    """Whether unaligned rows make GEMMs with this tensor several times slower."""
     return t.is_cuda
 
 

@@ -2,9 +2,9 @@
 
 The gradient of a bf16 weight can be summed in three formats. A sum in bf16 is rounded to 8 bits of
 precision after every chunk. Over many chunks, a bf16 sum drifts away from the result of one large
-GEMM. A sum in fp32 takes twice the memory of a bf16 gradient. A sum in block floating point (int16
-with one exponent per 128 values, kernels/blockfp_gemm.py) is as exact as one GEMM, and takes no
-more memory than a bf16 gradient.
+GEMM. A sum in fp32 takes twice the memory of a bf16 gradient. A sum in block floating point is as
+exact as one GEMM, and takes no more memory than a bf16 gradient. Block floating point stores int16
+numbers, with one exponent per 128 numbers (kernels/blockfp_gemm.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ from .head import Head, Rows
 
 
 class Needs(NamedTuple):
-    """Flags, each of which is True if a tensor needs a gradient."""
+    """One flag per tensor, which is True if the tensor needs a gradient."""
 
     hidden: bool
     weight: bool
@@ -52,7 +52,10 @@ class HeadGradients(NamedTuple):
         return self.hidden, self.weight, self.bias, self.low_rank
 
     def with_tensors(self, tensors: Iterable[Tensor | None]) -> "HeadGradients":
-        """Returns a copy with these gradients, in the order of Head.tensors."""
+        """Returns a copy with new gradients.
+
+        `tensors` holds these gradients in the order of Head.tensors.
+        """
         hidden, weight, bias, low_rank = tensors
         return self._replace(hidden=hidden, weight=weight, bias=bias, low_rank=low_rank)
 
@@ -159,8 +162,8 @@ class GradientSums:
     def result(self) -> HeadGradients:
         """Returns the gradients.
 
-        The gradient of `hidden` has the dtype of `hidden`. All other gradients can be fp32, even if
-        their tensors have 16 bits.
+        The gradient of `hidden` has the dtype of `hidden`. All other gradients can be fp32, even
+        for 16-bit tensors.
         """
         d_hidden = self.d_hidden if self.over_ranks is None else self.over_ranks.result()
         return HeadGradients(d_hidden, self.d_weight, self.d_bias, low_rank=self.d_low_rank)

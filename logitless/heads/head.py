@@ -1,9 +1,9 @@
 """The tensors and the options of a head. linear.py evaluates losses over a head.
 
 `Head` represents the logits hidden @ weight.T + bias. LinearLogits and lazy logits hold a Head. A
-VocabShard holds a Head if a head computes the logits of the shard. `ScaledHead` represents a
-teacher's logits, without gradients. A ScaledHead can apply a scale and a softcap to the logits. The
-method `flatten` separates the options from the tensors, because autograd saves the tensors.
+VocabShard can also hold a Head. `ScaledHead` represents a teacher's logits, without gradients. A
+ScaledHead can apply a scale and a softcap to the logits. The method `flatten` separates the options
+from the tensors, because autograd saves the tensors.
 
 A head can have a second weight, `low_rank`, such as the matrix B of a LoRA adapter. The two weights
 act like one weight of shape (V, D + R), but are stored as two tensors. The hidden states are one
@@ -49,9 +49,8 @@ HeadTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # in the orde
 class Head:
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,).
 
-    With `low_rank`, `hidden` has the shape (..., D + R) or is wider. The first D columns of
-    `hidden` are multiplied by `weight`, the next R columns by `low_rank`, and all other columns are
-    padding.
+    With `low_rank`, `hidden` has at least D + R columns. The first D columns of `hidden` are
+    multiplied by `weight`, the next R columns by `low_rank`, and all other columns are padding.
     """
 
     hidden: Tensor
@@ -224,10 +223,10 @@ class Head:
 
         Some heads are always computed in chunks. A head with fp16 logits is computed in chunks,
         because chunks sum the gradients in fp32. A head with a main_grad is computed in chunks,
-        because small.py does not add gradients to main_grad. Chunks are also used for fp32 logits
-        of 16-bit hidden states, for one rank's shard of a head, for a head with `low_rank`, for a
-        weight that is quantised or freed by FSDP, and for a loss with another head as its teacher.
-        Inside `ll.invariant()`, every head uses chunks.
+        because small.py does not add gradients to main_grad. Chunks are also used for a head with
+        `low_rank`, for a quantised weight, and for a weight that FSDP has freed. Three more cases
+        use chunks: fp32 logits of 16-bit hidden states, one rank's shard of a head, and a loss
+        whose teacher is another head. Inside `ll.invariant()`, every head uses chunks.
         """
         if loss.reading.invariant:
             return False
@@ -248,7 +247,7 @@ class Head:
         return not freed and all(map(is_dense, loss.teachers))
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
-        """Returns a bool mask (N,), which is False for the ignored rows that the GEMMs leave out.
+        """Returns a bool mask (N,) that is False in ignored rows. The GEMMs leave these rows out.
 
         The result is None if the GEMMs compute all rows.
         """

@@ -1,6 +1,6 @@
 """Computes a loss over a narrow head, whose D is small, without writing logits to memory.
 
-A loss gets an `OnChip` instead of a tensor of logits, and an `OnChipBackend` instead of another
+The methods of a loss get an `OnChip` instead of a tensor of logits, and an `OnChipBackend` as the
 backend. So every loss whose statistics can be merged works without changes. Each kernel computes
 the logits again. D is the size of the hidden states. For a small D, choose_cut.py chooses these
 kernels, because computing the logits takes less time than writing the logits to memory. The
@@ -101,7 +101,10 @@ class OnChipSums(GradientSums):
         self.adds = into is not None  # whether the weight's gradient is added to `into`
 
     def hidden_memory(self, rows: Rows, h: Tensor) -> Tensor | None:
-        """Returns memory for these rows of the gradient of `hidden`, or None if not needed."""
+        """Returns memory for the gradient of `hidden` in these rows.
+
+        The result is None if `hidden` needs no gradient.
+        """
         if self.d_hidden is None:
             return None
         if isinstance(rows, slice):

@@ -1,13 +1,14 @@
 """Registers losses over a head as operators, so that torch.compile keeps a loss in one graph.
 
-Each RowLoss with an operator over logits (core/operators.py) has three operators over a head:
+core/operators.py registers losses over logits. Each of these losses also has three operators over a
+head:
 
     `logitless::head_<name>_total` computes a mean or sum, and its gradients.
     `logitless::head_<name>_rows` computes the results per row.
     `logitless::head_<name>_rows_gradient` computes the gradients of the results per row.
 
 The operators call the functions of total.py and per_row.py. The operators do not drop ignored rows.
-To drop ignored rows, the host would have to wait until the GPU has counted the other rows. A
+Dropping ignored rows would make the host wait for the GPU, which counts the remaining rows. A
 compiled graph cannot wait.
 """
 
@@ -221,7 +222,7 @@ _EXTRAS = 7  # the index of the first extra in the result of the operator `total
 def _needs(
     hidden: bool, weight: bool, bias: bool, low_rank: bool, row_weight: bool = False
 ) -> Needs:
-    """Returns the Needs of an operator. The first four flags have the order of Head.tensors."""
+    """Builds a `Needs` from flags. The first four flags have the order of Head.tensors."""
     return Needs(hidden, weight, bias, row_weight, low_rank=low_rank)
 
 
@@ -268,7 +269,10 @@ def _scale(ctx, upstream):
 
 
 def scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns gradient · by, rounded once to `dtype`. On a GPU, the fp32 product is not stored."""
+    """Returns `gradient * by`, rounded once to `dtype`.
+
+    On a GPU, the fp32 product is not stored.
+    """
     out = fake_scale(gradient, by, dtype)
     return torch.mul(gradient, by.view((1,) * gradient.dim()), out=out)
 
@@ -307,7 +311,7 @@ def operator(name: str, *, saved: int) -> Callable[[type], type]:
 
 
 def call_rows(loss: RowLoss, head: Head) -> tuple[Tensor, ...]:
-    """Calls the operator for the results per row of a loss over a head."""
+    """Calls the operator that computes the results per row of a loss over a head."""
     name = f"{HEAD_OPERATORS[type(loss)].name}_rows"
     return tuple(getattr(torch.ops.logitless, name)(*_arguments_of(head, loss)))
 

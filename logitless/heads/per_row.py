@@ -59,8 +59,8 @@ def _chunks(call: Call, saved: bool) -> Chunks:
     """Returns the chunks of the head for forward or backward.
 
     If `saved` is True, backward reads the statistics that forward saved, so forward and backward
-    have the same chunks. If `saved` is False, backward recomputes the statistics of each chunk, so
-    every chunk has whole rows.
+    use the same chunks. If `saved` is False, backward recomputes the statistics of each chunk, so a
+    chunk always consists of whole rows.
     """
     merges, ids = call.loss.merges and saved, call.loss.reading.ids_per_row
     return chunks_of(call.head, call.loss, call.head.work(merges, sums=call.needs.weight, ids=ids))
@@ -89,7 +89,10 @@ class Kept:
         return outputs, Kept(blank, known)
 
     def gradients_of(self, tensors: tuple, upstream: tuple) -> HeadGradients:
-        """Returns the gradients of the autograd function's inputs. Forward saved `tensors`."""
+        """Returns the gradients of the autograd function's inputs.
+
+        `tensors` are the tensors that forward saved.
+        """
         Node.refuse_vmap(upstream)
         call = self.call.rebuild(tensors)
         if all(g is None for g in upstream):

@@ -1,4 +1,4 @@
-"""Weights that are stored in few bits, such as torchao's int8 and fp8 tensors.
+"""Reads quantised weights, such as torchao's int8 and fp8 tensors.
 
 The GEMMs of a head read a quantised weight in blocks of rows. Each block is dequantised just before
 its GEMM. So the whole dequantised weight is never in memory, except inside `ll.invariant()`. A
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..core.source import is_dtensor
 
 BLOCK = 64 << 20  # the largest number of bytes of a dequantised block
-# A block has a multiple of UNIT rows, because some formats have one scale per UNIT rows.
+# The number of rows per block is a multiple of UNIT, because some formats have one scale per UNIT
+# rows.
 UNIT = 128
 
 
@@ -26,18 +27,18 @@ def is_quantized(t: Tensor) -> bool:
     if type(t) in PLAIN:
         return False
     plain = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
-    # DTensors, fake tensors and results of functional collectives (`trigger_wait`) are not
-    # quantised.
+    # DTensors and fake tensors are not quantised. A tensor with `trigger_wait` is the result of a
+    # functional collective, and is not quantised either.
     others = is_dtensor(t) or hasattr(t, "fake_mode") or hasattr(t, "trigger_wait")
     return not (plain or others)
 
 
 def why_not_readable(t: Any) -> str | None:
-    """The reason why a quantised weight cannot be read in blocks of rows, or None if it can.
+    """Returns the reason why a quantised weight cannot be read in blocks of rows, or None.
 
-    The result is a phrase that completes a sentence whose subject is the weight. Some classes of
-    weights also quantise the input of their product. Such weights are not read in blocks, because
-    the GEMMs of a head do not quantise the input, and the logits would change.
+    The result completes an error message that ends with "got a <class>, which ...". Some classes of
+    quantised weights also quantise the input of the matrix product. A head cannot read such
+    weights. The GEMMs of a head do not quantise `hidden`, so the logits would be different.
     """
     if t.requires_grad:
         return "is quantised and requires a gradient"
@@ -57,7 +58,7 @@ def why_not_readable(t: Any) -> str | None:
 
 
 def row_blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yields pairs of a row slice and the dequantised rows of the weight, in `dtype`."""
+    """Yields pairs: a slice of rows, and these rows of the weight, dequantised to `dtype`."""
     width = max(weight.shape[1], 1) * max(dtype.itemsize, weight.dtype.itemsize)
     step = max(BLOCK // width // UNIT, 1) * UNIT
     for start in range(0, len(weight), step):
@@ -66,7 +67,10 @@ def row_blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tens
 
 
 def storage_of(t: Tensor) -> tuple:
-    """Identifies the memory of a quantised tensor. Several plain tensors hold this memory."""
+    """Returns a tuple that identifies the memory of a quantised tensor.
+
+    The data of a quantised tensor is stored in several plain tensors.
+    """
     flatten = getattr(t, "__tensor_flatten__", None)
     if flatten is None:
         return (id(t),)

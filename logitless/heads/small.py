@@ -2,9 +2,9 @@
 
 On a GPU, a head is small if its logits take at most 512 MiB and the GPU computes the loss in about
 2 ms or less. On a CPU, a head is small if its logits take at most 1 MiB (choose_cut.is_small). For
-such a small loss, the host takes longer than the device. Therefore the functions of this module
-call as few operations as possible. The GEMMs include ignored rows. To drop ignored rows, the host
-would have to wait until the GPU has counted the other rows.
+such a small head, the host takes longer than the device. Therefore the functions of this module
+call as few operations as possible. The GEMMs include ignored rows. Dropping ignored rows would make
+the host wait for the GPU, which counts the remaining rows.
 
 For a mean or sum, forward computes the loss and all gradients, and backward multiplies the
 gradients by the upstream gradient. The gradient of the logits overwrites the logits. A second
@@ -52,7 +52,7 @@ def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor
 
 
 def evaluate_traced(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-    """Computes the result of `evaluate_small` under a dispatch mode such as FakeTensorMode."""
+    """Like `evaluate_small`, but for a dispatch mode such as FakeTensorMode."""
     hidden = head.hidden
     flat = eager.zero_ignored(hidden.reshape(-1, hidden.shape[-1]), loss.reading)
     x = head.replace(hidden=flat.view(hidden.shape)).logits()
@@ -80,7 +80,7 @@ class SmallTotal(Node):
             with torch.no_grad():
                 gradients = SmallTotal.backward(ctx, upstream)
             return refuse_second(gradients, (*ctx.saved_tensors, upstream))
-        gradients, ctx.gradients = ctx.gradients, None  # autograd owns the gradients afterwards
+        gradients, ctx.gradients = ctx.gradients, None  # a second backward computes new gradients
         if gradients is None:
             hidden, weight, bias, row_weight, *tensors = ctx.saved_tensors
             with without_autocast(hidden.device):
@@ -97,7 +97,8 @@ class SmallRows(Node):
     def forward(ctx, hidden, weight, bias, loss, *row_inputs):
         x = padded_logits(hidden, weight, bias, None, hidden.dtype)
         outputs = GradientInBackward.forward(ctx, x, backend_of(hidden), loss, None, None)
-        # `counted` is computed in forward, because Python is slower in the thread of backward.
+        # `counted` is computed in forward, because Python code is slower in autograd's backward
+        # thread.
         counted = _counted(ctx, hidden, loss)
         # ctx.to_save holds the tensors that GradientInBackward.forward saved.
         ctx.save_for_backward(hidden, counted, weight, bias, *ctx.to_save)

@@ -1,10 +1,10 @@
-"""The mean or sum of a loss over the rows of a head, with its gradients, in three GEMMs.
+"""Computes the mean or sum of a loss over a head, and its gradients, in three GEMMs.
 
 `forward` computes the loss and all gradients for an upstream gradient of 1. The logits, d_hidden
 and d_weight take one GEMM each. If the head is split by columns, most logits are computed twice.
 `backward` multiplies the gradients by the upstream gradient. `forward` and `backward` are plain
-functions of a `Call`. The autograd functions (ReducedLoss and lazy/loss_nodes.py) and the operator
-(operators.py) only save and unpack tensors, and call `forward` and `backward`.
+functions of a `Call`. ReducedLoss, lazy/loss_nodes.py and operators.py save and unpack tensors, and
+call `forward` and `backward`.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class Call(NamedTuple):
     def steady(self) -> "Call":
         """Returns a call with an invariant head and invariant teachers, if the loss is invariant.
 
-        Otherwise, returns the same call.
+        Otherwise, returns this call unchanged.
         """
         if not self.loss.reading.invariant:
             return self
@@ -57,7 +57,7 @@ class Call(NamedTuple):
 
     @property
     def divides_in_backward(self) -> bool:
-        """Whether the gradients of a mean are divided by its divisor in backward, not in forward.
+        """Whether the gradients of a mean are divided in backward instead of in forward.
 
         The divisor is usually the number of rows that are not ignored. For fp16, backward divides,
         because the small gradients of a mean could underflow in forward.
@@ -152,7 +152,7 @@ def _values_and_gradients(
 def put_outputs(results: list[Tensor], outputs: Sequence[Tensor], rows: Rows, count: int) -> None:
     """Writes the outputs of some rows to `results`, a list of tensors with `count` rows.
 
-    The first call allocates `results`. Dropped rows are never written, and hold `ignored_value`.
+    The first call allocates `results`. Dropped rows keep the initial value `ignored_value`.
     """
     if not results:
         for t in outputs:
@@ -163,7 +163,10 @@ def put_outputs(results: list[Tensor], outputs: Sequence[Tensor], rows: Rows, co
 
 
 def outputs_of_no_rows(call: Call) -> tuple[Tensor, ...]:
-    """Returns outputs with zero rows. Their dtypes and other sizes do not depend on the batch."""
+    """Returns outputs with zero rows.
+
+    Their dtypes and trailing dimensions are the same as in any batch.
+    """
     head, loss = call.head, call.loss
     nothing = head.hidden.detach().new_empty((0, len(head.weight)), dtype=head.dtype)
     return loss.rows(slice(0, 0), head.lead).forward(head.backend(), nothing)[0]
@@ -181,7 +184,8 @@ def in_shape(results: Sequence[Tensor], lead: torch.Size) -> tuple[Tensor, ...]:
 def backward(call: Call, share: Tensor | None, gradients: HeadGradients, upstream: Tensor):
     """Multiplies the gradients in place by the upstream gradient, and returns the gradients.
 
-    If the head has a main_grad, the weight's gradient is added to main_grad and returned as None.
+    If the head has a main_grad, the weight's gradient is added to main_grad, and the returned
+    gradient of the weight is None.
     """
     head, backend = call.head, backend_of(call.head.hidden)
     scale = upstream * share if call.divides_in_backward else upstream
@@ -209,7 +213,7 @@ class Kept:
     def of(ctx, call: Call) -> tuple[Any, "Kept"]:
         """Computes the forward of an autograd function.
 
-        Returns two results: the value or (value, *extras), and a `Kept` for backward.
+        Returns the result and a `Kept` for backward. The result is the value, or (value, *extras).
         """
         call = call.steady()
         tensors, blank = call.flatten()
@@ -223,9 +227,10 @@ class Kept:
         return (value, *extras) if extras else value, Kept(blank, share, gradients)
 
     def gradients_of(self, tensors: tuple, upstream: Tensor) -> HeadGradients:
-        """Returns the gradients of the autograd function's inputs. Forward saved `tensors`.
+        """Returns the gradients of the autograd function's inputs.
 
-        A second backward computes the gradients again.
+        `tensors` are the tensors that forward saved. A second backward computes the gradients
+        again.
         """
         Node.refuse_vmap((upstream,))
         call = self.call.rebuild(tensors)

@@ -24,8 +24,7 @@ def in_memory(weight: Tensor, module: torch.nn.Module | None):
             module.reshard()  # pyright: ignore
     else:
         raise RuntimeError(
-            "weight of a head must still be in memory when the loss is computed, but the module"
-            " that shards the weight has freed the weight; compute the loss inside the forward of"
-            " that module, shard the head separately (fully_shard(head)), or pass"
-            " reshard_after_forward=False."
+            "weight of a head must be in memory when the loss is computed, but FSDP has freed the"
+            " weight; compute the loss inside the forward of the FSDP module, shard the head"
+            " separately (fully_shard(head)), or pass reshard_after_forward=False."
         )

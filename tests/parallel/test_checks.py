@@ -99,7 +99,7 @@ class TestRefused:
         def work(ranks):
             ll.gathered_kl(ll.VocabShard(torch.zeros(1, 2), ranks), torch.zeros(1, 4))
 
-        words = "student_logits must be logits of K ids per row that are not sharded over ranks"
+        words = "student_logits must not be sharded over ranks, got VocabShard"
         self.refused(work, TypeError, words)
 
     def test_a_target_out_of_range_on_every_rank(self):
