@@ -40,7 +40,7 @@ def chosen_device(name: str | None) -> str:
 
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
-        raise SystemExit("--device cuda must have a GPU that PyTorch can use, got none here.")
+        raise SystemExit("--device must be cpu, because PyTorch can use no GPU here, got cuda.")
     return name or ("cuda" if has_gpu else "cpu")
 
 

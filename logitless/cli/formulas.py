@@ -24,10 +24,10 @@ ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # largest number of fp64 logits in mem
 # d against its fp64 reference r is ‖d - r‖ / ‖r‖. The bounds of other libraries are ten times as
 # large, because some libraries compute or return the loss in the dtype of the logits.
 TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-4}
-# For ops that clip probability ratios, the bounds in TOLERANCE are multiplied by these factors. If
-# the probability ratio of a token is near the clipping limit, the token's gradient can be zero or
-# not, depending on the rounding of 16-bit logits. So even the PyTorch formula of `policy_loss` has
-# an error of 4e-2.
+# For ops that clip probability ratios, the bounds in TOLERANCE are multiplied by these factors. A
+# token whose probability ratio is beyond the clipping limit gets no gradient. Near the limit,
+# rounding errors of 16-bit logits decide whether the token gets a gradient. So even the PyTorch
+# formula of `policy_loss` has an error of 4e-2.
 CLIPPED = {"policy_loss": 5}
 
 
@@ -128,7 +128,10 @@ BY_ROW = {"logsumexp", "score", "capture_topk"}  # ops with results per row; oth
 
 
 def objective(op: str, out) -> Tensor:
-    """Returns the tensor to differentiate: the loss, or a weighted sum of `score`'s results."""
+    """Returns the tensor to differentiate.
+
+    For `score`, the tensor is a weighted sum of the results.
+    """
     return -(out[0] + ENTROPY_BONUS * out[1]) if op == "score" else out
 
 
@@ -186,10 +189,10 @@ def as_tuple(out) -> tuple[Tensor, ...]:
 def gap(z: Tensor, got: Tensor, right: Tensor, *, exact_logits: bool) -> Tensor:
     """Returns the largest error in `got`, a tensor of numbers or ids.
 
-    The error of an id is the difference between its logit and the logit of the right id. So the
-    error is 0 if two ids with equal logits are exchanged. Pass `exact_logits=True` only if the
-    logits `z` have no rounding errors. With `exact_logits=True`, the error is infinite if the two
-    logits differ at all.
+    For ids, the error is the difference between the logit of the returned id and the logit of the
+    right id. So the error is 0 if two ids with equal logits are exchanged. Pass `exact_logits=True`
+    only if the logits `z` have no rounding errors. With `exact_logits=True`, the error is infinite
+    if the two logits differ at all.
     """
     if got.is_floating_point():
         return distance(got, right)

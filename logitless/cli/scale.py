@@ -33,7 +33,7 @@ class Gpu(NamedTuple):
 # results). NVLink of the 5th generation moves 1.8 TB/s according to "NVLink and NVLink Switch"
 # (NVIDIA, product page).
 NVLINK_4, NVLINK_5, NDR = 900e9 / 2, 1800e9 / 2, 400e9 / 8
-LATENCY = 15e-6  # assumed; nccl-tests measures times of this order within a node
+LATENCY = 15e-6  # assumed; within a node, nccl-tests measures similar times
 
 # Each pair holds the FLOP/s and the bytes/s of a GPU. The speeds of an H200 were measured
 # (docs/heads.md, docs/performance.md). The peak speeds of dense bf16 GEMMs and of HBM are from

@@ -82,7 +82,7 @@ def naive_over_shared(x, ids, other):
 
 
 def over_own(x, ids, other):
-    """Returns the loss of hidden states `x` over a table. Each row has its own negatives."""
+    """Returns the loss of hidden states `x` over a table. Each row has its own set of negatives."""
     negatives = three_ids((ids + 1) % ITEMS, ITEMS)
     return ll.sampled_softmax(x, head_of(other), ids % ITEMS, negatives, reduction="none")
 

@@ -137,7 +137,10 @@ def add_parser(subparsers) -> None:
 
 
 def _store(text: str) -> Path | str:
-    """Returns a folder as a Path. An address stays a string, because Path would change it."""
+    """Returns a local folder as a Path.
+
+    A URL is returned as a string, because Path would change the slashes.
+    """
     return text if "://" in text else Path(text)
 
 

@@ -105,8 +105,8 @@ def batches(
     """Yields batches. The documents of a batch have similar lengths.
 
     A batch has at most `most` tokens, including padding, unless it consists of one longer document.
-    `documents` yields the tokens of each document and its size in bytes. `progress` is called with
-    the size of each document.
+    `documents` yields the tokens of each document and its size in bytes. `progress` is called for
+    each document with the document's size in bytes.
     """
     while window := _window(documents, progress):
         window.sort(key=len)

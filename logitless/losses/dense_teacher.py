@@ -1,8 +1,7 @@
 """Losses against a dense teacher, which has logits or probabilities for the whole vocabulary.
 
-Each loss is one number per row. One pass over the logits of student and teacher computes the loss,
-except that JSD, TVD and the skewed KL need two passes. The gradient is the only new tensor with V
-columns.
+Each loss is one number per row. The loss takes one pass over the logits of student and teacher.
+JSD, TVD and the skewed KL take two passes. The gradient is the only new tensor with V columns.
 """
 
 from dataclasses import dataclass
@@ -214,7 +213,7 @@ def soft_cross_entropy(
         row_weight · Σ_i v_i ((1-ε) probs_i + ε/V) (-log q_i)
 
     A class of probability 0 adds 0 to the loss, even if its logit is -inf. "mean" divides by the
-    number of rows for which `mask` is not False, even with class weights. `probs` gets no gradient.
+    number of rows that `mask` does not exclude, even with class weights. `probs` gets no gradient.
     `weight` has shape (V,). The other options are the same as in `kl_div`.
 
     >>> soft_cross_entropy(torch.zeros(1, 4), torch.tensor([[0.5, 0.5, 0.0, 0.0]]))

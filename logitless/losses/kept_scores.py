@@ -36,7 +36,7 @@ class KeptScores(NamedTuple):
 @operator("kept_statistics", saved=1)
 @dataclass(eq=False)
 class KeptStatistics(Read):
-    """A `Read` whose labels are checked as class ids, although no statistic uses the labels."""
+    """A `Read` that checks the labels as class ids, but does not use them for a statistic."""
 
     labels_are_ids: ClassVar[bool] = True
 
@@ -141,7 +141,7 @@ def _distinct(ids: Tensor, label: Tensor, vocab: int) -> Tensor:
     in_order, order = ids.sort(dim=-1, stable=True)
     again = torch.nn.functional.pad(in_order[..., 1:] == in_order[..., :-1], (1, 0))
     repeated = torch.zeros_like(again).scatter(-1, order, again)
-    # A caller must not pass NO_ID, so NO_ID becomes an invalid id.
+    # Ids of the caller that equal NO_ID are invalid. They are replaced by another invalid id.
     ids = torch.where(ids == NO_ID, EMPTY - 1, ids)
     ids = torch.where(repeated | (ids == EMPTY), NO_ID, ids)
     # `bad` can be True for ignored rows too, but ignored rows are not read.
@@ -154,8 +154,8 @@ def _scores(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns logprob, entropy and log_mass, from z and log p at the ids (..., K).
 
-    Adding a constant to all z of a row does not change the scores. If no id of a row has a z above
-    -inf, z and log p of this row are replaced by 0. Their gradient is then 0 instead of NaN.
+    Adding a constant to all z of a row does not change the scores. If z is -inf at all ids of a
+    row, z and log p of this row are replaced by 0. Their gradient is then 0 instead of NaN.
     """
     real = ids != NO_ID
     some = (real & (z != -torch.inf)).any(-1)  # also True if a z is NaN
@@ -166,8 +166,9 @@ def _scores(
     z = at_ids(z)
     if logprobs is not None:
         # Within a row, z and log p differ only by a constant. So the softmax of z and the softmax
-        # of log p are both q. Large values have larger rounding errors. So q is computed from z or
-        # from log p, whichever has the maximum closer to 0.
+        # of log p are both q. Large values have larger rounding errors. So q is computed from z if
+        # the maximum of z is closer to 0 than the maximum of log p. Otherwise, q is computed from
+        # log p.
         logprobs = at_ids(logprobs)
         top_z, top_p = (t.detach().amax(-1, keepdim=True).abs() for t in (z, logprobs))
         z = torch.where(top_p < top_z, logprobs, z)

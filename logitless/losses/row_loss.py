@@ -47,8 +47,8 @@ def row_loss(
 
     The formula can also return a tuple (loss, *more) of tensors of shape (n,), for example to
     compute metrics. If the formula returns a tuple, the result of row_loss is a tuple (loss, *more)
-    too. In the result of row_loss, each tensor of `more` has one number per row. Its dtype is the
-    dtype of the tensor that the formula returned. The tensors of `more` are detached. They are
+    too. In the result of row_loss, each tensor of `more` has one number per row. The dtype of this
+    tensor is the dtype that the formula returned. The tensors of `more` are detached. They are
     neither multiplied by row_weight nor reduced. In ignored rows, a tensor of `more` is 0, or -1 if
     its dtype is a signed integer.
 

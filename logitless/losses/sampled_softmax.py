@@ -63,9 +63,9 @@ def sampled_softmax(
 
         row_weight · (log (e^z_target + Σ e^z_negative) - z_target)
 
-    Let the sampler draw each of the K negatives independently, and let q_j be its probability of
-    drawing item j. With log_q = log(K · q), without target_log_q, and with remove_hits=True, the
-    sum of exponentials is an unbiased estimate of the sum over all V items.
+    Suppose that the sampler draws the K negatives independently, and draws item j with probability
+    q_j. To correct for the sampling, pass log_q = log(K · q) and remove_hits=True, and leave out
+    target_log_q. Then the sum of exponentials is an unbiased estimate of the sum over all V items.
 
     A hit is a negative that is equal to the target of the row. With remove_hits=True, hits are left
     out of the sum. A negative that occurs several times counts several times.
@@ -115,13 +115,13 @@ def _flat(t: Tensor | None) -> Tensor | None:
 
 @dataclass
 class _Sample:
-    """The arguments of sampled_softmax, with the N rows in one dimension."""
+    """The arguments of sampled_softmax. Their leading dimensions are flattened to N rows."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
     bias: Tensor | None  # (V,)
     target: Tensor  # (N,), ignore_index in ignored rows
-    negatives: Tensor  # (K,), or (..., K) with N rows
+    negatives: Tensor  # (K,) for shared negatives, or (..., K) for negatives per row
     log_q: Tensor | None  # the shape of negatives
     target_log_q: Tensor | None  # (N,)
     temperature: float
@@ -140,7 +140,7 @@ class _Sample:
         return self.target == self.ignore_index
 
     def check_values(self) -> None:
-        """Raises if a target or negative is outside [0, V), in a row that is not ignored."""
+        """Raises if a row that is not ignored has a target or negative outside [0, V)."""
         if not call.reads_values(self.target):
             return
         V, live = len(self.weight), ~self.ignored
@@ -162,9 +162,9 @@ class _Sample:
 class SharedNegatives(Formula):
     """Computes the loss of each row from the logits of the shared negatives and of the target.
 
-    The label of a row is the column of the row's hit, or NO_HIT. Forward and backward replace the
-    logit of the hit by -inf before they read the logits. So backward can read either the logits
-    that forward has changed, or logits that are recomputed.
+    The column of a row's hit is stored as the row's label. The label is NO_HIT if the row has no
+    hit. Forward and backward replace the logit of the hit by -inf before they read the logits. So
+    the result of backward is the same for the changed logits of forward and for recomputed logits.
     """
 
     caller: ClassVar[str] = "sampled_softmax"
@@ -197,7 +197,7 @@ def shared_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> T
         wanted = torch.cat((s.target, ids))
         bad = s.is_bad(wanted)
         # An id outside [0, V) is replaced by the first negative. So a sparse gradient of the table
-        # gets no additional row.
+        # has entries only for the targets and negatives.
         wanted = torch.where(bad, ids[0].clamp(0, len(s.weight) - 1), wanted)
         bias = None if s.bias is None else _bias_of(s.bias, wanted, full)
         table = _TableRows.apply(s.weight, wanted, s.weight.dtype, s.sparse_grad)
@@ -253,8 +253,8 @@ def _distinct(
     """Returns the sorted negatives, their log_q, and the column of each row's hit (or NO_HIT).
 
     If an id occurs several times, the first column of the id gets the whole mass Σ e^(-log_q). The
-    other columns of the id have log_q = inf, so their logits are -inf. So each row has at most one
-    hit, and the host need not wait for the number of distinct ids.
+    other columns of the id get log_q = inf, so the logits of these columns are -inf. So each row
+    has at most one hit, and the host need not wait for the number of distinct ids.
     """
     ids, order = ids.sort(stable=True)
     log_q = torch.zeros_like(ids, dtype=full) if log_q is None else log_q.to(full)[order]
@@ -310,7 +310,7 @@ class _TableRows(Node):
     """The rows `ids` (n,) of a table (V, D), cast to `dtype`.
 
     Backward adds the gradients of equal ids in fp32 (fp64 for fp64 tables), and rounds each sum
-    once. The backward of F.embedding adds gradients in 16 bits. Such a sum stops growing after a
+    once. The backward of F.embedding adds gradients in 16 bits. A 16-bit sum stops growing after a
     few hundred equal ids.
     """
 

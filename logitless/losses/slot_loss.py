@@ -84,9 +84,10 @@ class SlotFormula(Formula):
 def _compared(student: Tensor, teacher: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the log-probabilities of student and teacher.
 
-    Both log-probabilities are NOTHING where both probabilities are 0. Both are also NOTHING where
-    `real` is False, that is, in masked slots and ignored rows. Where the student's probability is
-    0, the student's log-probability is detached, because the gradient could be 0 · inf = NaN.
+    Where both probabilities are 0, both log-probabilities are the constant NOTHING. The
+    log-probabilities are also NOTHING in masked slots and ignored rows, where `real` is False.
+    Where the student's probability is 0, the student's log-probability is detached, because the
+    gradient could be 0 · inf = NaN.
     """
     teacher = teacher.to(student.dtype)
     gone = student == -torch.inf
@@ -130,9 +131,10 @@ def slot_loss(
     formula must not mix rows.
 
     In a masked slot, log q and log p are the same finite number, whose exp is 0. So masked slots
-    add 0 to most divergences. Other formulas, such as rankings, must use slots.mask. If p and q are
-    both 0, in a slot or in the tails, log q and log p are also this finite number. If only one of p
-    and q is 0, its logarithm is -inf. If q is 0, log q has no gradient.
+    add 0 to most divergences. Formulas for which masked slots would not add 0, such as rankings,
+    must use slots.mask. If p and q are both 0, in a slot or in the tails, log q and log p are also
+    this finite number. If only one of p and q is 0, its logarithm is -inf. If q is 0, log q has no
+    gradient.
 
     A row is ignored if its label is ignore_index or its entry in `mask` is False. If all ids of a
     row are masked, the loss and the gradients of this row are 0. `row_weight` multiplies the loss

@@ -94,7 +94,7 @@ class AtIds(Sparse):
 @operator("gathered_teacher", saved=1)
 @dataclass(eq=False)
 class Gathered(Sparse):
-    """Like AtIds, but the logits are already gathered at the K ids of each row."""
+    """Like Sparse, but the logits are already gathered at the K ids of each row."""
 
     saves_gradient: ClassVar[bool] = True
 
@@ -142,8 +142,8 @@ def gathered_kl(
     full = PRECISION[student_logits.dtype]
     by_row, number = reading.squared(full) if t_squared else (None, 1.0)
     if reduction == "mean" and row_weight is None and not call.under_transform():
-        # No row is ignored, so the divisor of the mean is known here. The mean is computed as a
-        # sum, and the factor 1 / rows is part of `kd_weight`. So the saved gradient already
+        # No row is ignored, so the mean divides by the number of all rows. The mean is computed as
+        # a sum, and the factor 1 / rows is part of `kd_weight`. So the saved gradient already
         # contains this factor, and backward need not multiply by it.
         number, reduction = number / max(rows_in(student_logits.shape[:-1]), 1), "sum"
     slots = Slots(

@@ -2,8 +2,8 @@
 
 Before a collective of logitless, the ranks exchange a text that describes the public call. If the
 texts differ, all ranks raise. Otherwise, a rank could wait for a collective that another rank never
-starts. If the arguments on a rank are invalid, this rank sends the error as its text, and all ranks
-raise.
+starts. If the arguments on a rank are invalid, this rank sends the text of its error instead, and
+all ranks raise.
 """
 
 import zlib

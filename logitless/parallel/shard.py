@@ -53,11 +53,11 @@ class Layout(NamedTuple):
         return sum(self.widths)
 
 
-# Caches the largest width of all ranks, for shards with `start` and `vocab`. The key is the group
-# and the vocabulary size. If a rank finds no cached width, the rank exchanges widths with the other
-# ranks. An exchange that only some ranks start never finishes. So the key must be the same on all
-# ranks. The key must not contain this rank's columns, because a second sharding of the same
-# vocabulary can change the columns of only some ranks.
+# Caches the largest width of all ranks. The cache is used if `start` and `vocab` are given. The key
+# is the group and the vocabulary size. If a rank finds no cached width, the rank exchanges widths
+# with the other ranks. An exchange that only some ranks start never finishes. So the key must be
+# the same on all ranks. The key must not contain this rank's columns, because a second sharding of
+# the same vocabulary can change the columns of only some ranks.
 _widest: dict[tuple, int] = {}
 
 
@@ -168,7 +168,8 @@ class Shard(Source):
 
     def _set_columns(self, start: int | None, vocab: int | None, device: torch.device) -> None:
         """Sets this rank's columns, and the largest width of all ranks."""
-        # The layout is None if start and vocab are given, except with LOGITLESS_CHECK=1.
+        # The layout stays None if `start` and `vocab` are given. With LOGITLESS_CHECK=1, the layout
+        # is always set.
         self.layout: Layout | None = None
         key, given = (self.ranks.group, vocab), start is not None and vocab is not None
         if given and key in _widest and self.ranks.count > 1 and not thorough():
@@ -231,10 +232,11 @@ class Shard(Source):
         )  # fmt: skip
 
     def head_backend(self, like: Tensor, gathered: bool) -> ColumnBackend:
-        """Returns a backend for a head, which can also sum the gradient of `hidden` over ranks.
+        """Returns a backend for a head.
 
-        If `gathered` is True, the hidden states were gathered from all ranks. Each rank then needs
-        only the gradient of its own hidden states.
+        This backend can also sum the gradient of `hidden` over ranks. If `gathered` is True, the
+        hidden states were gathered from all ranks. Each rank then needs only the gradient of its
+        own hidden states.
         """
         backend = self.backend(like)
         if gathered:
@@ -272,8 +274,7 @@ class Shard(Source):
     def times(self, factor: float) -> "Shard | None":
         """Returns a shard of these logits multiplied by `factor`.
 
-        The result is None if the source is a tensor, because the multiplication would copy the
-        tensor.
+        Returns None if the source is a tensor, because multiplying the tensor would need a copy.
         """
         scaled = self.source.times(factor)
         return None if scaled is None else self.over(scaled)
@@ -282,7 +283,7 @@ class Shard(Source):
         return self.ranks
 
     def checked(self, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> RowLoss:
-        """Checks a loss, and returns the loss with teachers that have only this rank's columns.
+        """Checks a loss, and restricts its teachers to this rank's columns.
 
         The values of GPU tensors are checked only with LOGITLESS_CHECK=1, because the check makes
         the host wait for the GPU. LOGITLESS_CHECK=1 also compares the calls of all ranks.
@@ -307,7 +308,7 @@ class Shard(Source):
         return local.materialize(slice(None)).view(self.source.shape) if exist else local
 
     def columns_beside(self, other: "Shard") -> Layout:
-        """Returns the columns of this shard that are compared with the columns of `other`.
+        """Returns the columns of this shard, for a comparison with the columns of `other`.
 
         If both shards have a layout, the columns of all ranks are compared. Otherwise, only the
         columns of this rank are compared.
@@ -346,7 +347,10 @@ class Columns(Source):
 
 
 def columns_of(source: Any) -> Any:
-    """Wraps a tensor of one rank's columns as Columns. Other sources are returned unchanged."""
+    """Wraps a tensor of one rank's columns in the class `Columns`.
+
+    Other sources are returned unchanged.
+    """
     return Columns(source) if is_dense(source) else source
 
 

@@ -230,18 +230,18 @@ def parse_shape(text: str) -> str:
 
 
 def smaller(shape: str, device: str) -> str:
-    """Reduces each size of a shape to the limit of --quick, if the size is larger."""
+    """Returns the shape with each size reduced to the limit of --quick."""
     rows, vocab = QUICK[device]
     *others, last = map(int, shape.split("×"))
     return "×".join(map(str, [*(min(size, rows) for size in others), min(last, vocab)]))
 
 
 def suits(shape: str, family: str, kinds: tuple[str, ...], device: str) -> bool:
-    """Returns whether a group of cases accepts a shape of the option --shape.
+    """Returns whether a group of cases accepts a shape that is passed with --shape.
 
-    Shapes of heads have three dimensions, and other shapes have two dimensions. `kinds` contains
-    "few" if the group accepts shapes of at most FEW_ROWS rows on a GPU, and "many" if the group
-    accepts all other shapes.
+    Shapes of heads have three dimensions, and other shapes have two dimensions. On a GPU, a shape
+    of at most FEW_ROWS rows is of the kind "few". All other shapes are of the kind "many". The
+    group accepts only shapes whose kind is in `kinds`.
     """
     rows, *width, _ = map(int, shape.split("×"))
     kind = "few" if device == "cuda" and rows <= FEW_ROWS else "many"
@@ -251,7 +251,7 @@ def suits(shape: str, family: str, kinds: tuple[str, ...], device: str) -> bool:
 def choose(
     device: str, *, quick=False, families=None, ops=None, shapes=None, dtypes=None
 ) -> list[Case]:
-    """Returns the cases that pass all filters. Of two equal cases, the first is returned."""
+    """Returns the cases that pass all filters. A case that occurs twice is returned once."""
     default = ["fp32" if device == "cpu" else "bf16"]
     requested = list(product(map(parse_shape, shapes or ()), dtypes or default))
     chosen: dict[str, Case] = {}

@@ -81,7 +81,7 @@ def clipped(stats, *rows) -> Tensor:
     return formulas.clipped(stats.logprob, *rows)
 
 
-OURS_BY_OP = {  # functions of logitless whose arguments differ from the arguments in formulas.py
+OURS_BY_OP = {  # ops that need another call of logitless than the formula in formulas.py
     "in place": partial(ll.cross_entropy, inplace=True),
     "logsumexp": lambda x, target: ll.logsumexp(x),
     "topk_distill": lambda x, ids, logprobs, tail, labels=None, **options: ll.topk_distill(

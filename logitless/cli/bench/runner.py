@@ -110,7 +110,7 @@ class Entry:
 def run_case(
     case: Case, loaded: dict[str, Finder], device: str, budget: float, *, checked: bool = True
 ) -> list[Result]:
-    """Returns the results of all contenders that have the op of the case.
+    """Runs a case, and returns the results of all contenders that support the op of the case.
 
     If `checked` is True, values and gradients are compared with the formulas in fp64.
     """
@@ -135,8 +135,8 @@ def run_case(
     around = [measure()] if case.yardstick and checked and ready else []
     for entry in ready:
         entry.attempt(entry.clock, budget, "while timed: ")
-        # The time of the yardstick is the floor of the case. The yardstick is timed before and
-        # after the first contender, because GPU clocks drift.
+        # The time of the yardstick is the floor of the case. GPU clocks drift, so the yardstick is
+        # timed before and after the first contender.
         if len(around) == 1:
             around.append(measure())
     if not around:

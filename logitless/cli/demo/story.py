@@ -59,7 +59,7 @@ class Student:
     model: Transformer
     curve: list[tuple[int, float]] = field(default_factory=list)  # step, held-out loss
     seconds: float = 0.0
-    memory: int = 0  # peak bytes that the loss of one step allocates beyond its inputs
+    memory: int = 0  # peak bytes that the loss allocates in one step, without its inputs
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Outcome:
     teacher_loss: float
     students: list[Student]
     store: dict[str, Any]
-    words: list[tuple[str, str, list[tuple[str, float]]]]  # text, next word, predictions
+    words: list[tuple[str, str, list[tuple[str, float]]]]  # (text, next word, predictions)
     plan: Plan
 
 
