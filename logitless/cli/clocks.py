@@ -61,8 +61,8 @@ def graph_time(run: Run, x: Tensor, budget: float, *, cold: bool) -> float:
     """Returns the time per call of `run` in the replay of a CUDA graph that holds many calls.
 
     If `cold` is False, all calls read `x`, which is in the L2 cache. If `cold` is True, each call
-    reads a different copy of `x` that is not in the L2 cache. The number of copies is chosen so
-    that all copies together are about twice as large as the L2 cache, and is clamped to [4, 512].
+    reads a different copy of `x` that is not in the L2 cache. The number of copies is clamped to
+    [4, 512]. Within these limits, all copies together are about twice as large as the L2 cache.
     """
     copies = x.expand(10, *x.shape)
     if cold:

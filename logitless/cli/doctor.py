@@ -1,9 +1,9 @@
 """`logitless doctor`: describes the machine and the backend, and checks the library's results.
 
-The output is plain text without host names or paths, so that users can paste it into a bug report.
-The self-check (selfcheck.py) calls every public function on a few error-prone shapes, and launches
-every kernel that this device can run. Values and gradients are compared with a naive formula in
-fp64. The upstream gradients are random. The exit status is 1 if a check fails.
+The output is plain text without host names or paths, so that users can paste the output into a bug
+report. The self-check (selfcheck.py) calls every public function on a few error-prone shapes, and
+launches every kernel that this device can run. Values and gradients are compared with a naive
+formula in fp64. The upstream gradients are random. The exit status is 1 if a check fails.
 
 With --json, the command prints the same facts and results as one JSON object.
 """
@@ -68,9 +68,9 @@ class Error(NamedTuple):
 class Outcome(NamedTuple):
     """The result of one check.
 
-    `value` and `gradient` are the largest errors relative to their bounds, over all dtypes and
-    shapes of the check. If a result is wrong, `value` and `gradient` hold only the errors of the
-    wrong result. `problem` is empty if the check passed.
+    `value` and `gradient` are the errors closest to their bounds, over all dtypes and shapes of the
+    check. If a result is wrong, `value` and `gradient` hold only the errors of the wrong result.
+    `problem` is empty if the check passed.
     """
 
     value: Error = Error()

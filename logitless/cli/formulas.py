@@ -2,8 +2,9 @@
 
 A formula takes logits (n, V) and tensors with one entry per row. A formula returns numbers or ids
 for each row. `doctor` compares the library with some of these formulas (selfcheck.py). `bench` also
-times these formulas, in the dtype of the logits, as the contender "eager". `errors` evaluates and
-differentiates the formulas in fp64. To save memory, `errors` processes only a few rows at a time.
+times these formulas as the contender "eager". These runs use the dtype of the logits. `errors`
+evaluates and differentiates the formulas in fp64. To save memory, `errors` processes only a few
+rows at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CLIPPED = {"policy_loss": 5}
 
 
 class Inputs(NamedTuple):
-    """The arguments of an op, which is called as op(*leaves, *rows, **options)."""
+    """The arguments of an op. The call is op(*leaves, *rows, **options)."""
 
     leaves: tuple[Tensor, ...]  # (rows, vocab) logits; or hidden states and the weight of a head
     rows: tuple[Tensor, ...]  # tensors with one entry per row of logits
@@ -169,7 +170,7 @@ def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[flo
             loss = objective(op, exact).sum() / count
             total += loss.detach()
         if grads:
-            loss.backward()  # accumulates the gradient of a head's weight
+            loss.backward()  # adds to the gradient of the head's weight
             off += (grads[0][block].double() - leaf.grad).square().sum()
             norm += leaf.grad.square().sum()
     value = distance(out, total) if op not in BY_ROW else value

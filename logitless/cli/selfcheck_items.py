@@ -104,11 +104,11 @@ def naive_of_a_table(x, _, other):
 
 
 def outside_draws(x, *_):
-    """Returns the distance of each uniform random number from the interval of the drawn id.
+    """Returns how far each uniform random number is outside the interval of the drawn id.
 
     The interval of an id j begins at the total probability of all ids before j, and ends at the
     total probability of all ids up to j. The id j is drawn if the uniform number is in this
-    interval. So the right distance is 0, except for rounding errors.
+    interval. So the exact result is 0, and rounding errors make it slightly larger.
     """
     seed = x.shape[1]
     found = ll.capture_sampled(x, DRAWS, generator=torch.Generator(x.device).manual_seed(seed))

@@ -208,7 +208,7 @@ def capture(args: argparse.Namespace) -> None:
     from logitless import store
     from logitless.store import file_checks, upload
 
-    # The model is loaded, and the folder is created, only after all arguments have been checked.
+    # All arguments are checked before the model is loaded and the folder is created.
     _data.are_files(args.data)
     file_checks.folder(args.out)
     if args.upload is not None:
@@ -217,7 +217,7 @@ def capture(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     end = tokenizer.eos_token_id if args.eos else None
     if args.eos and end is None:
-        raise ValueError("--eos must have a tokenizer with an end-of-text token, got none.")
+        raise ValueError("--eos must have a tokenizer that defines an end-of-text token, got none.")
     config = AutoConfig.from_pretrained(args.model).get_text_config()
     expected = args.vocab_size or getattr(config, "vocab_size", None)
     fields = {**_slots(args.k, args.values, args.sample, args.seed), "teacher": args.model}

@@ -34,7 +34,7 @@ class Expected(NamedTuple):
 def expected(
     lines: Iterable[_data.Line], tokenizer: Any, end: int | None, most: int, vocab_size: int | None
 ) -> Expected:
-    """Checks every line, and returns the number of documents and an estimate of their tokens.
+    """Checks every line. Returns the number of documents, and an estimate of the number of tokens.
 
     For lines with input_ids, the tokens are counted. For lines with text, the number of tokens is
     estimated from the size of the line in bytes. A document has at most `most` tokens.

@@ -153,10 +153,10 @@ def cross_entropy(
     inplace=True saves the memory of the gradient, because the gradient overwrites the logits in
     forward. If another operation saved the logits before this call, the backward of that operation
     raises. If an operation uses the logits after this call, a backward through that operation
-    raises too. This later use is not detected if the logits are a leaf or a slice of a larger
-    tensor. With inplace=True, a second backward raises. If no gradient is needed, inplace=True does
-    not overwrite the logits. Under torch.compile, inplace=True has no effect, because the compiler
-    plans memory itself.
+    raises too. If the logits are a leaf, or a slice of a larger tensor, a use after this call is
+    not detected. With inplace=True, a second backward raises. If no gradient is needed,
+    inplace=True does not overwrite the logits. Under torch.compile, inplace=True has no effect,
+    because the compiler plans memory itself.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)

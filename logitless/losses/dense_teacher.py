@@ -94,8 +94,8 @@ def kl_div(
     the loss +inf. For reverse KL, a class with q = 0 adds 0, and a class with q > 0 and p = 0 makes
     the loss +inf.
 
-    With skew=α, the function computes the skewed KL divergence of DistiLLM. In the KL divergence,
-    the second distribution is replaced by a mixture of both distributions:
+    With skew=α, the function computes the skewed KL divergence of DistiLLM. The distribution in
+    the denominator is replaced by a mixture of p and q:
 
         direction="forward" computes Σ p log(p / (α p + (1-α) q)).
         direction="reverse" computes Σ q log(q / (α q + (1-α) p)).
@@ -109,7 +109,7 @@ def kl_div(
     `temperature` (T) is one number, or a tensor with one number per row. Rows for which `mask` is
     False are not read, and their loss and gradient are 0. `row_weight` holds one number per row.
     The loss of each row is multiplied by this number. "mean" divides the sum by the number of rows
-    for which `mask` is not False. The teacher gets no gradient. The loss is fp32 (fp64 for an fp64
+    that `mask` does not exclude. The teacher gets no gradient. The loss is fp32 (fp64 for an fp64
     student).
 
     >>> kl_div(torch.zeros(1, 4), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]),

@@ -3,9 +3,9 @@
 A sampler with top-k, top-p or min-p keeps some ids of each row, and draws the token from the
 softmax over the kept ids. `kept_scores` computes the log-probability of the token and the entropy
 under this restricted softmax. `evaluate` computes the logits at the kept ids. If requested,
-`evaluate` also computes the log-probabilities of the kept ids under the softmax over all ids. Both
-results have shape (..., K). Plain PyTorch operations compute the scores from these results, so that
-autograd can differentiate the scores.
+`evaluate` also computes the log-probabilities of the kept ids under the softmax over all ids. The
+logits and the log-probabilities have shape (..., K). Plain PyTorch operations compute the scores
+from these results, so that autograd can differentiate the scores.
 """
 
 from dataclasses import dataclass
@@ -94,14 +94,14 @@ def kept_scores(
     """Computes log q[target] and the entropy of q, the softmax over the kept ids of each row.
 
     The logits of the softmax are z = softcap · tanh(logits / softcap) / temperature, for logits of
-    shape (..., V). `kept` holds K ids per row. Its shape is (..., K), and its dtype is any integer
-    dtype. The id -1 marks an empty slot. A repeated id counts once. If `kept` holds the ids that a
-    top-k or top-p sampler kept, and `temperature` is the sampler's temperature, then q is the
-    sampler's distribution.
+    shape (..., V). `kept` holds K ids per row. The shape of `kept` is (..., K), and its dtype can
+    be any integer dtype. The id -1 marks an empty slot. A repeated id counts once. To get the
+    distribution of a top-k or top-p sampler, pass the ids that the sampler kept as `kept`, and pass
+    the sampler's temperature.
 
-    If the target is not a kept id, or its logit is -inf, logprob is -inf, and the gradient of
-    logprob is 0. If all slots are empty, or all kept logits are -inf, logprob is -inf and the
-    entropy is 0. The gradient of all scores is then 0.
+    If the target is not a kept id, logprob is -inf, and the gradient of logprob is 0. The same
+    holds if the logit of the target is -inf. If all slots are empty, or all kept logits are -inf,
+    logprob is -inf and the entropy is 0. The gradient of all scores is then 0.
 
     With mass=True, log_mass is log Σ p over the kept ids, where p is the softmax over all V ids. So
     log p[target] is logprob + log_mass. Without `mass`, log_mass is None, and only the kept logits
@@ -133,7 +133,7 @@ def kept_scores(
 def _distinct(ids: Tensor, label: Tensor, vocab: int) -> Tensor:
     """Replaces ids by NO_ID in empty slots, and in slots that repeat an earlier id of the row.
 
-    If the label of a row is out of range, all ids of the row are replaced by an id out of range. So
+    If the label of a row is outside [0, V), all ids of the row are replaced by an invalid id. So
     the scores of the row are NaN on a GPU, where no error is raised.
     """
     if ids.shape[-1] == 0:
@@ -155,7 +155,8 @@ def _scores(
     """Returns logprob, entropy and log_mass, from z and log p at the ids (..., K).
 
     Adding a constant to all z of a row does not change the scores. If z is -inf at all ids of a
-    row, z and log p of this row are replaced by 0. Their gradient is then 0 instead of NaN.
+    row, z and log p of this row are replaced by 0. The gradient of z and log p is then 0 instead of
+    NaN.
     """
     real = ids != NO_ID
     some = (real & (z != -torch.inf)).any(-1)  # also True if a z is NaN

@@ -52,14 +52,15 @@ def sampled_softmax(
     """Computes the cross-entropy of the target, with a softmax over the target and K negatives.
 
     `hidden` (..., D) holds one state per row. `weight` (V, D) and `bias` (V,) are the table of all
-    items. `target` (...) holds one item per row. `negatives` holds K items that all rows share, in
-    shape (K,), or K items per row, in shape (..., K). The logit of the negative j in row i is
+    items. `target` (...) holds one item per row. `negatives` has shape (K,) if all rows share K
+    items. It has shape (..., K) if each row has its own K items. The logit of the negative j in row
+    i is
 
         z_ij = (hidden_i · weight_j + bias_j) / temperature - log_q_j
 
     `log_q` has the shape of `negatives`. The logit of the target has the same formula, with
-    `target_log_q` instead of log_q. `target_log_q` has the shape of `target`. The defaults of log_q
-    and target_log_q mean 0. The loss of a row is
+    `target_log_q` instead of log_q. `target_log_q` has the shape of `target`. If log_q or
+    target_log_q is None, 0 is used instead. The loss of a row is
 
         row_weight · (log (e^z_target + Σ e^z_negative) - z_target)
 
@@ -79,9 +80,9 @@ def sampled_softmax(
     A row is ignored if its target is ignore_index or its entry in `mask` is False. The loss and the
     gradient of an ignored row are 0. "mean" divides by the number of rows that are not ignored. On
     a CPU, an id outside [0, V) raises an error. On a GPU, an id outside [0, V) raises an error only
-    with LOGITLESS_CHECK=1. Without LOGITLESS_CHECK=1, the loss of a row is NaN if the target or one
-    of the row's own negatives is outside [0, V). If a shared negative is outside [0, V), the losses
-    of all rows are NaN.
+    with LOGITLESS_CHECK=1. Without LOGITLESS_CHECK=1, the loss of a row is NaN if its target is
+    outside [0, V). The loss is also NaN if one of the row's own negatives is outside [0, V). If a
+    shared negative is outside [0, V), the losses of all rows are NaN.
 
     torch.compile breaks the graph at this function, so fullgraph=True raises an error.
 
@@ -122,7 +123,7 @@ class _Sample:
     bias: Tensor | None  # (V,)
     target: Tensor  # (N,), ignore_index in ignored rows
     negatives: Tensor  # (K,) for shared negatives, or (..., K) for negatives per row
-    log_q: Tensor | None  # the shape of negatives
+    log_q: Tensor | None  # same shape as negatives
     target_log_q: Tensor | None  # (N,)
     temperature: float
     remove_hits: bool
@@ -258,7 +259,7 @@ def _distinct(
     """
     ids, order = ids.sort(stable=True)
     log_q = torch.zeros_like(ids, dtype=full) if log_q is None else log_q.to(full)[order]
-    first = torch.searchsorted(ids, ids)  # the first column of each column's id
+    first = torch.searchsorted(ids, ids)  # for each column, the first column with the same id
     most = torch.full_like(log_q, -torch.inf).scatter_reduce(0, first, -log_q, "amax")
     most = torch.where(most.isinf(), 0.0, most)
     mass = torch.zeros_like(log_q).index_add_(0, first, (-log_q - most[first]).exp())
@@ -326,7 +327,7 @@ class _TableRows(Node):
         Node.refuse_vmap((upstream,))
         (ids,) = ctx.saved_tensors
         with torch.no_grad():
-            # d_table is the gradient of the dot products upstream[i] · table[ids[i]].
+            # d_table is the gradient of Σ_i upstream[i] · table[ids[i]] with respect to the table.
             pairs, ones = ids.unsqueeze(-1), torch.ones_like(upstream[:, :1])
             _, d_table = ctx.backend.row_dots_gradients(
                 upstream, ctx.table, pairs, ones, (False, True), ctx.sparse

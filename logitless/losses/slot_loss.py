@@ -131,10 +131,10 @@ def slot_loss(
     formula must not mix rows.
 
     In a masked slot, log q and log p are the same finite number, whose exp is 0. So masked slots
-    add 0 to most divergences. Formulas for which masked slots would not add 0, such as rankings,
-    must use slots.mask. If p and q are both 0, in a slot or in the tails, log q and log p are also
-    this finite number. If only one of p and q is 0, its logarithm is -inf. If q is 0, log q has no
-    gradient.
+    add 0 to most divergences. A formula that masked slots would change, such as a ranking, must use
+    slots.mask. If p and q of a slot are both 0, log q and log p are also this finite number. The
+    same holds for the tails. If only p is 0, log p is -inf, and if only q is 0, log q is -inf. If q
+    is 0, log q has no gradient.
 
     A row is ignored if its label is ignore_index or its entry in `mask` is False. If all ids of a
     row are masked, the loss and the gradients of this row are 0. `row_weight` multiplies the loss

@@ -2,7 +2,7 @@
 
 A loss compares the probabilities p of the teacher at the ids with the probabilities q = softmax(z)
 of the student. Here, z are the logits after softcap and temperature. `support` selects which
-probabilities are compared. `divergence` selects the formula that compares them, such as forward KL.
+probabilities are compared. `divergence` selects the formula of the comparison, such as forward KL.
 The arguments `support` and `divergence` are required. The loss needs at most three statistics of a
 row: the student's log-probabilities at the ids, the student's mass outside the ids, and the label's
 log-probability at temperature 1. One pass over the logits computes the statistics, and another pass
@@ -144,7 +144,7 @@ def gathered_kl(
     if reduction == "mean" and row_weight is None and not call.under_transform():
         # No row is ignored, so the mean divides by the number of all rows. The mean is computed as
         # a sum, and the factor 1 / rows is part of `kd_weight`. So the saved gradient already
-        # contains this factor, and backward need not multiply by it.
+        # contains this factor.
         number, reduction = number / max(rows_in(student_logits.shape[:-1]), 1), "sum"
     slots = Slots(
         _constant(teacher_logprobs), None if mask is None else call.as_bool(mask), None, by_row,

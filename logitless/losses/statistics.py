@@ -72,8 +72,8 @@ def merge(left: Partial, right: Partial) -> Partial:
     m = torch.maximum(left.m, right.m).detach()
     s, w = torch.zeros_like(m), torch.zeros_like(m)
     for part in (left, right):
-        # d = part.m - m is set to 0 for an empty Partial. d is also set to 0 if part.m and m are
-        # the same infinity, because inf - inf would be NaN.
+        # d is part.m - m. For an empty Partial, d is set to 0. d is also set to 0 if part.m and m
+        # are the same infinity, because inf - inf would be NaN.
         stays = (part.s == 0) | (m.isinf() & (part.m == m))
         d = torch.where(stays, 0.0, part.m - m).clamp_min(-1e38)
         s = s + part.s * d.exp()
@@ -152,9 +152,10 @@ def row_stats(
 
     Logits are fp16, bf16, fp32 or fp64. The temperature is one number, or a tensor with one number
     per row. Statistics are fp32 (fp64 for fp64 logits), and gradients have the dtype of the logits.
-    A row is ignored if its entry in `mask` is False. A row is also ignored if its id, or the first
-    of its K ids, is ignore_index. An ignored row is not read. The statistics and the gradient of an
-    ignored row are 0, and its argmax and rank are -1.
+    A row is ignored if its entry in `mask` is False. A row is also ignored if its id is
+    ignore_index. If there are K ids per row, only the first id of the row is compared with
+    ignore_index. An ignored row is not read. The statistics and the gradient of an ignored row are
+    0, and its argmax and rank are -1.
 
     >>> stats = row_stats(logits, entropy=True)
     >>> (1e-4 * stats.lse.square() - 0.01 * stats.entropy).mean().backward()
@@ -180,7 +181,7 @@ def stats_reading(
     return call.reading_of(logits, temperature, softcap, wants=tuple(wants), **fields)
 
 
-NO_CLASS = -(2**31)  # ignore_index if only a mask is given; never a valid id
+NO_CLASS = -(2**31)  # stands for ignore_index if only a mask is given; never a valid id
 
 
 def _label_and_ids(logits, ids, ignore_index, mask) -> dict:
@@ -257,8 +258,8 @@ def token_logprobs(
 
     Here, z = softcap · tanh(logits / softcap) / temperature. The K ids of a row can include the
     same id several times. A row is ignored if its entry in `mask` is False. A row is also ignored
-    if its id, or the first of its K ids, is ignore_index. The results and the gradient of an
-    ignored row are 0.
+    if its id is ignore_index. If there are K ids per row, only the first id of the row is compared
+    with ignore_index. The results and the gradient of an ignored row are 0.
 
     >>> token_logprobs(torch.zeros(1, 4), torch.tensor([2]))
     tensor([-1.3863])
@@ -279,8 +280,8 @@ def entropy(
 ) -> Tensor:
     """Computes the entropy of softmax(z) in nats, for logits of shape (..., V).
 
-    Here, z = softcap · tanh(logits / softcap) / temperature. A large constant that is added to all
-    logits of a row does not make the entropy less exact.
+    Here, z = softcap · tanh(logits / softcap) / temperature. The entropy stays exact if a large
+    constant is added to all logits of a row.
 
     A row whose entry in `mask` is False is not read, and its entropy and gradient are 0.
 

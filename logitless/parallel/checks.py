@@ -125,6 +125,6 @@ def same_call(said: Sequence[str]) -> None:
     for rank, words in enumerate(said):
         if words != said[0]:
             raise ValueError(
-                f"ranks must call one loss with the same arguments, got on rank 0:\n  {said[0]}\n"
-                f"and on rank {rank}:\n  {words}."
+                "ranks must call the same loss with the same arguments, got on rank 0:\n"
+                f"  {said[0]}\nand on rank {rank}:\n  {words}."
             )

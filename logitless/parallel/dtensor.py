@@ -34,7 +34,10 @@ def local(t, grad_placements=None) -> Tensor:
 
 
 class _Arrived(Node):
-    """Waits for a pending collective, because kernels would read the shard without waiting."""
+    """Waits until a collective has written the shard.
+
+    Kernels would read the shard without waiting.
+    """
 
     @staticmethod
     def forward(ctx, pending):

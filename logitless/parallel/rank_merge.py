@@ -127,9 +127,9 @@ class ColumnBackend:
     def _rank(self, x: Tensor, reading: Reading, whole: Partials) -> Tensor:
         """Returns the statistic "rank" of each row, as a tensor (N,).
 
-        `whole` holds the logit of each row's label, or of the row's first id. Each rank counts the
-        greater logits in its own columns. Then a second all-gather collects the counts, and the
-        counts are summed.
+        `whole` holds the logit of each row's label, or of the row's first id. Each rank counts how
+        many logits in its own columns are greater than this logit. Then a second all-gather
+        collects the counts, and the counts are summed.
         """
         if whole.picked is None:
             first, y0 = reading.label, whole.state[..., contract.Y_LABEL].sum(1)
@@ -148,7 +148,7 @@ class ColumnBackend:
     ) -> Tensor:
         """Returns the gradient of x, without communication.
 
-        The first column of x is column `start` of this rank's columns.
+        The columns of x begin at column `start` of this rank.
         """
         if x.shape[-1] == 0:
             return torch.empty_like(x) if into is None else into
@@ -282,7 +282,7 @@ class ColumnBackend:
     def partial(self, x: Tensor, reading: Reading, start: int = 0) -> Partials:
         """Returns the partial statistics of each row over the columns of x.
 
-        The first column of x is column `start` of this rank's columns.
+        The columns of x begin at column `start` of this rank.
         """
         if x.shape[-1]:
             return self.backend.partial(x, reading, self.start + start)

@@ -10,8 +10,8 @@ The forward of a loss gathers a few numbers per row from each rank. For logits, 
 gather once. For a head, the forward calls gather once per chunk of rows. JSD and TVD call gather
 twice as often. For logits, the backward needs no communication. For a head, the backward sums the
 gradient of the hidden states over ranks. When a VocabShard is constructed, the ranks exchange their
-widths and, if given, their first columns. If `start` and `vocab` are given, this exchange happens
-only for the first VocabShard with this group and this `vocab`.
+widths. If `start` is given, the ranks also exchange their first columns. If `start` and `vocab` are
+given, only the first VocabShard with this group and this `vocab` exchanges widths.
 """
 
 from typing import Any, NamedTuple
@@ -56,8 +56,9 @@ class Layout(NamedTuple):
 # Caches the largest width of all ranks. The cache is used if `start` and `vocab` are given. The key
 # is the group and the vocabulary size. If a rank finds no cached width, the rank exchanges widths
 # with the other ranks. An exchange that only some ranks start never finishes. So the key must be
-# the same on all ranks. The key must not contain this rank's columns, because a second sharding of
-# the same vocabulary can change the columns of only some ranks.
+# the same on all ranks. This rank's columns are not part of the key. A second sharding of the same
+# vocabulary can change the columns of only some ranks. Then only these ranks would start an
+# exchange.
 _widest: dict[tuple, int] = {}
 
 
@@ -95,9 +96,9 @@ class VocabShard(Logits):
 
     `start` is this rank's first column. By default, `start` is the sum of the earlier ranks'
     widths. `vocab` is the size V of the whole vocabulary. If all ranks pass `start` and `vocab`,
-    the ranks exchange their starts and widths only for the first shard with this group and this
-    `vocab`. Later shards with the same group and `vocab` need no exchange, so the host does not
-    wait. With LOGITLESS_CHECK=1, every shard exchanges starts and widths.
+    only the first shard with this group and this `vocab` exchanges starts and widths. Later shards
+    with the same group and `vocab` need no exchange, so the host does not wait. With
+    LOGITLESS_CHECK=1, every shard exchanges starts and widths.
 
     With sequence_parallel=True, `source` must be a LinearLogits that holds only the hidden states
     of this rank's tokens. These tokens are a slice along the first dimension. The slices of all
@@ -106,7 +107,8 @@ class VocabShard(Logits):
 
     Every loss accepts a VocabShard instead of logits. Ids, labels and class weights refer to the
     whole vocabulary and must be the same on all ranks. A dense teacher must be a VocabShard with
-    the same columns, or a tensor, LinearLogits or lazy logits with all V columns.
+    the same columns, or must have all V columns. In the second case, the teacher is a tensor, a
+    LinearLogits or lazy logits.
 
     >>> loss = cross_entropy(VocabShard(logits_of_this_rank, group), target)
     """

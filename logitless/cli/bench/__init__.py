@@ -2,9 +2,9 @@
 
 The contenders are logitless, PyTorch eager, torch.compile, and other libraries if they can be
 imported. Before any time is measured, the values and gradients of every contender are compared with
-formulas in fp64. On a GPU, the time of a contender is compared with a lower bound, which is the
-time of a memory copy or of GEMMs in the same run. On a CPU, the time of a contender is compared
-with the time of PyTorch.
+formulas in fp64. On a GPU, the time of a contender is compared with a lower bound. The lower bound
+is the time of a memory copy, or of the GEMMs of a head, in the same run. On a CPU, the time of a
+contender is compared with the time of PyTorch.
 
     logitless bench                                  all cases: logits, teachers, heads
     logitless bench --family heads                   losses over a head only
@@ -93,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
-    """Runs the chosen cases, except those for which `stored` has a correct result of logitless.
+    """Runs the chosen cases.
+
+    A case is skipped if `stored` has a correct result of logitless for this case.
 
     Returns a dictionary with the stored results and the new results.
     """

@@ -8,8 +8,8 @@ of a case is a lower bound on its time: the number of moved bytes divided by C.
 
 If bandwidth does not limit a function, its floor is the time of a *yardstick*. A yardstick is
 simpler work that is timed in the same run. The yardstick of a loss over a head is the GEMMs of the
-head in cuBLAS: three GEMMs if the loss is a mean or a sum, and four GEMMs if the loss has one
-result per row. On a CPU, cases have no floor, and times are compared with PyTorch's time.
+head in cuBLAS. A mean or a sum needs three GEMMs. A loss with one result per row needs four GEMMs.
+On a CPU, cases have no floor, and times are compared with PyTorch's time.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ RENORM = {"divergence": "forward_kl", "support": "renorm"}
 SMALL_TAIL = TAIL | {"small_tail": True}  # the student's tail has almost no mass
 DISTILL = partial(TEACHERS, "topk_distill", BOTH, passes=3, alone=True)
 CAPTURE = partial(TEACHERS, "capture_topk", FORWARD, passes=1, compiled=False)
-SPARSE = [  # with a tail, the target of topk_distill is a multiple of cross_entropy's time
+SPARSE = [  # the targets of cases with a tail are multiples of the time of cross_entropy
     LOGITS("cross_entropy", BOTH, passes=3, alone=True),
     DISTILL("tail, K=64", TAIL, {OUR_PLAIN: 1.10}, alone=False),
     DISTILL("tail and cross_entropy, K=64", MIXED, {OUR_PLAIN: 1.25}),
@@ -170,7 +170,7 @@ PAIRS = [
     TEACHERS("soft_cross_entropy", BOTH),
 ]
 ROOMY = {"floor": 1.25}
-LIGER = {"liger": 1.0}  # must be as fast as Liger, with a workspace as large as Liger's memory
+LIGER = {"liger": 1.0}  # our limit is Liger's time; the workspace is as large as Liger's memory
 ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
 PLAIN_HEAD = HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")
 IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}

@@ -111,7 +111,7 @@ def memory(shown: list[Result]) -> list[Bar]:
 def draw(bars: list[Bar], title: str, line: str | None, path: Path) -> None:
     """Draws one panel per mode, with groups of bars on a linear scale.
 
-    `line` is the text in the legend for the dashed lines, which show `Bar.limit`.
+    Dashed lines show `Bar.limit`. `line` is the text for these lines in the legend.
     """
     from matplotlib.figure import Figure  # unlike pyplot, needs no display and no global state
 

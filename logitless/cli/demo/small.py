@@ -173,7 +173,7 @@ def largest_difference(learners: list[Learner]) -> float:
 
 
 def loss_memory(loss: Loss, rows: int, device: str) -> int:
-    """Returns the peak memory of the loss's forward and backward, in bytes beyond the logits."""
+    """Returns the peak memory of the loss's forward and backward in bytes, without the logits."""
     logits = torch.randn(rows, VOCAB, device=device, requires_grad=True)
     target = torch.randint(VOCAB, (rows,), device=device)
     return extra_memory(device, logits, lambda z: loss(z, target).backward())
