@@ -183,7 +183,10 @@ def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[flo
 
 
 def as_tuple(out) -> tuple[Tensor, ...]:
-    """Returns the results of an op as a tuple, without results that are None (not requested)."""
+    """Returns the results of an op as a tuple.
+
+    Results that are None (not requested) are left out.
+    """
     return (out,) if isinstance(out, Tensor) else tuple(t for t in out if t is not None)
 
 

@@ -106,9 +106,9 @@ def naive_of_a_table(x, _, other):
 def outside_draws(x, *_):
     """Returns how far each uniform random number is outside the interval of the drawn id.
 
-    The interval of an id j begins at the total probability of all ids before j, and ends at the
-    total probability of all ids up to j. The id j is drawn if the uniform number is in this
-    interval. So the exact result is 0, and rounding errors make it slightly larger.
+    The interval of an id j begins at the total probability of all ids before j. The length of the
+    interval is the probability of j. The id j is drawn if the uniform number is in this interval.
+    So the exact result is 0, and rounding errors add a small number.
     """
     seed = x.shape[1]
     found = ll.capture_sampled(x, DRAWS, generator=torch.Generator(x.device).manual_seed(seed))

@@ -245,7 +245,7 @@ def capture(args: argparse.Namespace) -> None:
         batches = _data.batches(documents, args.batch_tokens, lambda size: advance(size * world))
         generator = None
         if args.sample:
-            # Every rank and every resumed run has its own seed, so that their random draws differ.
+            # Ranks and resumed runs have different seeds, so that their random draws differ.
             seed = (args.seed or 0) + 1_000_003 * writer.rank + len(writer)
             generator = torch.Generator(device).manual_seed(seed)
         pace = _Pace(header, amount, world)

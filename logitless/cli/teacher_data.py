@@ -85,7 +85,7 @@ def check(line: Line, vocab_size: int | None) -> None:
 def ids_of(line: Line, tokenizer: Any, end: int | None, vocab_size: int) -> list[int]:
     """Returns the input_ids of a line, or the token ids of its text.
 
-    The ids of a text end with the id `end`, unless `end` is None.
+    If `end` is not None, the id `end` is appended to the ids of a text.
     """
     check(line, vocab_size)
     if line.fields.get("input_ids") is not None:

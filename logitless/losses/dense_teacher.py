@@ -143,7 +143,7 @@ def jsd(
 
         β Σ p log(p / M) + (1-β) Σ q log(q / M)
 
-    The divergence is never negative, and is finite unless p or q contains NaN. The formula
+    The divergence is never negative, and is finite if p and q contain no NaN. The formula
     approaches 0 as β approaches 0 or 1. However, beta=0 selects the forward KL divergence, and
     beta=1 selects the reverse KL divergence. The other options are the same as in `kl_div`.
 

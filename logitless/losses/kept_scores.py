@@ -110,7 +110,7 @@ def kept_scores(
     A row is ignored if its target is ignore_index or its entry in `mask` is False. An ignored row
     is not read, and its scores and gradient are 0. The scores are fp32, or fp64 for fp64 logits. An
     id outside [0, V) raises on a CPU. On a GPU, an id outside [0, V) makes the scores of its row
-    NaN, or raises an error if LOGITLESS_CHECK=1 is set.
+    NaN. With LOGITLESS_CHECK=1, this id raises an error instead.
 
     >>> kept_scores(torch.zeros(1, 4), torch.tensor([2]), torch.tensor([[0, 2, -1]])).logprob
     tensor([-0.6931])
@@ -141,7 +141,7 @@ def _distinct(ids: Tensor, label: Tensor, vocab: int) -> Tensor:
     in_order, order = ids.sort(dim=-1, stable=True)
     again = torch.nn.functional.pad(in_order[..., 1:] == in_order[..., :-1], (1, 0))
     repeated = torch.zeros_like(again).scatter(-1, order, again)
-    # Ids of the caller that equal NO_ID are invalid. They are replaced by another invalid id.
+    # `kept` is not allowed to contain NO_ID, so NO_ID is replaced by an invalid id.
     ids = torch.where(ids == NO_ID, EMPTY - 1, ids)
     ids = torch.where(repeated | (ids == EMPTY), NO_ID, ids)
     # `bad` can be True for ignored rows too, but ignored rows are not read.

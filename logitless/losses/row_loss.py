@@ -48,7 +48,7 @@ def row_loss(
     The formula can also return a tuple (loss, *more) of tensors of shape (n,), for example to
     compute metrics. If the formula returns a tuple, the result of row_loss is a tuple (loss, *more)
     too. In the result of row_loss, each tensor of `more` has one number per row. The tensors of
-    `more` are detached and keep their dtypes. row_weight and the reduction do not apply to these
+    `more` are detached and keep their dtypes. `row_weight` and the reduction do not apply to these
     tensors. In ignored rows, a tensor of `more` is -1 if its dtype is a signed integer, and 0
     otherwise.
 

@@ -53,8 +53,8 @@ def sampled_softmax(
 
     `hidden` (..., D) holds one state per row. `weight` (V, D) and `bias` (V,) are the table of all
     items. `target` (...) holds one item per row. `negatives` has shape (K,) if all rows share K
-    items. It has shape (..., K) if each row has its own K items. The logit of the negative j in row
-    i is
+    items. `negatives` has shape (..., K) if each row has its own K items. The logit of the negative
+    j in row i is
 
         z_ij = (hidden_i · weight_j + bias_j) / temperature - log_q_j
 

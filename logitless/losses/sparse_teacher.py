@@ -188,9 +188,14 @@ def topk_distill(
         teacher's mass outside the ids is targets.tail. If targets.tail is None, the teacher's mass
         outside the ids is 1 - P.
 
-    `divergence` is "forward_kl" Σ p log(p/q), "reverse_kl" Σ q log(q/p), "jsd" (the formula of the
-    function `jsd`), or "tvd" Σ |p - q| / 2. docs/distillation.md helps to choose the divergence and
-    the support.
+    `divergence` selects the formula:
+
+        "forward_kl" is Σ p log(p/q).
+        "reverse_kl" is Σ q log(q/p).
+        "jsd" is the formula of the function `jsd`.
+        "tvd" is Σ |p - q| / 2.
+
+    docs/distillation.md compares the divergences and the supports.
 
     t_squared=True multiplies the divergence by temperature². The loss of a row is kd_weight times
     the divergence. With `labels`, the loss of a row also contains ce_weight times the cross-entropy
@@ -199,7 +204,7 @@ def topk_distill(
     are not ignored.
 
     An unmasked id outside [0, V) raises on a CPU. On a GPU, an unmasked id outside [0, V) makes the
-    loss of its row NaN, or raises an error if LOGITLESS_CHECK=1 is set.
+    loss of its row NaN. With LOGITLESS_CHECK=1, this id raises an error instead.
 
     >>> topk_distill(logits, targets, divergence="forward_kl", support="tail", temperature=2.0,
     ...              t_squared=True, labels=labels, ce_weight=0.5, kd_weight=0.5)

@@ -307,8 +307,8 @@ def score(
     """Computes log p[target], entropy, logsumexp and argmax of logits (..., V) in one pass.
 
     Let p = softmax(z), with z = softcap · tanh(logits / softcap) / temperature. A row is ignored if
-    its target is ignore_index or its entry in `mask` is False. An ignored row is not read. The
-    scores of an ignored row are 0, except that argmax and rank are -1. With rank=True, the scores
+    its target is ignore_index or its entry in `mask` is False. An ignored row is not read. In an
+    ignored row, argmax and rank are -1, and the other scores are 0. With rank=True, the scores
     include the rank of the target, as in `row_stats`.
 
     >>> new = score(logits, target).logprob

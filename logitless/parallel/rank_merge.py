@@ -36,10 +36,10 @@ BAD = -1  # an id outside the vocabulary; NO_ID is an id in the columns of anoth
 class ColumnBackend:
     """A backend for the columns [start, start + width) of a vocabulary.
 
-    `gather` is an all-gather: each rank passes a tensor of shape (N, F), and every rank gets the
-    stacked tensors of all ranks, of shape (ranks, N, F). The methods for statistics and for top-k
-    ids call `gather` once. JSD, TVD and the statistic "rank" call the all-gather twice. The methods
-    for gradients do not communicate.
+    `gather` is an all-gather. Each rank passes a tensor of shape (N, F). Every rank gets a tensor
+    of shape (ranks, N, F), which stacks the tensors of all ranks. The methods for statistics and
+    for top-k ids call `gather` once. JSD, TVD and the statistic "rank" call the all-gather twice.
+    The methods for gradients do not communicate.
     """
 
     # Loss and gradient cannot be computed in one pass over the logits, because a gradient needs the
@@ -368,7 +368,7 @@ class OwnRows:
             self.local = self.reduce_scatter(self.total)
 
     def result(self) -> Tensor:
-        # If there were no chunks, no reduce-scatter was started before, so it is started here.
+        # If there were no chunks, the reduce-scatter is started here.
         local = self.reduce_scatter(self.total) if self.local is None else self.local
         return local.wait()
 

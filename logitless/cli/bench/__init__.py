@@ -1,10 +1,10 @@
 """`logitless bench`: checks and times this library, PyTorch and other libraries.
 
-The contenders are logitless, PyTorch eager, torch.compile, and other libraries if they can be
-imported. Before any time is measured, the values and gradients of every contender are compared with
-formulas in fp64. On a GPU, the time of a contender is compared with a lower bound. The lower bound
-is the time of a memory copy, or of the GEMMs of a head, in the same run. On a CPU, the time of a
-contender is compared with the time of PyTorch.
+The contenders are logitless, PyTorch eager, torch.compile, and all other supported libraries that
+can be imported. Before any time is measured, the values and gradients of every contender are
+compared with formulas in fp64. On a GPU, the time of a contender is compared with a lower bound.
+The lower bound is the time of a memory copy, or of the GEMMs of a head, in the same run. On a CPU,
+the time of a contender is compared with the time of PyTorch.
 
     logitless bench                                  all cases: logits, teachers, heads
     logitless bench --family heads                   losses over a head only
@@ -12,7 +12,7 @@ contender is compared with the time of PyTorch.
     logitless bench --against eager --against liger  logitless beside these two only
     logitless bench --from-json FILE                 report and plots of a stored result
 
-If a family of cases takes long, it can be run in several parts. All parts must be run at the same
+A family of cases that takes long can be run in several parts. All parts must be run at the same
 commit and on the same kind of machine. With --resume, the command runs the missing cases, and joins
 the results of all parts:
 

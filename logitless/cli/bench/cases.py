@@ -33,8 +33,8 @@ MIB = 2**20
 class Mode:
     """Names of modes.
 
-    The name of a mode states which passes are timed, and which clock times them: graph replay or
-    wall time. If the name states no clock, device time is measured.
+    The name of a mode states which passes are timed, and which clock is used (graph replay or wall
+    time). If the name states no clock, device time is measured.
     """
 
     FORWARD, BACKWARD = "forward", "forward + backward"

@@ -32,7 +32,7 @@ def inputs(case: Case, device: str) -> Inputs:
     N, V, leaves = case.rows, case.sizes[-1], leaves_of(case, device)
     options = {name: x for name, x in case.options.items() if name not in OF_A_HEAD}
     target = torch.randint(V, (N,), device=device)
-    if length := options.pop("runs", None):  # half of the blocks of `length` rows are ignored
+    if length := options.pop("runs", None):  # every second block of `length` rows is ignored
         target[torch.arange(N, device=device) // length % 2 == 0] = IGNORED
     if "weight" in options:
         options["weight"] = torch.rand(V, device=device) + 0.5
@@ -81,7 +81,7 @@ def clipped(stats, *rows) -> Tensor:
     return formulas.clipped(stats.logprob, *rows)
 
 
-OURS_BY_OP = {  # ops that need another call of logitless than the formula in formulas.py
+OURS_BY_OP = {  # ops that are called with other arguments than in formulas.py
     "in place": partial(ll.cross_entropy, inplace=True),
     "logsumexp": lambda x, target: ll.logsumexp(x),
     "topk_distill": lambda x, ids, logprobs, tail, labels=None, **options: ll.topk_distill(
