@@ -349,10 +349,7 @@ class Columns(Source):
 
 
 def columns_of(source: Any) -> Any:
-    """Wraps a tensor of one rank's columns in the class `Columns`.
-
-    Other sources are returned unchanged.
-    """
+    """Wraps a tensor of one rank's columns in `Columns`, and returns other sources unchanged."""
     return Columns(source) if is_dense(source) else source
 
 
