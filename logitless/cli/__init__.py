@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def chosen_device(name: str | None) -> str:
-    """Returns `name`. If `name` is None, returns "cuda" if PyTorch can use a GPU, else "cpu"."""
+    """Returns `name`. By default, returns "cuda" if PyTorch can use a GPU, else "cpu"."""
     import torch
 
     has_gpu = torch.cuda.is_available()

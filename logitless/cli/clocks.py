@@ -58,7 +58,7 @@ def device_time(prepare: Prepare, run: Run, budget: float) -> float:
 
 
 def graph_time(run: Run, x: Tensor, budget: float, *, cold: bool) -> float:
-    """Returns the time per call of `run` in the replay of a CUDA graph that holds many calls.
+    """Returns the time per call of `run`, measured by replaying a CUDA graph of many calls.
 
     If `cold` is False, all calls read `x`, which is in the L2 cache. If `cold` is True, each call
     reads a different copy of `x` that is not in the L2 cache. The number of copies is clamped to

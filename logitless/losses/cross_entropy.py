@@ -256,9 +256,9 @@ def linear_cross_entropy(
     """Computes the cross-entropy of the logits hidden (..., D) @ weight (V, D).T + bias.
 
     Large logits are never materialised as a whole. `class_weight` is the option `weight` of
-    cross_entropy, and `options` are the other options of cross_entropy. The options workspace,
-    logits_dtype, accumulate, main_grad, drop_ignored and low_rank have the same meaning as in
-    LinearLogits.
+    cross_entropy, and `options` are the other options of cross_entropy. The options `workspace`,
+    `logits_dtype`, `accumulate`, `main_grad`, `drop_ignored` and `low_rank` have the same meaning
+    as in LinearLogits.
 
     >>> linear_cross_entropy(hidden, head.weight, target)
     """

@@ -70,7 +70,7 @@ class KeptLogits(KeptStatistics):
         return [self.reading.ids.shape, self.reading.ids.shape]
 
     def _over_temperature(self, t: Tensor) -> Tensor:
-        """Returns t (..., K) divided by the temperature of each row, as a new tensor."""
+        """Returns `t` (..., K) divided by the temperature of each row, as a new tensor."""
         temperature = self.reading.any_temperature
         if temperature is None:
             return t.clone()

@@ -198,7 +198,7 @@ def check_formula(formula: Any) -> None:
 
 
 def constant_where(ignored: Tensor | None, t: Tensor) -> Tensor:
-    """Detaches the ignored rows of t, because the gradient of these rows could be 0 · inf = NaN."""
+    """Detaches the ignored rows of `t`, because their gradient could be 0 · inf = NaN."""
     if ignored is None or not t.requires_grad:
         return t
     ignored = ignored if t.dim() == ignored.dim() else ignored.unsqueeze(-1)
@@ -206,7 +206,7 @@ def constant_where(ignored: Tensor | None, t: Tensor) -> Tensor:
 
 
 def _times_rows(d: Tensor, scale: Tensor, ignored: Tensor | None) -> Tensor:
-    """Returns d multiplied by `scale`, which is one number, or one number per row.
+    """Returns `d` multiplied by `scale`, which is one number, or one number per row.
 
     The result is 0 in ignored rows.
     """

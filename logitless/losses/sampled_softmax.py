@@ -165,7 +165,7 @@ class SharedNegatives(Formula):
 
     The column of a row's hit is stored as the row's label. The label is NO_HIT if the row has no
     hit. Forward and backward replace the logit of the hit by -inf before they read the logits. So
-    the result of backward is the same for the changed logits of forward and for recomputed logits.
+    backward can read the logits that forward changed. Backward can also read recomputed logits.
     """
 
     caller: ClassVar[str] = "sampled_softmax"

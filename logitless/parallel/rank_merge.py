@@ -38,8 +38,8 @@ class ColumnBackend:
 
     `gather` is an all-gather. Each rank passes a tensor of shape (N, F). Every rank gets a tensor
     of shape (ranks, N, F), which stacks the tensors of all ranks. The methods for statistics and
-    for top-k ids call `gather` once. JSD, TVD and the statistic "rank" call the all-gather twice.
-    The methods for gradients do not communicate.
+    for top-k ids call `gather` once. JSD, TVD and the statistic "rank" call `gather` twice. The
+    methods for gradients do not communicate.
     """
 
     # Loss and gradient cannot be computed in one pass over the logits, because a gradient needs the
@@ -88,7 +88,7 @@ class ColumnBackend:
         return None
 
     def read(self, x: Tensor, reading: Reading) -> Statistics:
-        """Returns statistics of whole rows. x holds only this rank's columns."""
+        """Returns statistics of whole rows. `x` holds only this rank's columns."""
         lead, wants = x.shape[:-1], reading.wants
         part = self.partial(x, reading)
         tail = self._tail(x, reading, part) if "tail" in wants else None
@@ -179,7 +179,7 @@ class ColumnBackend:
     def pair_read(self, x: Tensor, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
         """Returns the loss per row over the columns of all ranks, and the state for backward.
 
-        JSD and TVD call gather twice.
+        JSD and TVD call `gather` twice.
         """
         lead, rows = x.shape[:-1], x.shape[:-1].numel()
         here = self._pair_reading(reading)

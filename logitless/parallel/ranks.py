@@ -51,11 +51,11 @@ class Ranks:
         return gathered
 
     def all_reduce(self, t: Tensor) -> Any:
-        """Starts an all-reduce of t in place. The sum is complete after wait()."""
+        """Starts an all-reduce of `t` in place. The sum is complete after wait()."""
         return dist.all_reduce(t, group=self.group, async_op=True)
 
     def reduce_scatter(self, t: Tensor) -> "_Slice":
-        """Starts a reduce-scatter of t. wait() returns this rank's rows of the sum."""
+        """Starts a reduce-scatter of `t`. wait() returns this rank's rows of the sum."""
         if t.is_cuda and self.by_cpu:
             return _Slice(self.reduce_scatter(t.cpu()).wait().to(t.device))
         local = t.new_empty((len(t) // self.count, *t.shape[1:]))

@@ -6,12 +6,12 @@ fused head. rank_merge.py merges the statistics of all ranks' columns, so every 
 VocabShard. All ranks call the same loss with the same arguments. Ids refer to the whole vocabulary.
 The result is bitwise the same on all ranks.
 
-The forward of a loss gathers a few numbers per row from each rank. For logits, the forward calls
-gather once. For a head, the forward calls gather once per chunk of rows. JSD and TVD call gather
-twice as often. For logits, the backward needs no communication. For a head, the backward sums the
-gradient of the hidden states over ranks. When a VocabShard is constructed, the ranks exchange their
-widths. If `start` is given, the ranks also exchange their first columns. If `start` and `vocab` are
-given, only the first VocabShard with this group and this `vocab` exchanges widths.
+The forward of a loss gathers a few numbers per row from each rank. For logits, the forward needs
+one all-gather. For a head, the forward needs one all-gather per chunk of rows. JSD and TVD need
+twice as many all-gathers. For logits, the backward needs no communication. For a head, the backward
+sums the gradient of the hidden states over ranks. When a VocabShard is constructed, the ranks
+exchange their widths. If `start` is given, the ranks also exchange their first columns. If `start`
+and `vocab` are given, only the first VocabShard with this group and this `vocab` exchanges widths.
 """
 
 from typing import Any, NamedTuple
@@ -107,7 +107,7 @@ class VocabShard(Logits):
 
     Every loss accepts a VocabShard instead of logits. Ids, labels and class weights refer to the
     whole vocabulary and must be the same on all ranks. A dense teacher must be a VocabShard with
-    the same columns, or must have all V columns. In the second case, the teacher is a tensor, a
+    the same columns, or must have all V columns. A teacher with all V columns can be a tensor, a
     LinearLogits or lazy logits.
 
     >>> loss = cross_entropy(VocabShard(logits_of_this_rank, group), target)

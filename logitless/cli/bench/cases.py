@@ -65,7 +65,9 @@ class Work:
 
 @dataclass
 class Case(Work):
-    """One case of the benchmark. The case is run for every contender (library) that has the op.
+    """One case of the benchmark.
+
+    The case is run for every contender (library) that supports the op.
 
     For each reference, our time must be at most `targets[reference]` times the reference's time. A
     reference is one of these strings:
@@ -86,7 +88,7 @@ class Case(Work):
     targets: dict[str, float] = field(default_factory=dict)
     passes: float = 0.0  # number of moved bytes, as a multiple of the size of the logits
     yardstick: str = ""  # name of a yardstick (see runner.yardstick), or empty
-    spare_mib: float | None = None  # largest allowed memory beyond the gradients, in MiB
+    spare_mib: float | None = None  # largest allowed memory in MiB, without the gradients
     alone: bool = False  # whether only logitless is run
     compiled: bool = True  # whether torch.compile is run; compiling is slow
 

@@ -1,7 +1,7 @@
 """Creates the inputs of a case, and finds its contenders: logitless, PyTorch, other libraries.
 
-For each contender, a function (a `Finder`) takes a case, and returns the function to time. If the
-library does not have the op of the case, the result is None.
+The `Finder` of a contender is a function that takes a case, and returns the function to time. If
+the library does not support the op of the case, the result is None.
 """
 
 from __future__ import annotations

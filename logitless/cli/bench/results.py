@@ -34,8 +34,8 @@ class Result(Work):
     value_error: float | None = None
     grad_error: float | None = None
     ms: float | None = None
-    extra_mib: float | None = None  # peak memory beyond the inputs
-    spare_mib: float | None = None  # peak memory beyond the inputs and the gradients
+    extra_mib: float | None = None  # peak memory without the inputs
+    spare_mib: float | None = None  # peak memory without the inputs and the gradients
     # `judge` sets the following fields after all cases have run, when the copy bandwidth is known.
     eager_x: float | None = None  # the contender's time divided by PyTorch's time
     floor_ms: float | None = None
