@@ -35,12 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def chosen_device(name: str | None) -> str:
-    """Returns `name`. If `name` is None, returns "cuda" if PyTorch can use a GPU, else "cpu"."""
+    """Returns `name`. By default, returns "cuda" if PyTorch can use a GPU, else "cpu"."""
     import torch
 
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
-        raise SystemExit("--device cuda must have a GPU that PyTorch can use, got none here.")
+        raise SystemExit("--device must be cpu, because PyTorch can use no GPU here, got cuda.")
     return name or ("cuda" if has_gpu else "cpu")
 
 

@@ -1,9 +1,9 @@
 """Measures times with device events, graph replay or wall time. All times are in milliseconds.
 
 Each clock is a function that times the function `run`. Some clocks also take a function `prepare`.
-Before each repetition, `prepare` is called without being timed, and `run` is called with its
-result. A clock with a `budget` repeats `run` for about `budget` milliseconds and returns the median
-time. `device_time` first repeats `run` for 0.4 · `budget` milliseconds as a warm-up.
+Before each repetition, the clock calls `prepare`, and passes the result of `prepare` to `run`. Only
+`run` is timed. A clock with a `budget` repeats `run` for about `budget` milliseconds and returns
+the median time. `device_time` first repeats `run` for 0.4 · `budget` milliseconds as a warm-up.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def repetitions(budget: float, one: float, least: int = 5, most: int = 500) -> i
 def device_time(prepare: Prepare, run: Run, budget: float) -> float:
     """Returns a call's device time with a cold L2 cache, measured with events around the call.
 
-    The cache is flushed by *reading* a large buffer. Zeroing a buffer would fill the cache (60 MB
-    on an H200) with modified lines. Writing these lines back to memory would add to the measured
-    time. Reading the buffer takes a quarter of a millisecond. While the GPU reads the buffer, the
-    host queues the call, so the result does not include host time. `host_time` measures host time.
+    The cache is flushed by *reading* a large buffer. If a buffer were zeroed instead, the cache (60
+    MB on an H200) would be full of modified lines. Writing these lines back to memory would add to
+    the measured time. Reading the buffer takes a quarter of a millisecond. While the GPU reads the
+    buffer, the host queues the call, so the result does not include host time. `host_time` measures
+    host time.
     """
     flush = torch.ones(L2_FLUSH_BYTES // 4, device="cuda")
 
@@ -57,11 +58,11 @@ def device_time(prepare: Prepare, run: Run, budget: float) -> float:
 
 
 def graph_time(run: Run, x: Tensor, budget: float, *, cold: bool) -> float:
-    """Returns the time per call of `run` in the replay of a CUDA graph that holds many calls.
+    """Returns the time per call of `run`, measured by replaying a CUDA graph of many calls.
 
     If `cold` is False, all calls read `x`, which is in the L2 cache. If `cold` is True, each call
-    reads a different copy of `x` that is not in the L2 cache. The number of copies is chosen so
-    that all copies together are about twice as large as the L2 cache, and is clamped to [4, 512].
+    reads a different copy of `x` that is not in the L2 cache. The number of copies is clamped to
+    [4, 512]. Within these limits, all copies together are about twice as large as the L2 cache.
     """
     copies = x.expand(10, *x.shape)
     if cold:

@@ -1,9 +1,9 @@
 """`logitless doctor`: describes the machine and the backend, and checks the library's results.
 
-The output is plain text without host names or paths, so that users can paste it into a bug report.
-The self-check (selfcheck.py) calls every public function on a few error-prone shapes, and launches
-every kernel that this device can run. The values, and the gradients for random upstream gradients,
-are compared with a naive formula in fp64. The exit status is 1 if a check fails.
+The output is plain text without host names or paths, so that users can paste the output into a bug
+report. The self-check (selfcheck.py) calls every public function on a few error-prone shapes, and
+launches every kernel that this device can run. Values and gradients are compared with a naive
+formula in fp64. The upstream gradients are random. The exit status is 1 if a check fails.
 
 With --json, the command prints the same facts and results as one JSON object.
 """
@@ -68,8 +68,8 @@ class Error(NamedTuple):
 class Outcome(NamedTuple):
     """The result of one check.
 
-    `value` and `gradient` are the largest errors relative to their bounds, over all dtypes and
-    shapes of the check. If a result is wrong, `value` and `gradient` are the errors of this result.
+    `value` and `gradient` are the errors closest to their bounds, over all dtypes and shapes of the
+    check. If a result is wrong, `value` and `gradient` hold only the errors of the wrong result.
     `problem` is empty if the check passed.
     """
 
@@ -142,7 +142,7 @@ def print_text(facts: dict[str, dict[str, str]], kinds: tuple[str, ...]) -> int:
 
 
 def status(outcomes: list[Outcome]) -> int:
-    """Returns the exit status: 0 if there are outcomes and no outcome has a problem, else 1."""
+    """Returns the exit status: 1 if a check has a problem or no check ran, else 0."""
     return 1 if not outcomes or any(outcome.problem for outcome in outcomes) else 0
 
 
@@ -200,7 +200,7 @@ def self_check(kinds: tuple[str, ...]) -> Iterator[tuple[str, str, Outcome]]:
 
 
 def examine(check: Check, device: str) -> Outcome:
-    """Runs a check with all dtypes and shapes, or until a problem occurs."""
+    """Runs a check with all dtypes and shapes, and stops at the first problem."""
     worst = Outcome()
     dtypes = [d for d in BOUNDS if d != torch.float64 or device == "cpu"]
     if torch.float64 in dtypes and _choose_backend.chosen() == "triton":

@@ -2,8 +2,9 @@
 
 A formula takes logits (n, V) and tensors with one entry per row. A formula returns numbers or ids
 for each row. `doctor` compares the library with some of these formulas (selfcheck.py). `bench` also
-times these formulas, in the dtype of the logits, as the contender "eager". `errors` evaluates and
-differentiates the formulas in fp64. To save memory, `errors` processes only a few rows at a time.
+times these formulas as the contender "eager". These runs use the dtype of the logits. `errors`
+evaluates and differentiates the formulas in fp64. To save memory, `errors` processes only a few
+rows at a time.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # largest number of fp64 logits in mem
 # d against its fp64 reference r is ‖d - r‖ / ‖r‖. The bounds of other libraries are ten times as
 # large, because some libraries compute or return the loss in the dtype of the logits.
 TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-4}
-# For ops that clip probability ratios, the bounds in TOLERANCE are multiplied by these factors. If
-# the probability ratio of a token is near the clipping limit, the token's gradient can be zero or
-# not, depending on the rounding of 16-bit logits. So even the PyTorch formula of `policy_loss` has
-# an error of 4e-2.
+# For ops that clip probability ratios, the bounds in TOLERANCE are multiplied by these factors. A
+# token whose probability ratio is beyond the clipping limit gets no gradient. Near the limit,
+# rounding errors of 16-bit logits decide whether the token gets a gradient. So even the PyTorch
+# formula of `policy_loss` has an error of 4e-2.
 CLIPPED = {"policy_loss": 5}
 
 
 class Inputs(NamedTuple):
-    """The arguments of an op, which is called as op(*leaves, *rows, **options)."""
+    """The arguments of an op. The call is op(*leaves, *rows, **options)."""
 
     leaves: tuple[Tensor, ...]  # (rows, vocab) logits; or hidden states and the weight of a head
     rows: tuple[Tensor, ...]  # tensors with one entry per row of logits
@@ -128,7 +129,10 @@ BY_ROW = {"logsumexp", "score", "capture_topk"}  # ops with results per row; oth
 
 
 def objective(op: str, out) -> Tensor:
-    """Returns the tensor to differentiate: the loss, or a weighted sum of `score`'s results."""
+    """Returns the tensor to differentiate.
+
+    For `score`, the tensor is a weighted sum of the results.
+    """
     return -(out[0] + ENTROPY_BONUS * out[1]) if op == "score" else out
 
 
@@ -166,7 +170,7 @@ def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[flo
             loss = objective(op, exact).sum() / count
             total += loss.detach()
         if grads:
-            loss.backward()  # accumulates the gradient of a head's weight
+            loss.backward()  # adds to the gradient of the head's weight
             off += (grads[0][block].double() - leaf.grad).square().sum()
             norm += leaf.grad.square().sum()
     value = distance(out, total) if op not in BY_ROW else value
@@ -179,17 +183,20 @@ def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[flo
 
 
 def as_tuple(out) -> tuple[Tensor, ...]:
-    """Returns the results of an op as a tuple, without results that are None (not requested)."""
+    """Returns the results of an op as a tuple.
+
+    Results that are None (not requested) are left out.
+    """
     return (out,) if isinstance(out, Tensor) else tuple(t for t in out if t is not None)
 
 
 def gap(z: Tensor, got: Tensor, right: Tensor, *, exact_logits: bool) -> Tensor:
     """Returns the largest error in `got`, a tensor of numbers or ids.
 
-    The error of an id is the difference between its logit and the logit of the right id. So the
-    error is 0 if two ids with equal logits are exchanged. Pass `exact_logits=True` only if the
-    logits `z` have no rounding errors. With `exact_logits=True`, the error is infinite if the two
-    logits differ at all.
+    For ids, the error is the difference between the logit of the returned id and the logit of the
+    right id. So the error is 0 if two ids with equal logits are exchanged. Pass `exact_logits=True`
+    only if the logits `z` have no rounding errors. With `exact_logits=True`, the error is infinite
+    if the two logits differ at all.
     """
     if got.is_floating_point():
         return distance(got, right)

@@ -50,11 +50,12 @@ def versions() -> dict[str, str | None]:
 
 
 def installed(module: str) -> str | None:
-    """Returns the version of the package that provides a module, or None if it is unknown."""
+    """Returns the version of a module's package, or None if the version is unknown."""
     try:
         return importlib.metadata.version(module)
     except importlib.metadata.PackageNotFoundError:
-        # A package and its module can have different names, for example the modules fla and quack.
+        # The name of a package can differ from the name of its module. Examples are the modules
+        # `fla` and `quack`.
         names = importlib.metadata.packages_distributions().get(module, ())
         return next(map(importlib.metadata.version, names), None)
 
@@ -62,7 +63,7 @@ def installed(module: str) -> str | None:
 def commit() -> str | None:
     """Returns the commit of this checkout, with a note if the package has uncommitted changes."""
     git = ("git", "-C", str(Path(__file__).parent))
-    if not output_of(*git, "ls-files", Path(__file__).name):  # the package is installed, not cloned
+    if not output_of(*git, "ls-files", Path(__file__).name):  # the package is not in a git checkout
         return None
     head = output_of(*git, "rev-parse", "--short=12", "HEAD")
     changed = output_of(*git, "status", "--porcelain", "--untracked-files=no", "..")

@@ -2,8 +2,8 @@
 
 The cost is computed, not measured. The command counts bytes and FLOPs, divides the counts by
 speeds, and adds a latency for each collective. Some speeds were measured on one H200
-(benchmarks/results). The other speeds are published or assumed. Comments in the source code give
-their sources.
+(benchmarks/results). The other speeds are published or assumed. Comments in the source code name
+the source of each speed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Gpu(NamedTuple):
     latency: float  # seconds that an empty collective takes
 
 
-# NVLink of the 4th generation (18 links) moves 900 GB/s per GPU, both directions together. A node
-# of 8 GPUs has ten InfiniBand adapters of 400 Gb/s. NVIDIA states these speeds of NVLink and
+# NVLink of the 4th generation (18 links) moves 900 GB/s per GPU, as the sum of both directions. A
+# node of 8 GPUs has ten InfiniBand adapters of 400 Gb/s. NVIDIA states these speeds of NVLink and
 # InfiniBand in the system description "H200-SXM-141GBx8_TRT_MaxQ" (MLCommons, MLPerf Inference v4.1
 # results). NVLink of the 5th generation moves 1.8 TB/s according to "NVLink and NVLink Switch"
 # (NVIDIA, product page).
 NVLINK_4, NVLINK_5, NDR = 900e9 / 2, 1800e9 / 2, 400e9 / 8
-LATENCY = 15e-6  # assumed; nccl-tests measures times of this order within a node
+LATENCY = 15e-6  # assumed; within a node, nccl-tests measures similar times
 
 # Each pair holds the FLOP/s and the bytes/s of a GPU. The speeds of an H200 were measured
 # (docs/heads.md, docs/performance.md). The peak speeds of dense bf16 GEMMs and of HBM are from
@@ -126,7 +126,10 @@ def table(tokens: int, vocab: int, hidden: int, tps: list[int], gpu: Gpu) -> str
 
 
 def plot(path: Path, tokens: int, vocab: int, hidden: int, tps: list[int], gpu: Gpu) -> None:
-    """Draws one stacked bar of milliseconds for each number of ranks, with the sum as its label."""
+    """Draws a stacked bar of milliseconds for each number of ranks.
+
+    The label of a bar is its total.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.4), layout="constrained")
@@ -180,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
         "Computed, not measured: the cost of forward and backward on each of TP ranks, for"
         f" {args.tokens:,} tokens, vocabulary {args.vocab:,}, width {args.hidden:,}, bf16,"
         f" {args.gpu.upper()}\n",
-        file=sys.stderr,  # stderr, so that stdout contains only the table
+        file=sys.stderr,  # stdout contains only the table
     )
     print(table(*shape, sizes(args.tp), gpu))
     if args.plot is not None:

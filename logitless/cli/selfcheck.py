@@ -28,8 +28,8 @@ class Check(NamedTuple):
     """A function of the library, and a naive formula that is evaluated in fp64.
 
     The function and the formula have the same arguments: logits of shape (N, V), N ids and a second
-    matrix of shape (N, V). Each of them returns a floating-point tensor, which is differentiated
-    with respect to the logits, unless `differentiable` is False.
+    matrix of shape (N, V). Each of the two returns a floating-point tensor. If `differentiable` is
+    True, this tensor is differentiated with respect to the logits.
     """
 
     name: str  # name of the function, followed by ", case" if the function has several checks
@@ -45,7 +45,7 @@ def naive_entropy(x: Tensor) -> Tensor:
 
 
 def ignoring(ids: Tensor) -> Tensor:
-    """Returns the ids as targets, with -100 (ignored) in the first of several rows."""
+    """Returns the ids as targets. If there are several rows, the first target is -100 (ignored)."""
     return ids if len(ids) == 1 else ids.index_fill(0, ids.new_zeros(1), -100)
 
 
@@ -186,7 +186,7 @@ def of_kept(x, ids, _):
 
 
 def naive_of_kept(x, ids, _):
-    """Returns the scores of `of_kept`, from logits that are -inf except at the kept ids."""
+    """Returns the same scores as `of_kept`. The logits outside the kept ids are set to -inf."""
     inside = torch.zeros_like(x, dtype=torch.bool).scatter(-1, three_ids(ids, x.shape[1]), True)
     log_q = torch.where(inside, x, -torch.inf).log_softmax(-1)
     mass = torch.where(inside, x.log_softmax(-1), -torch.inf).logsumexp(-1)

@@ -82,7 +82,7 @@ def naive_over_shared(x, ids, other):
 
 
 def over_own(x, ids, other):
-    """Returns the loss of hidden states `x` over a table. Each row has its own negatives."""
+    """Returns the loss of hidden states `x` over a table. Each row has its own set of negatives."""
     negatives = three_ids((ids + 1) % ITEMS, ITEMS)
     return ll.sampled_softmax(x, head_of(other), ids % ITEMS, negatives, reduction="none")
 
@@ -104,11 +104,11 @@ def naive_of_a_table(x, _, other):
 
 
 def outside_draws(x, *_):
-    """Returns the distance of each uniform random number from the interval of the drawn id.
+    """Returns how far each uniform random number is outside the interval of the drawn id.
 
-    The interval of an id j begins at the total probability of all ids before j, and ends at the
-    total probability of all ids up to j. The id j is drawn if the uniform number is in this
-    interval. So the right distance is 0, except for rounding errors.
+    The interval of an id j begins at the total probability of all ids before j. The length of the
+    interval is the probability of j. The id j is drawn if the uniform number is in this interval.
+    So the exact result is 0, and rounding errors add a small number.
     """
     seed = x.shape[1]
     found = ll.capture_sampled(x, DRAWS, generator=torch.Generator(x.device).manual_seed(seed))

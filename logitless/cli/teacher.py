@@ -137,7 +137,10 @@ def add_parser(subparsers) -> None:
 
 
 def _store(text: str) -> Path | str:
-    """Returns a folder as a Path. An address stays a string, because Path would change it."""
+    """Returns a local folder as a Path.
+
+    A URL is returned as a string, because Path would change the slashes.
+    """
     return text if "://" in text else Path(text)
 
 
@@ -205,7 +208,7 @@ def capture(args: argparse.Namespace) -> None:
     from logitless import store
     from logitless.store import file_checks, upload
 
-    # The model is loaded, and the folder is created, only after all arguments have been checked.
+    # All arguments are checked before the model is loaded and the folder is created.
     _data.are_files(args.data)
     file_checks.folder(args.out)
     if args.upload is not None:
@@ -214,7 +217,7 @@ def capture(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     end = tokenizer.eos_token_id if args.eos else None
     if args.eos and end is None:
-        raise ValueError("--eos must have a tokenizer with an end-of-text token, got none.")
+        raise ValueError("--eos must have a tokenizer that defines an end-of-text token, got none.")
     config = AutoConfig.from_pretrained(args.model).get_text_config()
     expected = args.vocab_size or getattr(config, "vocab_size", None)
     fields = {**_slots(args.k, args.values, args.sample, args.seed), "teacher": args.model}
@@ -242,7 +245,7 @@ def capture(args: argparse.Namespace) -> None:
         batches = _data.batches(documents, args.batch_tokens, lambda size: advance(size * world))
         generator = None
         if args.sample:
-            # Every rank and every resumed run has its own seed, so that their random draws differ.
+            # Ranks and resumed runs have different seeds, so that their random draws differ.
             seed = (args.seed or 0) + 1_000_003 * writer.rank + len(writer)
             generator = torch.Generator(device).manual_seed(seed)
         pace = _Pace(header, amount, world)
@@ -347,7 +350,7 @@ def merge(args: argparse.Namespace) -> None:
     from logitless import store
 
     for path in (path for path in args.stores if isinstance(path, Path)):
-        store.recover(path)  # moves the documents of killed writers to shards
+        store.recover(path)  # moves documents of writers that were killed into shards
     stores = [store.Store(path) for path in args.stores]
     with bar("merge", sum(s.tokens for s in stores)) as advance:
         documents = store.merge(

@@ -68,7 +68,7 @@ def check(line: Line, vocab_size: int | None) -> None:
     if ids is None and not isinstance(text, str):
         got = sorted(line.fields) if text is None else f"text {text!r:.{SHOWN}}"
         raise ValueError(
-            f"{line.where}: a document must have text, as a string, or input_ids, got {got}."
+            f"{line.where}: a document must have a string as text, or input_ids, got {got}."
         )
     if ids is None:
         return
@@ -85,7 +85,7 @@ def check(line: Line, vocab_size: int | None) -> None:
 def ids_of(line: Line, tokenizer: Any, end: int | None, vocab_size: int) -> list[int]:
     """Returns the input_ids of a line, or the token ids of its text.
 
-    The ids of a text end with the id `end`, unless `end` is None.
+    If `end` is not None, the id `end` is appended to the ids of a text.
     """
     check(line, vocab_size)
     if line.fields.get("input_ids") is not None:
@@ -104,9 +104,9 @@ def batches(
 ) -> Iterator[list[list[int]]]:
     """Yields batches. The documents of a batch have similar lengths.
 
-    A batch has at most `most` tokens, including padding, unless it consists of one longer document.
-    `documents` yields the tokens of each document and its size in bytes. `progress` is called with
-    the size of each document.
+    A batch has at most `most` tokens, including padding. A document with more tokens is a batch of
+    its own. `documents` yields the tokens of each document and its size in bytes. `progress` is
+    called for each document with the document's size in bytes.
     """
     while window := _window(documents, progress):
         window.sort(key=len)

@@ -18,7 +18,10 @@ AT_ONCE = 4096  # documents are added to the store as soon as they have this man
 
 
 class Group(NamedTuple):
-    """Documents that are added together, each with the name of its file and its line number."""
+    """Documents that are added together.
+
+    Each document has the name of its file and its line number.
+    """
 
     documents: list[tuple[str, Document]]
     size: int  # size of the lines in bytes

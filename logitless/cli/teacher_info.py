@@ -13,7 +13,10 @@ from logitless.store.summary import Summary, summary
 
 
 def print_info(path: Path | str, plot: Path | None) -> None:
-    """Prints a table that describes a store. If `plot` is a path, saves a plot of statistics."""
+    """Prints a table that describes a store.
+
+    If `plot` is a path, the function saves a plot of statistics there.
+    """
     store = Store(path)
     statistics = summary(store)
     size = sum(shard.bytes for shard in store.shards)

@@ -1,9 +1,9 @@
 """Computes the size of a store before the store is written.
 
 `logitless teacher size` prints the sizes for several K. `logitless teacher capture` first prints
-the expected size of its store. The exact number of tokens would be known only after all documents
-are tokenised. So this number is estimated from SAMPLE texts, which are chosen at random from all
-files. The expected time is printed after the first batch, because the speed is unknown until then.
+the expected size of its store. The exact number of tokens is unknown until all documents are
+tokenised. So this number is estimated from SAMPLE texts, which are chosen at random from all files.
+The expected time is printed after the first batch, because the speed is unknown until then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .report import bytes_text, table
 
 SIZES = (16, 32, 64, 128, 256)  # the default of --k in the command `size`
 SAMPLE = 200  # number of texts that are tokenised for the estimate
-PER_DOCUMENT = 80  # assumed bytes per document for its start and index entries; 60 to 100 are usual
+PER_DOCUMENT = 80  # assumed bytes for a document's start and index entries; usually 60 to 100
 
 
 class Expected(NamedTuple):
@@ -34,7 +34,7 @@ class Expected(NamedTuple):
 def expected(
     lines: Iterable[_data.Line], tokenizer: Any, end: int | None, most: int, vocab_size: int | None
 ) -> Expected:
-    """Checks every line, and returns the number of documents and an estimate of their tokens.
+    """Checks every line. Returns the number of documents, and an estimate of the number of tokens.
 
     For lines with input_ids, the tokens are counted. For lines with text, the number of tokens is
     estimated from the size of the line in bytes. A document has at most `most` tokens.
@@ -75,14 +75,14 @@ def sentence(header: Any, of: Expected, out: object) -> str:
 
 
 class Pace:
-    """Prints the speed and the expected time of a capture, once, after its first batch."""
+    """Prints the speed and the expected time of a capture after the first batch."""
 
     def __init__(self, header: Any, of: Expected, world: int):
         self.header, self.of, self.world = header, of, world
         self.begin: float | None = time.perf_counter()
 
     def batch(self, tokens: int) -> None:
-        """Must be called after each batch, with the number of tokens in the batch."""
+        """Call this method after each batch, with the number of tokens in the batch."""
         if self.begin is None or not tokens:
             return
         seconds, self.begin = time.perf_counter() - self.begin, None

@@ -74,9 +74,9 @@ def capture_sampled(
     `generator` must be on the device of the logits. The function draws n sorted uniform numbers per
     row from the generator, and each number determines one id. Equal logits and equal generators
     give equal ids, even if the columns are sharded over ranks. The ranks of a VocabShard use the
-    uniform numbers of the first rank. If two GEMMs round the logits differently, draws whose
-    uniform numbers are close to the boundary between two ids can differ. The uniform numbers of a
-    row depend on the position of the row in the batch.
+    uniform numbers of the first rank. If two GEMMs round the logits differently, some draws can
+    differ. These are the draws whose uniform numbers are close to the boundary between two ids. The
+    uniform numbers of a row depend on the position of the row in the batch.
 
     On a GPU, one pass over the logits computes the max and the sums of each row, and a second pass
     reads only the blocks of 512 columns that contain a draw.
@@ -89,7 +89,7 @@ def capture_sampled(
     where = generator.device if isinstance(generator, torch.Generator) else generator
     call.check_once(checks.capture_sampled, logits, n, proposal, where, temperature, softcap)
     run: Callable = _sampled
-    if torch.compiler.is_compiling():  # a graph cannot hold a generator; this call breaks the graph
+    if torch.compiler.is_compiling():  # a compiled graph cannot hold a generator
         run = torch.compiler.disable(_sampled)
     return run(logits, n, proposal, generator, temperature, softcap)  # pyright: ignore
 

@@ -1,9 +1,9 @@
 """Checks the arguments of the public functions. The error messages are in core/*_checks.py.
 
 `check_once` (core/call.py) calls the checks in this file with the arguments of a public function.
-The first argument of each check is the logits. If the vocabulary is sharded over ranks,
-`check_once` finds the other ranks through the logits. With LOGITLESS_CHECK=1, an error on one rank
-then raises on all ranks.
+The first argument of each check is the logits. If the vocabulary is sharded over ranks, the logits
+hold the process group, and `check_once` uses this group. With LOGITLESS_CHECK=1, an error on one
+rank then raises on all ranks.
 """
 
 from torch import Tensor
@@ -114,8 +114,8 @@ def dense_teacher(
 ) -> None:  # fmt: skip
     """Checks the arguments of a loss against a dense teacher.
 
-    `blend` is the value of the option `beta` or `label_smoothing`. For error messages, `names`
-    holds the names of the student, of the teacher, and of this option.
+    `blend` is the value of the option `beta` or `label_smoothing`. `names` holds the names of the
+    student, of the teacher, and of this option, for error messages.
     """
     tensor_checks.logits(student, names[0])
     tensor_checks.dense_teacher(names[1], teacher, names[0], student)
@@ -186,8 +186,8 @@ def capture_topk(logits, k, temperature, softcap) -> None:
 def capture_sampled(logits, n, proposal, where, temperature, softcap) -> None:
     """Checks the arguments of capture_sampled.
 
-    `where` is the device of the argument `generator`, or the argument itself if the argument is not
-    a torch.Generator.
+    If the argument `generator` is a torch.Generator, `where` is its device. Otherwise, `where` is
+    the argument `generator` itself.
     """
     tensor_checks.logits(logits)
     tensor_checks.draws(n, logits)

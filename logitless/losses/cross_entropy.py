@@ -138,8 +138,8 @@ def cross_entropy(
     divides by the sum of v[target] over the rows that are not ignored, as in F.cross_entropy. A row
     is ignored if its target is ignore_index or its entry in `mask` is False. An ignored row is not
     read, and its loss and gradient are 0. If all rows are ignored, the mean is 0. A target outside
-    [0, V) raises on a CPU. On a GPU, a target outside [0, V) makes the loss of its row NaN, or
-    raises an error if LOGITLESS_CHECK=1 is set.
+    [0, V) raises on a CPU. On a GPU, a target outside [0, V) makes the loss of its row NaN. With
+    LOGITLESS_CHECK=1, this target raises an error instead.
 
     `logits` has shape (..., V), and `weight` has shape (V,). `target`, `mask` and `row_weight` have
     shape (...). Targets are integers. The loss is fp32 (fp64 for fp64 logits). The vocabulary is
@@ -153,10 +153,10 @@ def cross_entropy(
     inplace=True saves the memory of the gradient, because the gradient overwrites the logits in
     forward. If another operation saved the logits before this call, the backward of that operation
     raises. If an operation uses the logits after this call, a backward through that operation
-    raises too. This later use is not detected if the logits are a leaf or a slice of a larger
-    tensor. With inplace=True, a second backward raises. If no gradient is needed, inplace=True does
-    not overwrite the logits. Under torch.compile, inplace=True has no effect, because the compiler
-    plans memory itself.
+    raises too. If the logits are a leaf, or a slice of a larger tensor, a use after this call is
+    not detected. With inplace=True, a second backward raises. If no gradient is needed,
+    inplace=True does not overwrite the logits. Under torch.compile, inplace=True has no effect,
+    because the compiler plans memory itself.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)
@@ -202,8 +202,8 @@ def cross_entropy_and_scores(
     The result is (loss, scores). The loss and its gradient are the same as in `cross_entropy` with
     the same options. The scores are the results of the function `score`: log p[target], entropy,
     logsumexp and argmax of each row. The scores use the temperature and the softcap of the loss.
-    Class weights, row weights, label smoothing and z_loss change the loss, but not the scores. The
-    scores of an ignored row are 0, except that argmax and rank are -1. With rank=True, the scores
+    Class weights, row weights, label smoothing and z_loss change the loss, but not the scores. In
+    an ignored row, argmax and rank are -1, and the other scores are 0. With rank=True, the scores
     include the rank of the target, as in `row_stats`.
 
     The scores are detached, so no gradient flows through the scores. For a loss that differentiates
@@ -256,9 +256,9 @@ def linear_cross_entropy(
     """Computes the cross-entropy of the logits hidden (..., D) @ weight (V, D).T + bias.
 
     Large logits are never materialised as a whole. `class_weight` is the option `weight` of
-    cross_entropy, and `options` are the other options of cross_entropy. The options workspace,
-    logits_dtype, accumulate, main_grad, drop_ignored and low_rank have the same meaning as in
-    LinearLogits.
+    cross_entropy, and `options` are the other options of cross_entropy. The options `workspace`,
+    `logits_dtype`, `accumulate`, `main_grad`, `drop_ignored` and `low_rank` have the same meaning
+    as in LinearLogits.
 
     >>> linear_cross_entropy(hidden, head.weight, target)
     """

@@ -1,8 +1,7 @@
 """Losses against a dense teacher, which has logits or probabilities for the whole vocabulary.
 
-Each loss is one number per row. One pass over the logits of student and teacher computes the loss,
-except that JSD, TVD and the skewed KL need two passes. The gradient is the only new tensor with V
-columns.
+Each loss is one number per row. The loss takes one pass over the logits of student and teacher.
+JSD, TVD and the skewed KL take two passes. The gradient is the only new tensor with V columns.
 """
 
 from dataclasses import dataclass
@@ -95,8 +94,8 @@ def kl_div(
     the loss +inf. For reverse KL, a class with q = 0 adds 0, and a class with q > 0 and p = 0 makes
     the loss +inf.
 
-    With skew=α, the function computes the skewed KL divergence of DistiLLM. In the KL divergence,
-    the second distribution is replaced by a mixture of both distributions:
+    With skew=α, the function computes the skewed KL divergence of DistiLLM. The distribution in
+    the denominator is replaced by a mixture of p and q:
 
         direction="forward" computes Σ p log(p / (α p + (1-α) q)).
         direction="reverse" computes Σ q log(q / (α q + (1-α) p)).
@@ -110,7 +109,7 @@ def kl_div(
     `temperature` (T) is one number, or a tensor with one number per row. Rows for which `mask` is
     False are not read, and their loss and gradient are 0. `row_weight` holds one number per row.
     The loss of each row is multiplied by this number. "mean" divides the sum by the number of rows
-    for which `mask` is not False. The teacher gets no gradient. The loss is fp32 (fp64 for an fp64
+    that `mask` does not exclude. The teacher gets no gradient. The loss is fp32 (fp64 for an fp64
     student).
 
     >>> kl_div(torch.zeros(1, 4), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]),
@@ -144,7 +143,7 @@ def jsd(
 
         β Σ p log(p / M) + (1-β) Σ q log(q / M)
 
-    The divergence is never negative, and is finite unless p or q contains NaN. The formula
+    The divergence is never negative, and is finite if p and q contain no NaN. The formula
     approaches 0 as β approaches 0 or 1. However, beta=0 selects the forward KL divergence, and
     beta=1 selects the reverse KL divergence. The other options are the same as in `kl_div`.
 
@@ -214,7 +213,7 @@ def soft_cross_entropy(
         row_weight · Σ_i v_i ((1-ε) probs_i + ε/V) (-log q_i)
 
     A class of probability 0 adds 0 to the loss, even if its logit is -inf. "mean" divides by the
-    number of rows for which `mask` is not False, even with class weights. `probs` gets no gradient.
+    number of rows that `mask` does not exclude, even with class weights. `probs` gets no gradient.
     `weight` has shape (V,). The other options are the same as in `kl_div`.
 
     >>> soft_cross_entropy(torch.zeros(1, 4), torch.tensor([[0.5, 0.5, 0.0, 0.0]]))

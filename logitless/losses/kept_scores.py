@@ -3,9 +3,9 @@
 A sampler with top-k, top-p or min-p keeps some ids of each row, and draws the token from the
 softmax over the kept ids. `kept_scores` computes the log-probability of the token and the entropy
 under this restricted softmax. `evaluate` computes the logits at the kept ids. If requested,
-`evaluate` also computes the log-probabilities of the kept ids under the softmax over all ids. Both
-results have shape (..., K). Plain PyTorch operations compute the scores from these results, so that
-autograd can differentiate the scores.
+`evaluate` also computes the log-probabilities of the kept ids under the softmax over all ids. The
+logits and the log-probabilities have shape (..., K). Plain PyTorch operations compute the scores
+from these results, so that autograd can differentiate the scores.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class KeptScores(NamedTuple):
 @operator("kept_statistics", saved=1)
 @dataclass(eq=False)
 class KeptStatistics(Read):
-    """A `Read` whose labels are checked as class ids, although no statistic uses the labels."""
+    """A `Read` that checks the labels as class ids, but does not use them for a statistic."""
 
     labels_are_ids: ClassVar[bool] = True
 
@@ -70,7 +70,7 @@ class KeptLogits(KeptStatistics):
         return [self.reading.ids.shape, self.reading.ids.shape]
 
     def _over_temperature(self, t: Tensor) -> Tensor:
-        """Returns t (..., K) divided by the temperature of each row, as a new tensor."""
+        """Returns `t` (..., K) divided by the temperature of each row, as a new tensor."""
         temperature = self.reading.any_temperature
         if temperature is None:
             return t.clone()
@@ -94,14 +94,14 @@ def kept_scores(
     """Computes log q[target] and the entropy of q, the softmax over the kept ids of each row.
 
     The logits of the softmax are z = softcap · tanh(logits / softcap) / temperature, for logits of
-    shape (..., V). `kept` holds K ids per row. Its shape is (..., K), and its dtype is any integer
-    dtype. The id -1 marks an empty slot. A repeated id counts once. If `kept` holds the ids that a
-    top-k or top-p sampler kept, and `temperature` is the sampler's temperature, then q is the
-    sampler's distribution.
+    shape (..., V). `kept` holds K ids per row. The shape of `kept` is (..., K), and its dtype can
+    be any integer dtype. The id -1 marks an empty slot. A repeated id counts once. To get the
+    distribution of a top-k or top-p sampler, pass the ids that the sampler kept as `kept`, and pass
+    the sampler's temperature.
 
-    If the target is not a kept id, or its logit is -inf, logprob is -inf, and the gradient of
-    logprob is 0. If all slots are empty, or all kept logits are -inf, logprob is -inf and the
-    entropy is 0. The gradient of all scores is then 0.
+    If the target is not a kept id, logprob is -inf, and the gradient of logprob is 0. The same
+    holds if the logit of the target is -inf. If all slots are empty, or all kept logits are -inf,
+    logprob is -inf and the entropy is 0. The gradient of all scores is then 0.
 
     With mass=True, log_mass is log Σ p over the kept ids, where p is the softmax over all V ids. So
     log p[target] is logprob + log_mass. Without `mass`, log_mass is None, and only the kept logits
@@ -110,7 +110,7 @@ def kept_scores(
     A row is ignored if its target is ignore_index or its entry in `mask` is False. An ignored row
     is not read, and its scores and gradient are 0. The scores are fp32, or fp64 for fp64 logits. An
     id outside [0, V) raises on a CPU. On a GPU, an id outside [0, V) makes the scores of its row
-    NaN, or raises an error if LOGITLESS_CHECK=1 is set.
+    NaN. With LOGITLESS_CHECK=1, this id raises an error instead.
 
     >>> kept_scores(torch.zeros(1, 4), torch.tensor([2]), torch.tensor([[0, 2, -1]])).logprob
     tensor([-0.6931])
@@ -133,7 +133,7 @@ def kept_scores(
 def _distinct(ids: Tensor, label: Tensor, vocab: int) -> Tensor:
     """Replaces ids by NO_ID in empty slots, and in slots that repeat an earlier id of the row.
 
-    If the label of a row is out of range, all ids of the row are replaced by an id out of range. So
+    If the label of a row is outside [0, V), all ids of the row are replaced by an invalid id. So
     the scores of the row are NaN on a GPU, where no error is raised.
     """
     if ids.shape[-1] == 0:
@@ -141,7 +141,7 @@ def _distinct(ids: Tensor, label: Tensor, vocab: int) -> Tensor:
     in_order, order = ids.sort(dim=-1, stable=True)
     again = torch.nn.functional.pad(in_order[..., 1:] == in_order[..., :-1], (1, 0))
     repeated = torch.zeros_like(again).scatter(-1, order, again)
-    # A caller must not pass NO_ID, so NO_ID becomes an invalid id.
+    # `kept` is not allowed to contain NO_ID, so NO_ID is replaced by an invalid id.
     ids = torch.where(ids == NO_ID, EMPTY - 1, ids)
     ids = torch.where(repeated | (ids == EMPTY), NO_ID, ids)
     # `bad` can be True for ignored rows too, but ignored rows are not read.
@@ -154,8 +154,9 @@ def _scores(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns logprob, entropy and log_mass, from z and log p at the ids (..., K).
 
-    Adding a constant to all z of a row does not change the scores. If no id of a row has a z above
-    -inf, z and log p of this row are replaced by 0. Their gradient is then 0 instead of NaN.
+    Adding a constant to all z of a row does not change the scores. If z is -inf at all ids of a
+    row, z and log p of this row are replaced by 0. The gradient of z and log p is then 0 instead of
+    NaN.
     """
     real = ids != NO_ID
     some = (real & (z != -torch.inf)).any(-1)  # also True if a z is NaN
@@ -166,8 +167,9 @@ def _scores(
     z = at_ids(z)
     if logprobs is not None:
         # Within a row, z and log p differ only by a constant. So the softmax of z and the softmax
-        # of log p are both q. Large values have larger rounding errors. So q is computed from z or
-        # from log p, whichever has the maximum closer to 0.
+        # of log p are both q. Large values have larger rounding errors. So q is computed from z if
+        # the maximum of z is closer to 0 than the maximum of log p. Otherwise, q is computed from
+        # log p.
         logprobs = at_ids(logprobs)
         top_z, top_p = (t.detach().amax(-1, keepdim=True).abs() for t in (z, logprobs))
         z = torch.where(top_p < top_z, logprobs, z)

@@ -47,10 +47,10 @@ def row_loss(
 
     The formula can also return a tuple (loss, *more) of tensors of shape (n,), for example to
     compute metrics. If the formula returns a tuple, the result of row_loss is a tuple (loss, *more)
-    too. In the result of row_loss, each tensor of `more` has one number per row. Its dtype is the
-    dtype of the tensor that the formula returned. The tensors of `more` are detached. They are
-    neither multiplied by row_weight nor reduced. In ignored rows, a tensor of `more` is 0, or -1 if
-    its dtype is a signed integer.
+    too. In the result of row_loss, each tensor of `more` has one number per row. The tensors of
+    `more` are detached and keep their dtypes. `row_weight` and the reduction do not apply to these
+    tensors. In ignored rows, a tensor of `more` is -1 if its dtype is a signed integer, and 0
+    otherwise.
 
     The formula can be called several times, each time for some of the rows. So the formula must not
     mix rows, for example by a mean over rows, or by sorting rows. With LOGITLESS_CHECK=1, row_loss
@@ -97,11 +97,11 @@ class Formula(RowLoss):
     differentiable: bool = True  # whether the loss from `function` must require grad
 
     def first_argument(self, statistics: dict[str, Tensor], row_inputs) -> tuple[Any, Sequence]:
-        """Returns the first argument of the function, and the row_inputs that follow."""
+        """Returns the arguments of the function: the first argument, and the row_inputs."""
         return RowStats(**statistics), row_inputs
 
     def hints(self, argument: Any) -> list[str]:
-        """Returns one hint per field that is None.
+        """Returns a hint for each field of the argument that is None.
 
         The hint names the option of the public function that requests the field.
         """
@@ -127,7 +127,8 @@ class Formula(RowLoss):
     ) -> tuple[Tensor, ...]:
         """Calls the function. Returns the loss and the extras of each row.
 
-        The results of ignored rows are 0, except that extras of a signed integer dtype are -1.
+        The loss of an ignored row is 0. The extras of an ignored row are 0, or -1 if their dtype is
+        a signed integer.
         """
         ignored = self.reading.ignored_rows()
         ignored = None if ignored is None else ignored.reshape(-1)
@@ -159,8 +160,8 @@ class Formula(RowLoss):
                     f"compute only a metric, call {self.caller} under torch.no_grad()."
                 )
             if value.requires_grad:
-                # The value of a row depends only on this row. So the gradients of all values are
-                # computed at once, as the gradient of the sum of the values.
+                # The value of a row depends only on this row. So one backward of the sum of all
+                # values computes the gradients of all rows.
                 gradients = torch.autograd.grad(value.sum(), wanted, allow_unused=True)
         gradients = iter(gradients)
         d_leaves = [next(gradients) if t.requires_grad else None for t in leaves]
@@ -197,7 +198,7 @@ def check_formula(formula: Any) -> None:
 
 
 def constant_where(ignored: Tensor | None, t: Tensor) -> Tensor:
-    """Detaches the ignored rows of t, because the gradient of these rows could be 0 · inf = NaN."""
+    """Detaches the ignored rows of `t`, because their gradient could be 0 · inf = NaN."""
     if ignored is None or not t.requires_grad:
         return t
     ignored = ignored if t.dim() == ignored.dim() else ignored.unsqueeze(-1)
@@ -205,7 +206,7 @@ def constant_where(ignored: Tensor | None, t: Tensor) -> Tensor:
 
 
 def _times_rows(d: Tensor, scale: Tensor, ignored: Tensor | None) -> Tensor:
-    """Returns d multiplied by `scale`, which is one number, or one number per row.
+    """Returns `d` multiplied by `scale`, which is one number, or one number per row.
 
     The result is 0 in ignored rows.
     """

@@ -52,20 +52,21 @@ def sampled_softmax(
     """Computes the cross-entropy of the target, with a softmax over the target and K negatives.
 
     `hidden` (..., D) holds one state per row. `weight` (V, D) and `bias` (V,) are the table of all
-    items. `target` (...) holds one item per row. `negatives` holds K items that all rows share, in
-    shape (K,), or K items per row, in shape (..., K). The logit of the negative j in row i is
+    items. `target` (...) holds one item per row. `negatives` has shape (K,) if all rows share K
+    items. `negatives` has shape (..., K) if each row has its own K items. The logit of the negative
+    j in row i is
 
         z_ij = (hidden_i · weight_j + bias_j) / temperature - log_q_j
 
     `log_q` has the shape of `negatives`. The logit of the target has the same formula, with
-    `target_log_q` instead of log_q. `target_log_q` has the shape of `target`. The defaults of log_q
-    and target_log_q mean 0. The loss of a row is
+    `target_log_q` instead of log_q. `target_log_q` has the shape of `target`. If log_q or
+    target_log_q is None, 0 is used instead. The loss of a row is
 
         row_weight · (log (e^z_target + Σ e^z_negative) - z_target)
 
-    Let the sampler draw each of the K negatives independently, and let q_j be its probability of
-    drawing item j. With log_q = log(K · q), without target_log_q, and with remove_hits=True, the
-    sum of exponentials is an unbiased estimate of the sum over all V items.
+    Suppose that the sampler draws the K negatives independently, and draws item j with probability
+    q_j. To correct for the sampling, pass log_q = log(K · q) and remove_hits=True, and leave out
+    target_log_q. Then the sum of exponentials is an unbiased estimate of the sum over all V items.
 
     A hit is a negative that is equal to the target of the row. With remove_hits=True, hits are left
     out of the sum. A negative that occurs several times counts several times.
@@ -79,9 +80,9 @@ def sampled_softmax(
     A row is ignored if its target is ignore_index or its entry in `mask` is False. The loss and the
     gradient of an ignored row are 0. "mean" divides by the number of rows that are not ignored. On
     a CPU, an id outside [0, V) raises an error. On a GPU, an id outside [0, V) raises an error only
-    with LOGITLESS_CHECK=1. Without LOGITLESS_CHECK=1, the loss of a row is NaN if the target or one
-    of the row's own negatives is outside [0, V). If a shared negative is outside [0, V), the losses
-    of all rows are NaN.
+    with LOGITLESS_CHECK=1. Without LOGITLESS_CHECK=1, the loss of a row is NaN if its target is
+    outside [0, V). The loss is also NaN if one of the row's own negatives is outside [0, V). If a
+    shared negative is outside [0, V), the losses of all rows are NaN.
 
     torch.compile breaks the graph at this function, so fullgraph=True raises an error.
 
@@ -115,14 +116,14 @@ def _flat(t: Tensor | None) -> Tensor | None:
 
 @dataclass
 class _Sample:
-    """The arguments of sampled_softmax, with the N rows in one dimension."""
+    """The arguments of sampled_softmax. Their leading dimensions are flattened to N rows."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
     bias: Tensor | None  # (V,)
     target: Tensor  # (N,), ignore_index in ignored rows
-    negatives: Tensor  # (K,), or (..., K) with N rows
-    log_q: Tensor | None  # the shape of negatives
+    negatives: Tensor  # (K,) for shared negatives, or (..., K) for negatives per row
+    log_q: Tensor | None  # same shape as negatives
     target_log_q: Tensor | None  # (N,)
     temperature: float
     remove_hits: bool
@@ -140,7 +141,7 @@ class _Sample:
         return self.target == self.ignore_index
 
     def check_values(self) -> None:
-        """Raises if a target or negative is outside [0, V), in a row that is not ignored."""
+        """Raises if a row that is not ignored has a target or negative outside [0, V)."""
         if not call.reads_values(self.target):
             return
         V, live = len(self.weight), ~self.ignored
@@ -162,9 +163,9 @@ class _Sample:
 class SharedNegatives(Formula):
     """Computes the loss of each row from the logits of the shared negatives and of the target.
 
-    The label of a row is the column of the row's hit, or NO_HIT. Forward and backward replace the
-    logit of the hit by -inf before they read the logits. So backward can read either the logits
-    that forward has changed, or logits that are recomputed.
+    The column of a row's hit is stored as the row's label. The label is NO_HIT if the row has no
+    hit. Forward and backward replace the logit of the hit by -inf before they read the logits. So
+    backward can read the logits that forward changed. Backward can also read recomputed logits.
     """
 
     caller: ClassVar[str] = "sampled_softmax"
@@ -197,7 +198,7 @@ def shared_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> T
         wanted = torch.cat((s.target, ids))
         bad = s.is_bad(wanted)
         # An id outside [0, V) is replaced by the first negative. So a sparse gradient of the table
-        # gets no additional row.
+        # has entries only for the targets and negatives.
         wanted = torch.where(bad, ids[0].clamp(0, len(s.weight) - 1), wanted)
         bias = None if s.bias is None else _bias_of(s.bias, wanted, full)
         table = _TableRows.apply(s.weight, wanted, s.weight.dtype, s.sparse_grad)
@@ -253,12 +254,12 @@ def _distinct(
     """Returns the sorted negatives, their log_q, and the column of each row's hit (or NO_HIT).
 
     If an id occurs several times, the first column of the id gets the whole mass Σ e^(-log_q). The
-    other columns of the id have log_q = inf, so their logits are -inf. So each row has at most one
-    hit, and the host need not wait for the number of distinct ids.
+    other columns of the id get log_q = inf, so the logits of these columns are -inf. So each row
+    has at most one hit, and the host need not wait for the number of distinct ids.
     """
     ids, order = ids.sort(stable=True)
     log_q = torch.zeros_like(ids, dtype=full) if log_q is None else log_q.to(full)[order]
-    first = torch.searchsorted(ids, ids)  # the first column of each column's id
+    first = torch.searchsorted(ids, ids)  # for each column, the first column with the same id
     most = torch.full_like(log_q, -torch.inf).scatter_reduce(0, first, -log_q, "amax")
     most = torch.where(most.isinf(), 0.0, most)
     mass = torch.zeros_like(log_q).index_add_(0, first, (-log_q - most[first]).exp())
@@ -310,7 +311,7 @@ class _TableRows(Node):
     """The rows `ids` (n,) of a table (V, D), cast to `dtype`.
 
     Backward adds the gradients of equal ids in fp32 (fp64 for fp64 tables), and rounds each sum
-    once. The backward of F.embedding adds gradients in 16 bits. Such a sum stops growing after a
+    once. The backward of F.embedding adds gradients in 16 bits. A 16-bit sum stops growing after a
     few hundred equal ids.
     """
 
@@ -326,7 +327,7 @@ class _TableRows(Node):
         Node.refuse_vmap((upstream,))
         (ids,) = ctx.saved_tensors
         with torch.no_grad():
-            # d_table is the gradient of the dot products upstream[i] · table[ids[i]].
+            # d_table is the gradient of Σ_i upstream[i] · table[ids[i]] with respect to the table.
             pairs, ones = ids.unsqueeze(-1), torch.ones_like(upstream[:, :1])
             _, d_table = ctx.backend.row_dots_gradients(
                 upstream, ctx.table, pairs, ones, (False, True), ctx.sparse

@@ -84,9 +84,10 @@ class SlotFormula(Formula):
 def _compared(student: Tensor, teacher: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the log-probabilities of student and teacher.
 
-    Both log-probabilities are NOTHING where both probabilities are 0. Both are also NOTHING where
-    `real` is False, that is, in masked slots and ignored rows. Where the student's probability is
-    0, the student's log-probability is detached, because the gradient could be 0 · inf = NaN.
+    Where both probabilities are 0, both log-probabilities are the constant NOTHING. The
+    log-probabilities are also NOTHING in masked slots and ignored rows, where `real` is False.
+    Where the student's probability is 0, the student's log-probability is detached, because the
+    gradient could be 0 · inf = NaN.
     """
     teacher = teacher.to(student.dtype)
     gone = student == -torch.inf
@@ -117,10 +118,12 @@ def slot_loss(
     probabilities, and let q = softmax(z), with z = softcap · tanh(logits / softcap) / temperature.
     `formula(slots, *rows)` gets these numbers for n rows, in fp32 (fp64 for fp64 logits):
 
-        slots.student and slots.teacher are log q and log p at the ids, of shape (n, K).
-        slots.student_tail and slots.teacher_tail are the logs of the masses of q and p outside the
-        ids, of shape (n,). The teacher's tail is targets.tail, or log(1 - Σ p) if targets.tail is
-        None. With tail=False, both tails are None, and the loss takes less time.
+        slots.student is log q at the ids, of shape (n, K).
+        slots.teacher is log p at the ids, of shape (n, K).
+        slots.student_tail is the log of the mass of q outside the ids, of shape (n,).
+        slots.teacher_tail is the log of the mass of p outside the ids, of shape (n,). The tail is
+        targets.tail, or log(1 - Σ p) if targets.tail is None.
+        With tail=False, both tails are None, and the loss takes less time.
         slots.mask is True for unmasked slots, and has shape (n, K).
 
     The formula returns a tensor of shape (n,), with one number per row, or a tuple (loss, *more) as
@@ -130,9 +133,10 @@ def slot_loss(
     formula must not mix rows.
 
     In a masked slot, log q and log p are the same finite number, whose exp is 0. So masked slots
-    add 0 to most divergences. Other formulas, such as rankings, must use slots.mask. If p and q are
-    both 0, in a slot or in the tails, log q and log p are also this finite number. If only one of p
-    and q is 0, its logarithm is -inf. If q is 0, log q has no gradient.
+    add 0 to most divergences. If masked slots would change the result of a formula, as in a
+    ranking, the formula must use slots.mask. If p and q of a slot are both 0, log q and log p are
+    also this finite number. The same holds for the tails. If only p is 0, log p is -inf, and if
+    only q is 0, log q is -inf. If q is 0, log q has no gradient.
 
     A row is ignored if its label is ignore_index or its entry in `mask` is False. If all ids of a
     row are masked, the loss and the gradients of this row are 0. `row_weight` multiplies the loss

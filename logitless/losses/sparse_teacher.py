@@ -2,7 +2,7 @@
 
 A loss compares the probabilities p of the teacher at the ids with the probabilities q = softmax(z)
 of the student. Here, z are the logits after softcap and temperature. `support` selects which
-probabilities are compared. `divergence` selects the formula that compares them, such as forward KL.
+probabilities are compared. `divergence` selects the formula of the comparison, such as forward KL.
 The arguments `support` and `divergence` are required. The loss needs at most three statistics of a
 row: the student's log-probabilities at the ids, the student's mass outside the ids, and the label's
 log-probability at temperature 1. One pass over the logits computes the statistics, and another pass
@@ -94,7 +94,7 @@ class AtIds(Sparse):
 @operator("gathered_teacher", saved=1)
 @dataclass(eq=False)
 class Gathered(Sparse):
-    """Like AtIds, but the logits are already gathered at the K ids of each row."""
+    """Like Sparse, but the logits are already gathered at the K ids of each row."""
 
     saves_gradient: ClassVar[bool] = True
 
@@ -142,9 +142,9 @@ def gathered_kl(
     full = PRECISION[student_logits.dtype]
     by_row, number = reading.squared(full) if t_squared else (None, 1.0)
     if reduction == "mean" and row_weight is None and not call.under_transform():
-        # No row is ignored, so the divisor of the mean is known here. The mean is computed as a
-        # sum, and the factor 1 / rows is part of `kd_weight`. So the saved gradient already
-        # contains this factor, and backward need not multiply by it.
+        # No row is ignored, so the mean divides by the number of all rows. The mean is computed as
+        # a sum, and the factor 1 / rows is part of `kd_weight`. So the saved gradient already
+        # contains this factor.
         number, reduction = number / max(rows_in(student_logits.shape[:-1]), 1), "sum"
     slots = Slots(
         _constant(teacher_logprobs), None if mask is None else call.as_bool(mask), None, by_row,
@@ -188,9 +188,14 @@ def topk_distill(
         teacher's mass outside the ids is targets.tail. If targets.tail is None, the teacher's mass
         outside the ids is 1 - P.
 
-    `divergence` is "forward_kl" Σ p log(p/q), "reverse_kl" Σ q log(q/p), "jsd" (the formula of the
-    function `jsd`), or "tvd" Σ |p - q| / 2. docs/distillation.md helps to choose the divergence and
-    the support.
+    `divergence` selects the formula:
+
+        "forward_kl" is Σ p log(p/q).
+        "reverse_kl" is Σ q log(q/p).
+        "jsd" is the formula of the function `jsd`.
+        "tvd" is Σ |p - q| / 2.
+
+    docs/distillation.md compares the divergences and the supports.
 
     t_squared=True multiplies the divergence by temperature². The loss of a row is kd_weight times
     the divergence. With `labels`, the loss of a row also contains ce_weight times the cross-entropy
@@ -199,7 +204,7 @@ def topk_distill(
     are not ignored.
 
     An unmasked id outside [0, V) raises on a CPU. On a GPU, an unmasked id outside [0, V) makes the
-    loss of its row NaN, or raises an error if LOGITLESS_CHECK=1 is set.
+    loss of its row NaN. With LOGITLESS_CHECK=1, this id raises an error instead.
 
     >>> topk_distill(logits, targets, divergence="forward_kl", support="tail", temperature=2.0,
     ...              t_squared=True, labels=labels, ce_weight=0.5, kd_weight=0.5)

@@ -72,8 +72,8 @@ def merge(left: Partial, right: Partial) -> Partial:
     m = torch.maximum(left.m, right.m).detach()
     s, w = torch.zeros_like(m), torch.zeros_like(m)
     for part in (left, right):
-        # d = part.m - m is set to 0 for an empty Partial. d is also set to 0 if part.m and m are
-        # the same infinity, because inf - inf would be NaN.
+        # d is part.m - m. For an empty Partial, d is set to 0. d is also set to 0 if part.m and m
+        # are the same infinity, because inf - inf would be NaN.
         stays = (part.s == 0) | (m.isinf() & (part.m == m))
         d = torch.where(stays, 0.0, part.m - m).clamp_min(-1e38)
         s = s + part.s * d.exp()
@@ -139,22 +139,23 @@ def row_stats(
     = z[ids] and `logprob` = log softmax(z)[ids] are computed too. The flag `entropy` requests the
     entropy in nats, `total` requests the sum Σ z, and `argmax` requests the argmax.
 
-    The flag `rank` requests the rank of the row's id, or of the first of the row's K ids. `rank`
-    needs `ids`. The rank is the number of logits of the row that are strictly greater than the
-    logit of the id, as int64. So the rank of an argmax is 0. The recall at k is 1 if rank < k, the
-    reciprocal rank is 1 / (1 + rank), and the NDCG of one relevant item is 1 / log2(2 + rank). The
-    logits are compared after the softcap and before the division by the temperature, so equal
-    logits stay equal. A NaN counts as greater than every logit. So the rank is V if the logit of
-    the id is NaN. On a GPU, an id outside [0, V) raises no error, and its rank is also V. The
-    logits of a 16-bit head are rounded to 16 bits. So a logit that is slightly greater than the
-    logit of the id can become equal to the logit of the id. The rank is then too small. For
-    metrics, pass logits_dtype=torch.float32 to LinearLogits.
+    The flag `rank` requests the rank of the row's id. If there are K ids per row, the rank of the
+    first id is computed. `rank` needs `ids`. The rank is the number of logits of the row that are
+    strictly greater than the logit of the id. So the rank of an argmax is 0. The dtype of the
+    rank is int64. The recall at k is 1 if rank < k, the reciprocal rank is 1 / (1 + rank), and the
+    NDCG of one relevant item is 1 / log2(2 + rank). The logits are compared after the softcap and
+    before the division by the temperature, so equal logits stay equal. A NaN counts as greater than
+    every logit. So the rank is V if the logit of the id is NaN. On a GPU, an id outside [0, V)
+    raises no error, and its rank is also V. The logits of a 16-bit head are rounded to 16 bits. So
+    a logit that is slightly greater than the logit of the id can become equal to the logit of the
+    id. The rank is then too small. For metrics, pass logits_dtype=torch.float32 to LinearLogits.
 
     Logits are fp16, bf16, fp32 or fp64. The temperature is one number, or a tensor with one number
     per row. Statistics are fp32 (fp64 for fp64 logits), and gradients have the dtype of the logits.
-    A row is ignored if its entry in `mask` is False. A row is also ignored if its id, or the first
-    of its K ids, is ignore_index. An ignored row is not read. The statistics and the gradient of an
-    ignored row are 0, and its argmax and rank are -1.
+    A row is ignored if its entry in `mask` is False. A row is also ignored if its id is
+    ignore_index. If there are K ids per row, only the first id of the row is compared with
+    ignore_index. An ignored row is not read. The statistics and the gradient of an ignored row are
+    0, and its argmax and rank are -1.
 
     >>> stats = row_stats(logits, entropy=True)
     >>> (1e-4 * stats.lse.square() - 0.01 * stats.entropy).mean().backward()
@@ -180,14 +181,14 @@ def stats_reading(
     return call.reading_of(logits, temperature, softcap, wants=tuple(wants), **fields)
 
 
-NO_CLASS = -(2**31)  # ignore_index if only a mask is given; never a valid id
+NO_CLASS = -(2**31)  # stands for ignore_index if only a mask is given; never a valid id
 
 
 def _label_and_ids(logits, ids, ignore_index, mask) -> dict:
     """Returns the fields `label`, `ids` and `ignore_index` of a `Reading`.
 
-    If there is one id per row, the ids are the labels. If there are no ids, or K ids per row, the
-    labels only mark ignored rows.
+    If `ids` holds one id per row, the ids are stored as labels. If there are no ids, or K ids per
+    row, the labels only mark ignored rows.
     """
     if ids is not None and ids.dim() < len(logits.shape):
         if ignore_index is None and mask is not None:
@@ -257,8 +258,8 @@ def token_logprobs(
 
     Here, z = softcap · tanh(logits / softcap) / temperature. The K ids of a row can include the
     same id several times. A row is ignored if its entry in `mask` is False. A row is also ignored
-    if its id, or the first of its K ids, is ignore_index. The results and the gradient of an
-    ignored row are 0.
+    if its id is ignore_index. If there are K ids per row, only the first id of the row is compared
+    with ignore_index. The results and the gradient of an ignored row are 0.
 
     >>> token_logprobs(torch.zeros(1, 4), torch.tensor([2]))
     tensor([-1.3863])
@@ -279,8 +280,8 @@ def entropy(
 ) -> Tensor:
     """Computes the entropy of softmax(z) in nats, for logits of shape (..., V).
 
-    Here, z = softcap · tanh(logits / softcap) / temperature. A large constant that is added to all
-    logits of a row does not make the entropy less exact.
+    Here, z = softcap · tanh(logits / softcap) / temperature. The entropy stays exact if a large
+    constant is added to all logits of a row.
 
     A row whose entry in `mask` is False is not read, and its entropy and gradient are 0.
 
@@ -306,8 +307,8 @@ def score(
     """Computes log p[target], entropy, logsumexp and argmax of logits (..., V) in one pass.
 
     Let p = softmax(z), with z = softcap · tanh(logits / softcap) / temperature. A row is ignored if
-    its target is ignore_index or its entry in `mask` is False. An ignored row is not read. The
-    scores of an ignored row are 0, except that argmax and rank are -1. With rank=True, the scores
+    its target is ignore_index or its entry in `mask` is False. An ignored row is not read. In an
+    ignored row, argmax and rank are -1, and the other scores are 0. With rank=True, the scores
     include the rank of the target, as in `row_stats`.
 
     >>> new = score(logits, target).logprob

@@ -98,15 +98,15 @@ def chunk(width: int, chunk: int) -> None:
     """Checks that this rank's shard of a DTensor has the width that torch.chunk gives."""
     if width != chunk:
         raise ValueError(
-            f"a sharded DTensor must have {chunk} columns on this rank, which is torch.chunk's"
-            f" split, got {width}; for any other split, pass ll.VocabShard(logits, group)."
+            f"a sharded DTensor must have {chunk} columns on this rank, as after torch.chunk,"
+            f" got {width}; for any other split, pass ll.VocabShard(logits, group)."
         )
 
 
 def same_columns(teacher: Any, student: Any) -> None:
     if teacher != student:
         raise ValueError(
-            f"teacher must have the columns of the student, with widths {student.widths} and starts"
+            f"teacher must have the same columns as the student, widths {student.widths} and starts"
             f" {student.starts}, got widths {teacher.widths} and starts {teacher.starts}."
         )
 
@@ -115,7 +115,7 @@ def replicated(t: Any) -> None:
     """Checks that a DTensor argument other than the logits, such as labels, is replicated."""
     if not all(p.is_replicate() for p in t.placements):
         raise TypeError(
-            "labels, weights and other tensors beside the logits must be plain tensors or "
+            "tensors other than the logits must be plain tensors or "
             f"replicated DTensors, got a DTensor of placements {t.placements}."
         )
 
@@ -125,6 +125,6 @@ def same_call(said: Sequence[str]) -> None:
     for rank, words in enumerate(said):
         if words != said[0]:
             raise ValueError(
-                f"ranks must call one loss with the same arguments, got on rank 0:\n  {said[0]}\n"
-                f"and on rank {rank}:\n  {words}."
+                "ranks must call the same loss with the same arguments, got on rank 0:\n"
+                f"  {said[0]}\nand on rank {rank}:\n  {words}."
             )

@@ -34,7 +34,10 @@ def local(t, grad_placements=None) -> Tensor:
 
 
 class _Arrived(Node):
-    """Waits for a pending collective, because kernels would read the shard without waiting."""
+    """Waits until a collective has written the shard.
+
+    Kernels would read the shard without waiting.
+    """
 
     @staticmethod
     def forward(ctx, pending):
@@ -138,7 +141,7 @@ def hidden_of_all(hidden, weight) -> Tensor:
 
 
 def shard_of_head(head: Any) -> Shard:
-    """Returns this rank's Shard of a head whose weight and bias are DTensors, sharded by rows."""
+    """Returns this rank's Shard of a head. Weight and bias are DTensors, sharded by rows."""
     hidden, weight, bias, _ = head.tensors
     (dim,) = [i for i, place in enumerate(weight.placements) if not place.is_replicate()]
     tokens = not hidden.placements[dim].is_replicate()

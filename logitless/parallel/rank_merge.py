@@ -2,7 +2,7 @@
 
 `ColumnBackend` has the functions of a backend (core/backend.py), so every RowLoss works without
 changes. Every function that reads logits first computes the partial statistics of this rank's
-columns. The function then gathers the partial statistics of all ranks, and merges these into
+columns. The function then gathers the partial statistics of all ranks, and merges them into
 statistics of whole rows. Gradients need no communication, because the underlying backend computes
 the gradient of this rank's columns from the statistics of whole rows.
 """
@@ -36,9 +36,9 @@ BAD = -1  # an id outside the vocabulary; NO_ID is an id in the columns of anoth
 class ColumnBackend:
     """A backend for the columns [start, start + width) of a vocabulary.
 
-    `gather` is an all-gather: each rank passes a tensor of shape (N, F), and every rank gets the
-    stacked tensors of all ranks, of shape (ranks, N, F). The methods for statistics and top-k ids
-    call this all-gather once. JSD, TVD and the statistic "rank" call the all-gather twice. The
+    `gather` is an all-gather. Each rank passes a tensor of shape (N, F). Every rank gets a tensor
+    of shape (ranks, N, F), which stacks the tensors of all ranks. The methods for statistics and
+    for top-k ids call `gather` once. JSD, TVD and the statistic "rank" call `gather` twice. The
     methods for gradients do not communicate.
     """
 
@@ -57,7 +57,7 @@ class ColumnBackend:
     ):
         self.backend, self.join = backend, gather
         # `all_reduce` or `reduce_scatter` sums the gradient of the hidden states over ranks. At
-        # most one of the two functions is set. If logitless does not sum this gradient,
+        # most one of these two attributes is set. If logitless does not sum this gradient,
         # `all_reduce` and `reduce_scatter` are None.
         self.all_reduce: Callable[[Tensor], Any] | None = None
         self.reduce_scatter: Callable[[Tensor], Any] | None = None
@@ -78,7 +78,7 @@ class ColumnBackend:
     def hidden_sum(self, total: Tensor, chunks: int) -> "AllRows | OwnRows | None":
         """Returns an object that sums the gradient of the hidden states over ranks.
 
-        The object writes the gradients of the chunks into `total`. Returns None if logitless does
+        This object writes the gradient of each chunk into `total`. Returns None if logitless does
         not sum this gradient over ranks.
         """
         if self.all_reduce is not None:
@@ -88,7 +88,7 @@ class ColumnBackend:
         return None
 
     def read(self, x: Tensor, reading: Reading) -> Statistics:
-        """Returns statistics of whole rows. x holds only this rank's columns."""
+        """Returns statistics of whole rows. `x` holds only this rank's columns."""
         lead, wants = x.shape[:-1], reading.wants
         part = self.partial(x, reading)
         tail = self._tail(x, reading, part) if "tail" in wants else None
@@ -127,9 +127,9 @@ class ColumnBackend:
     def _rank(self, x: Tensor, reading: Reading, whole: Partials) -> Tensor:
         """Returns the statistic "rank" of each row, as a tensor (N,).
 
-        `whole` holds the logit of each row's label, or of the row's first id. Each rank counts the
-        greater logits in its own columns. Then a second all-gather collects the counts, and the
-        counts are summed.
+        `whole` holds the logit of each row's label, or of the row's first id. Each rank counts how
+        many logits in its own columns are greater than this logit. Then a second all-gather
+        collects the counts, and the counts are summed.
         """
         if whole.picked is None:
             first, y0 = reading.label, whole.state[..., contract.Y_LABEL].sum(1)
@@ -148,7 +148,7 @@ class ColumnBackend:
     ) -> Tensor:
         """Returns the gradient of x, without communication.
 
-        The first column of x is column `start` of this rank's columns.
+        The columns of x begin at column `start` of this rank.
         """
         if x.shape[-1] == 0:
             return torch.empty_like(x) if into is None else into
@@ -179,7 +179,7 @@ class ColumnBackend:
     def pair_read(self, x: Tensor, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
         """Returns the loss per row over the columns of all ranks, and the state for backward.
 
-        JSD and TVD call gather twice.
+        JSD and TVD call `gather` twice.
         """
         lead, rows = x.shape[:-1], x.shape[:-1].numel()
         here = self._pair_reading(reading)
@@ -209,7 +209,7 @@ class ColumnBackend:
         return self.backend.pair_gradient(x, here, pair, state, upstream, factor, into)
 
     def _pair_reading(self, reading: Reading) -> Reading:
-        """Returns `here(reading)`, except that `vocab` stays the size of the whole vocabulary.
+        """Restricts `reading` to this rank's columns. The field `vocab` does not change.
 
         Label smoothing needs the size of the whole vocabulary.
         """
@@ -241,8 +241,8 @@ class ColumnBackend:
             # Let z be this rank's logits after softcap and temperature, and let s be
             # Σ e^(z - max z). Then logprobs[..., 0] is -log s. `rest` is log Σ e^(z - max z) over
             # the columns outside `ids`. `tail` is the log of the softmax mass of these columns, so
-            # `rest` is tail + log s. If the largest logit is +inf, log s is NaN. Where `tail` is
-            # -inf, `rest` is set to -inf, even if log s is NaN.
+            # `rest` is tail + log s. If the largest logit is +inf, log s is NaN. If `tail` is -inf,
+            # `rest` is set to -inf without using log s.
             rest = torch.where(tail == -torch.inf, tail, tail - logprobs[..., 0]).view(rows)
             y, _ = capped(top[:, 0], softcap)
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)
@@ -261,7 +261,7 @@ class ColumnBackend:
     def here(self, reading: Reading) -> Reading:
         """Returns `reading` restricted to this rank's columns.
 
-        In the result, `ids` holds column numbers on this rank instead of ids of the vocabulary (see
+        In the result, `ids` holds column numbers of this rank instead of vocabulary ids (see
         `_columns`). The label stays an id of the whole vocabulary.
         """
         weight = reading.class_weight
@@ -282,7 +282,7 @@ class ColumnBackend:
     def partial(self, x: Tensor, reading: Reading, start: int = 0) -> Partials:
         """Returns the partial statistics of each row over the columns of x.
 
-        The first column of x is column `start` of this rank's columns.
+        The columns of x begin at column `start` of this rank.
         """
         if x.shape[-1]:
             return self.backend.partial(x, reading, self.start + start)
@@ -368,7 +368,7 @@ class OwnRows:
             self.local = self.reduce_scatter(self.total)
 
     def result(self) -> Tensor:
-        # If there are no chunks, the reduce-scatter has not been started yet, and starts here.
+        # If there were no chunks, the reduce-scatter is started here.
         local = self.reduce_scatter(self.total) if self.local is None else self.local
         return local.wait()
 

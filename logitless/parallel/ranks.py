@@ -26,7 +26,7 @@ _reduce_scatter = _either("reduce_scatter_single", "reduce_scatter_tensor")
 class Ranks:
     """The ranks that share a vocabulary, and the collectives between them."""
 
-    device = torch.device("cpu")  # the device of the texts that `agree` gathers
+    device = torch.device("cpu")  # the device of the tensors that `agree` gathers
 
     def __init__(self, group: "dist.ProcessGroup | None" = None):
         self.group = dist.group.WORLD if group is None else group
@@ -38,7 +38,10 @@ class Ranks:
             self.device = torch.accelerator.current_accelerator() or self.device
 
     def gather(self, t: Tensor) -> Tensor:
-        """All-gathers the tensors t of all ranks into one tensor with a new first dimension."""
+        """All-gathers the tensor `t` of each rank.
+
+        The result has a new first dimension for the ranks.
+        """
         gathered = torch.empty((self.count, *t.shape), device=t.device, dtype=t.dtype)
         if t.numel() == 0:
             return gathered
@@ -48,11 +51,11 @@ class Ranks:
         return gathered
 
     def all_reduce(self, t: Tensor) -> Any:
-        """Starts an all-reduce of t in place. The sum is complete after wait()."""
+        """Starts an all-reduce of `t` in place. The sum is complete after wait()."""
         return dist.all_reduce(t, group=self.group, async_op=True)
 
     def reduce_scatter(self, t: Tensor) -> "_Slice":
-        """Starts a reduce-scatter of t. wait() returns this rank's rows of the sum."""
+        """Starts a reduce-scatter of `t`. wait() returns this rank's rows of the sum."""
         if t.is_cuda and self.by_cpu:
             return _Slice(self.reduce_scatter(t.cpu()).wait().to(t.device))
         local = t.new_empty((len(t) // self.count, *t.shape[1:]))
@@ -141,7 +144,7 @@ class _Slice(NamedTuple):
 
 
 class _Arrivals(NamedTuple):
-    """Tensors that a rank receives. Their values are complete after wait()."""
+    """Tensors that a rank receives. The values of these tensors are complete after wait()."""
 
     received: list[Tensor]
     works: Sequence[Any]

@@ -2,8 +2,8 @@
 
 Before a collective of logitless, the ranks exchange a text that describes the public call. If the
 texts differ, all ranks raise. Otherwise, a rank could wait for a collective that another rank never
-starts. If the arguments on a rank are invalid, this rank sends the error as its text, and all ranks
-raise.
+starts. If the arguments on a rank are invalid, this rank sends the text of its error instead, and
+all ranks raise.
 """
 
 import zlib
@@ -21,7 +21,7 @@ def text_of_shard(source: Any, start: Any, vocab: Any, sequence_parallel: bool) 
     """Returns a text that describes a VocabShard. The text must be the same on all ranks.
 
     The text contains no widths and starts, because widths and starts can differ between ranks. The
-    text states whether a start is given, because either all ranks or no rank must pass a start.
+    text states whether a start is given, because a start on only some ranks is an error.
     """
     options = {"start": start is not None, "vocab": vocab, "sequence_parallel": sequence_parallel}
     return f"VocabShard of {_of_source(source)}, {options}"

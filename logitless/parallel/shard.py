@@ -6,12 +6,12 @@ fused head. rank_merge.py merges the statistics of all ranks' columns, so every 
 VocabShard. All ranks call the same loss with the same arguments. Ids refer to the whole vocabulary.
 The result is bitwise the same on all ranks.
 
-The forward of a loss gathers a few numbers per row from each rank. For logits, the forward calls
-gather once. For a head, the forward calls gather once per chunk of rows. JSD and TVD call gather
-twice as often. For logits, the backward needs no communication. For a head, the backward sums the
-gradient of the hidden states over ranks. When a VocabShard is constructed, the ranks exchange their
-widths and, if given, their first columns. If `start` and `vocab` are given, this exchange happens
-only for the first VocabShard with this group and this `vocab`.
+The forward of a loss gathers a few numbers per row from each rank. For logits, the forward needs
+one all-gather. For a head, the forward needs one all-gather per chunk of rows. JSD and TVD need
+twice as many all-gathers. For logits, the backward needs no communication. For a head, the backward
+sums the gradient of the hidden states over ranks. When a VocabShard is constructed, the ranks
+exchange their widths. If `start` is given, the ranks also exchange their first columns. If `start`
+and `vocab` are given, only the first VocabShard with this group and this `vocab` exchanges widths.
 """
 
 from typing import Any, NamedTuple
@@ -53,11 +53,12 @@ class Layout(NamedTuple):
         return sum(self.widths)
 
 
-# Caches the largest width of all ranks, for shards with `start` and `vocab`. The key is the group
-# and the vocabulary size. If a rank finds no cached width, the rank exchanges widths with the other
-# ranks. An exchange that only some ranks start never finishes. So the key must be the same on all
-# ranks. The key must not contain this rank's columns, because a second sharding of the same
-# vocabulary can change the columns of only some ranks.
+# Caches the largest width of all ranks. The cache is used if `start` and `vocab` are given. The key
+# is the group and the vocabulary size. If a rank finds no cached width, the rank exchanges widths
+# with the other ranks. An exchange that only some ranks start never finishes. So the key must be
+# the same on all ranks. This rank's columns are not part of the key. A second sharding of the same
+# vocabulary can change the columns of only some ranks. Then only these ranks would start an
+# exchange.
 _widest: dict[tuple, int] = {}
 
 
@@ -95,9 +96,9 @@ class VocabShard(Logits):
 
     `start` is this rank's first column. By default, `start` is the sum of the earlier ranks'
     widths. `vocab` is the size V of the whole vocabulary. If all ranks pass `start` and `vocab`,
-    the ranks exchange their starts and widths only for the first shard with this group and this
-    `vocab`. Later shards with the same group and `vocab` need no exchange, so the host does not
-    wait. With LOGITLESS_CHECK=1, every shard exchanges starts and widths.
+    only the first shard with this group and this `vocab` exchanges starts and widths. Later shards
+    with the same group and `vocab` need no exchange, so the host does not wait. With
+    LOGITLESS_CHECK=1, every shard exchanges starts and widths.
 
     With sequence_parallel=True, `source` must be a LinearLogits that holds only the hidden states
     of this rank's tokens. These tokens are a slice along the first dimension. The slices of all
@@ -106,7 +107,8 @@ class VocabShard(Logits):
 
     Every loss accepts a VocabShard instead of logits. Ids, labels and class weights refer to the
     whole vocabulary and must be the same on all ranks. A dense teacher must be a VocabShard with
-    the same columns, or a tensor, LinearLogits or lazy logits with all V columns.
+    the same columns, or must have all V columns. A teacher with all V columns can be a tensor, a
+    LinearLogits or lazy logits.
 
     >>> loss = cross_entropy(VocabShard(logits_of_this_rank, group), target)
     """
@@ -168,7 +170,8 @@ class Shard(Source):
 
     def _set_columns(self, start: int | None, vocab: int | None, device: torch.device) -> None:
         """Sets this rank's columns, and the largest width of all ranks."""
-        # The layout is None if start and vocab are given, except with LOGITLESS_CHECK=1.
+        # The layout stays None if `start` and `vocab` are given. With LOGITLESS_CHECK=1, the layout
+        # is always set.
         self.layout: Layout | None = None
         key, given = (self.ranks.group, vocab), start is not None and vocab is not None
         if given and key in _widest and self.ranks.count > 1 and not thorough():
@@ -231,10 +234,11 @@ class Shard(Source):
         )  # fmt: skip
 
     def head_backend(self, like: Tensor, gathered: bool) -> ColumnBackend:
-        """Returns a backend for a head, which can also sum the gradient of `hidden` over ranks.
+        """Returns a backend for a head.
 
-        If `gathered` is True, the hidden states were gathered from all ranks. Each rank then needs
-        only the gradient of its own hidden states.
+        This backend can also sum the gradient of `hidden` over ranks. If `gathered` is True, the
+        hidden states were gathered from all ranks. Each rank then needs only the gradient of its
+        own hidden states.
         """
         backend = self.backend(like)
         if gathered:
@@ -272,8 +276,7 @@ class Shard(Source):
     def times(self, factor: float) -> "Shard | None":
         """Returns a shard of these logits multiplied by `factor`.
 
-        The result is None if the source is a tensor, because the multiplication would copy the
-        tensor.
+        Returns None if the source is a tensor, because multiplying the tensor would need a copy.
         """
         scaled = self.source.times(factor)
         return None if scaled is None else self.over(scaled)
@@ -282,7 +285,7 @@ class Shard(Source):
         return self.ranks
 
     def checked(self, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> RowLoss:
-        """Checks a loss, and returns the loss with teachers that have only this rank's columns.
+        """Checks a loss, and restricts its teachers to this rank's columns.
 
         The values of GPU tensors are checked only with LOGITLESS_CHECK=1, because the check makes
         the host wait for the GPU. LOGITLESS_CHECK=1 also compares the calls of all ranks.
@@ -307,7 +310,7 @@ class Shard(Source):
         return local.materialize(slice(None)).view(self.source.shape) if exist else local
 
     def columns_beside(self, other: "Shard") -> Layout:
-        """Returns the columns of this shard that are compared with the columns of `other`.
+        """Returns the columns of this shard, for a comparison with the columns of `other`.
 
         If both shards have a layout, the columns of all ranks are compared. Otherwise, only the
         columns of this rank are compared.
@@ -346,7 +349,7 @@ class Columns(Source):
 
 
 def columns_of(source: Any) -> Any:
-    """Wraps a tensor of one rank's columns as Columns. Other sources are returned unchanged."""
+    """Wraps a tensor of one rank's columns in `Columns`, and returns other sources unchanged."""
     return Columns(source) if is_dense(source) else source
 
 

@@ -38,4 +38,4 @@ def test_importing_the_library_or_its_command_imports_nothing_optional():
 def test_a_gpu_that_is_not_there_is_one_sentence(command):
     with pytest.raises(SystemExit) as left:
         main([command, "--device", "cuda"])
-    assert left.value.code == "--device cuda must have a GPU that PyTorch can use, got none here."
+    assert left.value.code == "--device must be cpu, because PyTorch can use no GPU here, got cuda."

@@ -44,8 +44,8 @@ def saved(path):
         ('{"input_ids": [1, true]}', "line 2: input_ids must be whole numbers from 0 below"),
         ('{"input_ids": [1, -1]}', "line 2: input_ids must be whole numbers from 0 below"),
         (f'{{"input_ids": [{V}]}}', f"line 2: input_ids must be whole numbers from 0 below {V}"),
-        ('{"text": 5}', "line 2: a document must have text, as a string, or input_ids, got text 5"),
-        ('{"prompt": "a"}', "line 2: a document must have text, as a string, or input_ids, got ["),
+        ('{"text": 5}', "line 2: a document must have a string as text, or input_ids, got text 5"),
+        ('{"prompt": "a"}', "line 2: a document must have a string as text, or input_ids, got ["),
         ('{"text": "\\udcff"', "line 2: a line must be a JSON object, got"),
         (b'{"text": "\xff"}', "line 2: text must be in UTF-8, got"),
     ],
@@ -78,7 +78,7 @@ def test_bad_documents_are_refused_before_the_model_is_loaded(line, message, tmp
         (["--data", "."], "--data must name files, got .: a folder"),
         (["--temperature", "0"], "temperature must"),
         (["--k", "1000000"], "k must lie in"),
-        (["--eos"], "--eos must have a tokenizer with an end-of-text token, got none"),
+        (["--eos"], "--eos must have a tokenizer that defines an end-of-text token, got none"),
         (["--upload", "folder"], "upload must be an address such as s3://bucket/targets, got 'fol"),
         (["--upload", ""], "upload must be an address such as s3://bucket/targets, got ''"),
         (["--upload", "http://a/b"], "upload must be an address that fsspec can write, such as s3"),
@@ -131,7 +131,7 @@ def test_capture_from_the_command_line(tmp_path, capsys, monkeypatch):
     assert cli.main(command) == 0
     assert "rank 0: 0 documents added, 6 were already in" in capsys.readouterr().out
     assert cli.main([*command, "--eos"]) == 1
-    assert "--eos must have a tokenizer with an end-of-text" in capsys.readouterr().err
+    assert "--eos must have a tokenizer that defines an end-of-text" in capsys.readouterr().err
     store = Store(tmp_path / "s", tokenizer=ll.store.tokenizer_hash(tokenizer))
     assert cli.teacher._tokenizer_hash(str(tmp_path / "model")) == store.info.tokenizer
     assert store.info.teacher == str(tmp_path / "model")

@@ -71,7 +71,7 @@ class TestRefused:
             teacher = ll.VocabShard(torch.zeros(1, 1 + 2 * ranks.index), ranks)
             ll.kl_div(student, teacher, direction="forward")
 
-        words = "teacher must have the columns of the student, with widths (2, 2) and starts"
+        words = "teacher must have the same columns as the student, widths (2, 2) and starts"
         self.refused(work, ValueError, words)
 
     def test_a_teacher_of_other_columns_that_were_not_exchanged(self):
@@ -82,7 +82,7 @@ class TestRefused:
 
             ll.kl_div(shard((2, 2)), shard((1, 3)), direction="forward")
 
-        words = "teacher must have the columns of the student, with widths (2,) and starts"
+        words = "teacher must have the same columns as the student, widths (2,) and starts"
         self.refused(work, ValueError, words)
 
     def test_columns_beyond_the_vocabulary(self):

@@ -106,7 +106,7 @@ def refused() -> float:
          "logits must be replicated, or sharded once, on dimension 1"),
         (lambda: ll.logsumexp(DTensor.from_local(x, mesh, [Partial()])), "Partial"),
         (lambda: ll.cross_entropy(spread(x, Shard(1)), spread(target, Shard(0))),
-         "tensors beside the logits must be plain tensors or replicated DTensors, got a"),
+         "tensors other than the logits must be plain tensors or replicated DTensors, got a"),
         (lambda: ll.kl_div(x, spread(x, Shard(1)), direction="forward"),
          "teacher must be a plain Tensor like student, got a DTensor."),
         (lambda: ll.LinearLogits(h, spread(W, Shard(0))), "hidden must be a DTensor on the mesh"),
@@ -123,7 +123,7 @@ def refused() -> float:
             given()
     uneven = DTensor.from_local(x, mesh, [Shard(1)], run_check=False, shape=(4, 36), stride=(36, 1))
     with pytest.raises(
-        ValueError, match="a sharded DTensor must have 9 columns on this rank, which"
+        ValueError, match="a sharded DTensor must have 9 columns on this rank, as after"
     ):
         ll.logsumexp(uneven)
     if dist.get_rank() == 3:

@@ -144,12 +144,12 @@ def differing_calls() -> float:
         patch.setenv("LOGITLESS_CHECK", "1")
         for odd in (0, WORLD - 1):
             differs = dist.get_rank() == odd
-            words = "ranks must call one loss with the same arguments, got on rank"
+            words = "ranks must call the same loss with the same arguments, got on rank"
             for call in differing(ll, differs):
                 with pytest.raises(ValueError, match=words):
                     call()
             for kind, words, call in refused_on_one(ll, differs):
-                told = f"ranks must call one loss .*: {words}"
+                told = f"ranks must call the same loss .*: {words}"
                 with pytest.raises(kind if differs else ValueError) as caught:
                     call()
                 assert re.match(words if differs else f"(?s){told}", str(caught.value))

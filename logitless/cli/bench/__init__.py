@@ -1,10 +1,10 @@
 """`logitless bench`: checks and times this library, PyTorch and other libraries.
 
-The contenders are logitless, PyTorch eager, torch.compile, and other libraries if they can be
-imported. Before any time is measured, the values and gradients of every contender are compared with
-formulas in fp64. On a GPU, the time of a contender is compared with a lower bound, which is the
-time of a memory copy or of GEMMs in the same run. On a CPU, the time of a contender is compared
-with the time of PyTorch.
+The contenders are logitless, PyTorch eager, torch.compile, and all other supported libraries that
+can be imported. Before any time is measured, the values and gradients of every contender are
+compared with formulas in fp64. On a GPU, the time of a contender is compared with a lower bound.
+The lower bound is the time of a memory copy, or of the GEMMs of a head, in the same run. On a CPU,
+the time of a contender is compared with the time of PyTorch.
 
     logitless bench                                  all cases: logits, teachers, heads
     logitless bench --family heads                   losses over a head only
@@ -12,7 +12,7 @@ with the time of PyTorch.
     logitless bench --against eager --against liger  logitless beside these two only
     logitless bench --from-json FILE                 report and plots of a stored result
 
-If a family of cases takes long, it can be run in several parts. All parts must be run at the same
+A family of cases that takes long can be run in several parts. All parts must be run at the same
 commit and on the same kind of machine. With --resume, the command runs the missing cases, and joins
 the results of all parts:
 
@@ -93,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
-    """Runs the chosen cases, except those for which `stored` has a correct result of logitless.
+    """Runs the chosen cases.
+
+    A case is skipped if `stored` has a correct result of logitless for this case.
 
     Returns a dictionary with the stored results and the new results.
     """
@@ -112,8 +114,9 @@ def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
         while left and (not rows or time.monotonic() < end):
             name, case = next(iter(left.items()))
             advance(0, name)
-            # A loss over a head is timed five times as long as other losses. One call takes tens of
-            # milliseconds, and the GPU's clock rate becomes stable only in a longer run.
+            # A loss over a head is timed five times as long as other losses. One call over a head
+            # takes tens of milliseconds. In a short run, the GPU's clock rate would not become
+            # stable.
             longer = 5 if case.family == "heads" else 1
             rows += runner.run_case(left.pop(name), loaded, device, longer * budget)
             advance(1, name)

@@ -8,8 +8,8 @@ of a case is a lower bound on its time: the number of moved bytes divided by C.
 
 If bandwidth does not limit a function, its floor is the time of a *yardstick*. A yardstick is
 simpler work that is timed in the same run. The yardstick of a loss over a head is the GEMMs of the
-head in cuBLAS: three GEMMs if the loss is a mean or a sum, and four GEMMs if the loss has one
-result per row. On a CPU, cases have no floor, and times are compared with PyTorch's time.
+head in cuBLAS. A mean or a sum needs three GEMMs. A loss with one result per row needs four GEMMs.
+On a CPU, cases have no floor, and times are compared with PyTorch's time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MIB = 2**20
 class Mode:
     """Names of modes.
 
-    The name of a mode states which passes are timed, and which clock times them: graph replay or
-    wall time. If the name states no clock, device time is measured.
+    The name of a mode states which passes are timed, and which clock is used (graph replay or wall
+    time). If the name states no clock, device time is measured.
     """
 
     FORWARD, BACKWARD = "forward", "forward + backward"
@@ -65,7 +65,9 @@ class Work:
 
 @dataclass
 class Case(Work):
-    """One case of the benchmark. The case is run for every contender (library) that has the op.
+    """One case of the benchmark.
+
+    The case is run for every contender (library) that supports the op.
 
     For each reference, our time must be at most `targets[reference]` times the reference's time. A
     reference is one of these strings:
@@ -86,7 +88,7 @@ class Case(Work):
     targets: dict[str, float] = field(default_factory=dict)
     passes: float = 0.0  # number of moved bytes, as a multiple of the size of the logits
     yardstick: str = ""  # name of a yardstick (see runner.yardstick), or empty
-    spare_mib: float | None = None  # largest allowed memory beyond the gradients, in MiB
+    spare_mib: float | None = None  # largest allowed memory in MiB, without the gradients
     alone: bool = False  # whether only logitless is run
     compiled: bool = True  # whether torch.compile is run; compiling is slow
 
@@ -146,7 +148,7 @@ RENORM = {"divergence": "forward_kl", "support": "renorm"}
 SMALL_TAIL = TAIL | {"small_tail": True}  # the student's tail has almost no mass
 DISTILL = partial(TEACHERS, "topk_distill", BOTH, passes=3, alone=True)
 CAPTURE = partial(TEACHERS, "capture_topk", FORWARD, passes=1, compiled=False)
-SPARSE = [  # with a tail, the target of topk_distill is a multiple of cross_entropy's time
+SPARSE = [  # the targets of cases with a tail are multiples of the time of cross_entropy
     LOGITS("cross_entropy", BOTH, passes=3, alone=True),
     DISTILL("tail, K=64", TAIL, {OUR_PLAIN: 1.10}, alone=False),
     DISTILL("tail and cross_entropy, K=64", MIXED, {OUR_PLAIN: 1.25}),
@@ -170,7 +172,7 @@ PAIRS = [
     TEACHERS("soft_cross_entropy", BOTH),
 ]
 ROOMY = {"floor": 1.25}
-LIGER = {"liger": 1.0}  # must be as fast as Liger, with a workspace as large as Liger's memory
+LIGER = {"liger": 1.0}  # our limit is Liger's time; the workspace is as large as Liger's memory
 ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
 PLAIN_HEAD = HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")
 IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}
@@ -230,18 +232,18 @@ def parse_shape(text: str) -> str:
 
 
 def smaller(shape: str, device: str) -> str:
-    """Reduces each size of a shape to the limit of --quick, if the size is larger."""
+    """Returns the shape with each size reduced to the limit of --quick."""
     rows, vocab = QUICK[device]
     *others, last = map(int, shape.split("×"))
     return "×".join(map(str, [*(min(size, rows) for size in others), min(last, vocab)]))
 
 
 def suits(shape: str, family: str, kinds: tuple[str, ...], device: str) -> bool:
-    """Returns whether a group of cases accepts a shape of the option --shape.
+    """Returns whether a group of cases accepts a shape that is passed with --shape.
 
-    Shapes of heads have three dimensions, and other shapes have two dimensions. `kinds` contains
-    "few" if the group accepts shapes of at most FEW_ROWS rows on a GPU, and "many" if the group
-    accepts all other shapes.
+    Shapes of heads have three dimensions, and other shapes have two dimensions. On a GPU, a shape
+    of at most FEW_ROWS rows is of the kind "few". All other shapes are of the kind "many". The
+    group accepts only shapes whose kind is in `kinds`.
     """
     rows, *width, _ = map(int, shape.split("×"))
     kind = "few" if device == "cuda" and rows <= FEW_ROWS else "many"
@@ -251,7 +253,7 @@ def suits(shape: str, family: str, kinds: tuple[str, ...], device: str) -> bool:
 def choose(
     device: str, *, quick=False, families=None, ops=None, shapes=None, dtypes=None
 ) -> list[Case]:
-    """Returns the cases that pass all filters. Of two equal cases, the first is returned."""
+    """Returns the cases that pass all filters. A case that occurs twice is returned once."""
     default = ["fp32" if device == "cpu" else "bf16"]
     requested = list(product(map(parse_shape, shapes or ()), dtypes or default))
     chosen: dict[str, Case] = {}

@@ -1,7 +1,7 @@
 """Creates the inputs of a case, and finds its contenders: logitless, PyTorch, other libraries.
 
-For each contender, a function (a `Finder`) takes a case, and returns the function to time. If the
-library does not have the op of the case, the result is None.
+The `Finder` of a contender is a function that takes a case, and returns the function to time. If
+the library does not support the op of the case, the result is None.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def inputs(case: Case, device: str) -> Inputs:
     N, V, leaves = case.rows, case.sizes[-1], leaves_of(case, device)
     options = {name: x for name, x in case.options.items() if name not in OF_A_HEAD}
     target = torch.randint(V, (N,), device=device)
-    if length := options.pop("runs", None):  # every other block of `length` rows is ignored
+    if length := options.pop("runs", None):  # every second block of `length` rows is ignored
         target[torch.arange(N, device=device) // length % 2 == 0] = IGNORED
     if "weight" in options:
         options["weight"] = torch.rand(V, device=device) + 0.5
@@ -47,7 +47,7 @@ def inputs(case: Case, device: str) -> Inputs:
         small_tail, labels = options.pop("small_tail", False), options.pop("labels", False)
         sparse = sparse_teacher(N, V, min(options.pop("K", 64), V // 2), device)
         rows = (*sparse, target) if labels else sparse
-        if small_tail:  # leaves the student almost no mass outside the ids
+        if small_tail:  # then the student has almost no mass outside the ids
             leaves[0].scatter_(1, rows[0], 20.0)
     elif case.op == "capture_topk":
         rows = ()
@@ -81,7 +81,7 @@ def clipped(stats, *rows) -> Tensor:
     return formulas.clipped(stats.logprob, *rows)
 
 
-OURS_BY_OP = {  # functions of logitless whose arguments differ from the arguments in formulas.py
+OURS_BY_OP = {  # ops that are called with other arguments than in formulas.py
     "in place": partial(ll.cross_entropy, inplace=True),
     "logsumexp": lambda x, target: ll.logsumexp(x),
     "topk_distill": lambda x, ids, logprobs, tail, labels=None, **options: ll.topk_distill(
@@ -138,7 +138,10 @@ def liger(module) -> dict:
 
 
 def fla(module) -> dict:
-    """Returns the losses of fla, except its logsumexp, whose autotuning takes minutes."""
+    """Returns the losses of fla.
+
+    The logsumexp of fla is left out, because its autotuning takes minutes.
+    """
     head = module.FusedLinearCrossEntropyLoss()
     return {
         "heads: cross_entropy": lambda hidden, weight, target: head(hidden, target, weight),
@@ -150,8 +153,8 @@ def both_ways(loss) -> dict:
     """Returns an op that keeps the logits, and an op that overwrites the logits in backward.
 
     `loss(**options)` must return an op. For example, `loss` can be a class whose instances are ops.
-    If a library has only a function f, pass partial(partial, f), because then loss(**options) is
-    partial(f, **options).
+    If a library has only a function f, pass partial(partial, f). Then loss(**options) returns
+    partial(f, **options), which is an op.
     """
     return {"logits: cross_entropy": loss(), "logits: in place": loss(inplace_backward=True)}
 

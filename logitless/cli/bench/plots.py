@@ -55,7 +55,7 @@ def save(document: dict, folder: Path) -> list[Path]:
 
 
 def is_shown(r: Result, contenders: int) -> bool:
-    """Returns whether a result is plotted. `contenders` is the case's number of contenders.
+    """Returns whether a result is plotted. `contenders` is the number of contenders in the case.
 
     The plots of logits and heads show cross_entropy without options. The plots of heads also show
     every size of the workspace. The plots of teachers show the cases that several contenders ran.
@@ -111,9 +111,9 @@ def memory(shown: list[Result]) -> list[Bar]:
 def draw(bars: list[Bar], title: str, line: str | None, path: Path) -> None:
     """Draws one panel per mode, with groups of bars on a linear scale.
 
-    `line` is the text in the legend for the dashed lines, which show `Bar.limit`.
+    Dashed lines show `Bar.limit`. `line` is the text for these lines in the legend.
     """
-    from matplotlib.figure import Figure  # avoids the display and global state of pyplot
+    from matplotlib.figure import Figure  # unlike pyplot, needs no display and no global state
 
     panels = list(dict.fromkeys(bar.panel for bar in bars))
     present = dict.fromkeys(bar.name for bar in bars)

@@ -34,8 +34,8 @@ class Result(Work):
     value_error: float | None = None
     grad_error: float | None = None
     ms: float | None = None
-    extra_mib: float | None = None  # peak memory beyond the inputs
-    spare_mib: float | None = None  # peak memory beyond the inputs and the gradients
+    extra_mib: float | None = None  # peak memory without the inputs
+    spare_mib: float | None = None  # peak memory without the inputs and the gradients
     # `judge` sets the following fields after all cases have run, when the copy bandwidth is known.
     eager_x: float | None = None  # the contender's time divided by PyTorch's time
     floor_ms: float | None = None
@@ -131,9 +131,9 @@ def limit(case: Case, of: str, factor: float, floor: float | None, times: Times)
     """Returns the text of a target, and the time limit of the target in milliseconds.
 
     The time limit is `factor` times the time of a reference. `of` names the reference, as the
-    docstring of Case explains. The reference "start + floor" adds 6 µs to the time limit. If `of`
-    names several contenders, the reference is the fastest contender. If the reference was not
-    measured, the time limit is None.
+    docstring of Case explains. With the reference "start + floor", the time limit is 6 µs larger.
+    If `of` names several contenders, the reference is the fastest contender. If the reference was
+    not measured, the time limit is None.
     """
     plain, start = replace(case, variant=PLAIN), KERNEL_START_MS if of == "start + floor" else 0.0
     if "floor" in of:
@@ -141,7 +141,7 @@ def limit(case: Case, of: str, factor: float, floor: float | None, times: Times)
         references = {case.yardstick or f"{passes}B/C": floor}
     elif of == OUR_PLAIN:
         references = {of: times.get((OURS, replace(plain, op="cross_entropy").name))}
-    else:  # if a contender does not have this variant, the time of its plain variant is used
+    else:  # without this variant, the contender's plain variant is used
         names = of.split(", ")
         references = {x: times.get((x, case.name), times.get((x, plain.name))) for x in names}
     known = {name: ms for name, ms in references.items() if ms}

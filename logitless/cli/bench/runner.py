@@ -1,9 +1,10 @@
 """Runs one case: first checks every contender, then times every contender.
 
 A contender is logitless, PyTorch or another library. A contender that raises an error is reported
-as "failed", and a contender with wrong results as "wrong". For both, the report gives the reason
-instead of a time. A contender that overwrites its inputs is timed on a copy of the inputs. Before
-each repetition, the inputs are copied again, and the time of copying is not measured.
+as "failed". A contender with wrong results is reported as "wrong". For failed and wrong contenders,
+the report gives the reason instead of a time. A contender that overwrites its inputs is timed on a
+copy of the inputs. Before each repetition, the inputs are copied again, and the time of copying is
+not measured.
 """
 
 from __future__ import annotations
@@ -95,8 +96,9 @@ class Entry:
     def clock(self, budget: float) -> None:
         """Times the op on a GPU, with the clock that the mode of the case requires."""
         if self.case.mode in (Mode.REPLAY, Mode.REPLAY_BOTH):
-            # REPLAY_BOTH is timed with the logits in the L2 cache. In real use, gathered_kl runs
-            # directly after its logits were gathered, so the logits are still in the cache.
+            # In the mode REPLAY_BOTH, the logits are in the L2 cache when the op starts. In real
+            # use, gathered_kl runs directly after its logits were gathered, so the logits are still
+            # in the cache.
             cold = self.case.mode == Mode.REPLAY
             x = self.leaves[0]
             ms = clocks.graph_time(lambda y: self.run(self.fresh((y,))), x, budget, cold=cold)
@@ -110,7 +112,7 @@ class Entry:
 def run_case(
     case: Case, loaded: dict[str, Finder], device: str, budget: float, *, checked: bool = True
 ) -> list[Result]:
-    """Returns the results of all contenders that have the op of the case.
+    """Runs a case, and returns the results of all contenders that support the op of the case.
 
     If `checked` is True, values and gradients are compared with the formulas in fp64.
     """
@@ -135,8 +137,8 @@ def run_case(
     around = [measure()] if case.yardstick and checked and ready else []
     for entry in ready:
         entry.attempt(entry.clock, budget, "while timed: ")
-        # The time of the yardstick is the floor of the case. The yardstick is timed before and
-        # after the first contender, because GPU clocks drift.
+        # The time of the yardstick is the floor of the case. GPU clocks drift, so the yardstick is
+        # timed before and after the first contender.
         if len(around) == 1:
             around.append(measure())
     if not around:

@@ -52,7 +52,7 @@ SCALES = {
 
 
 def read_sources(limit: int) -> str:
-    """Returns the first `limit` characters of the standard library, with files sorted by path."""
+    """Returns the first `limit` characters of the standard library's files, sorted by path."""
     root = Path(sysconfig.get_path("stdlib"))
     pieces, size = [], 0
     for path in sorted(root.rglob("*.py")):
@@ -68,7 +68,10 @@ def vocabulary(text: str, size: int = VOCAB) -> list[str]:
 
 
 def encode(text: str, words: list[str] | None = None) -> Tensor:
-    """Returns the token ids (T,) of a text. By default, the vocabulary comes from this text."""
+    """Returns the token ids (T,) of a text.
+
+    If `words` is None, the vocabulary is computed from this text.
+    """
     words = vocabulary(text) if words is None else words
     index = {token: i for i, token in enumerate(words) if i != UNKNOWN}
     return torch.tensor([index.get(token, UNKNOWN) for token in TOKEN.findall(text)])
@@ -107,9 +110,10 @@ class Transformer(nn.Module):
             for _ in range(scale.layers)
         )
         self.norm = nn.LayerNorm(scale.width)
-        # The initial logits have unit variance. The embedded tokens, multiplied by `self.gain`,
-        # have unit variance too. With other variances, training would amplify rounding errors. Then
-        # two correct implementations of a loss would have different loss curves.
+        # The initial logits have unit variance. After the multiplication by `self.gain`, the
+        # embedded tokens have unit variance too. With other variances, training would amplify
+        # rounding errors. Then two correct implementations of a loss would have different loss
+        # curves.
         self.gain = scale.width**0.5
         nn.init.normal_(self.token.weight, std=1 / self.gain)
         self.head = nn.Linear(scale.width, vocab, bias=False, device="meta")
@@ -169,7 +173,7 @@ def largest_difference(learners: list[Learner]) -> float:
 
 
 def loss_memory(loss: Loss, rows: int, device: str) -> int:
-    """Returns the peak memory of the loss's forward and backward, in bytes beyond the logits."""
+    """Returns the peak memory of the loss's forward and backward in bytes, without the logits."""
     logits = torch.randn(rows, VOCAB, device=device, requires_grad=True)
     target = torch.randint(VOCAB, (rows,), device=device)
     return extra_memory(device, logits, lambda z: loss(z, target).backward())

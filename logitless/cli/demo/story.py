@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     """The sizes of the models, the data and the measurements."""
 
     vocab: int
-    k: int  # stored ids per token; 64 ids would have too little mass
+    k: int  # number of stored ids per token; the mass of 64 ids would be too small
     teacher: Scale
     student: Scale
     documents: int  # number of documents that the students train on
@@ -59,7 +59,7 @@ class Student:
     model: Transformer
     curve: list[tuple[int, float]] = field(default_factory=list)  # step, held-out loss
     seconds: float = 0.0
-    memory: int = 0  # peak bytes that the loss of one step allocates beyond its inputs
+    memory: int = 0  # peak bytes that the loss allocates in one step, without its inputs
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Outcome:
     teacher_loss: float
     students: list[Student]
     store: dict[str, Any]
-    words: list[tuple[str, str, list[tuple[str, float]]]]  # text, next word, predictions
+    words: list[tuple[str, str, list[tuple[str, float]]]]  # (text, next word, predictions)
     plan: Plan
 
 
