@@ -81,7 +81,7 @@ def embeddings(a: Any, b: Any) -> None:
 
 
 def number(name: str, value: Any, a: Tensor) -> None:
-    """Checks `scale` or `bias`: a number, or a floating-point tensor with one number."""
+    """Checks that `scale` or `bias` is a number, or a floating-point tensor with one number."""
     if isinstance(value, Tensor):
         _floating(name, value)
         if value.numel() != 1:
@@ -185,7 +185,7 @@ def positive_ids(
 
 
 def supported(name: str) -> None:
-    """Raises inside `ll.invariant()` and inside transforms of torch.func."""
+    """Raises an error inside `ll.invariant()` and inside transforms of torch.func."""
     if is_invariant():
         raise RuntimeError(
             f"{name} must not be called inside ll.invariant(), because the loss of a pair depends"

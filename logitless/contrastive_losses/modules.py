@@ -13,7 +13,7 @@ from .sigmoid import sigmoid_contrastive
 
 
 class _Group:
-    """Holds a process group. A process group cannot be copied, so copies of a module share it."""
+    """Holds a process group. A process group cannot be copied, so all copies share one group."""
 
     def __init__(self, group):
         self.group = group

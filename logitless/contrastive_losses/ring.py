@@ -67,15 +67,14 @@ class Ring:
         return max(self.columns)
 
     def columns_before(self, owner: int) -> int:
-        """The number of rows of `b` on all ranks before `owner`."""
+        """The number of rows of `b` on the ranks 0 to `owner` - 1 together."""
         return sum(self.columns[:owner])
 
     def around(self, given: Sequence[Tensor], sums: Sequence[Tensor], visit: Visit) -> list[Tensor]:
         """Calls visit(owner, given, sums) for the block of each rank, and returns this rank's sums.
 
-        The arguments `given` and `sums` belong to this rank's block. Each of their tensors has one
-        entry per row of `b`. `visit` adds to `sums` in place. The next block is sent while `visit`
-        computes.
+        The lists `given` and `sums` hold tensors of this rank's block, with one entry per row of
+        `b`. `visit` adds to `sums` in place. The next block is sent while `visit` computes.
         """
         given, sums = list(given), list(sums)
         for step in range(self.count):

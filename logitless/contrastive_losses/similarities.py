@@ -43,8 +43,8 @@ class Similarities:
     def __init__(self, a: Tensor, most: int, workspace: int | None, backend: Any = None):
         """Allocates the memory of a chunk.
 
-        `most` is the largest number of rows of `b` in a block. Backward passes the backend of
-        forward, because the normalisers of the backends have different units.
+        `most` is the largest number of rows of `b` in a block. In backward, pass the backend of
+        forward as `backend`, because each backend stores normalisers in its own units.
         """
         self.backend: Any = backend_of(a) if backend is None else backend
         self.full = PRECISION[a.dtype]

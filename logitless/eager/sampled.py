@@ -38,12 +38,12 @@ class Sampling(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """The factor of y - max y in the exponent of a mass."""
+        """The rate in the formula of a mass, e^(rate · (y - max y))."""
         return self.proposal / self.temperature
 
 
 class Parts(NamedTuple):
-    """The functions with which a backend reads logits x (..., V). N is the number of rows.
+    """The functions of a backend that sample from logits x (..., V). N is the number of rows.
 
     `top(x, how)` returns the max of y of each row, as (N,). The max is NaN if a logit is NaN.
     `ends(x, top, how)` returns cumulative sums of masses as int64 (N, B), for B blocks of columns.
@@ -81,8 +81,8 @@ def draw(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draws n ids per row, and returns the results of `distinct` in shape (..., n).
 
-    If the columns are sharded over ranks, x holds this rank's columns, `start` is the first of
-    these columns, and `join` is an all-gather. Without ranks, `join` is None.
+    If the columns are sharded over ranks, x holds the columns of this rank. Then `start` is the
+    index of the first of these columns, and `join` is an all-gather. Without ranks, `join` is None.
     """
     (N, n), V = uniforms.shape, x.shape[-1]
     empty = V == 0 or N == 0
@@ -127,8 +127,8 @@ def distinct(
     """Returns the distinct ids of each row, their log-weights, and a mask, each of shape (N, n).
 
     The slots after the last distinct id are masked, and hold id 0 and log-weight -inf. If all
-    logits of a row are -inf, all slots of this row are masked. A row with a logit of NaN, or with a
-    max of +inf, has one unmasked slot, whose log-weight is NaN.
+    logits of a row are -inf, all slots of this row are masked. If a row has a logit of NaN or +inf,
+    one slot of this row is unmasked, and has the log-weight NaN.
     """
     first = torch.ones_like(ids, dtype=torch.bool)
     first[:, 1:] = ids[:, 1:] != ids[:, :-1]

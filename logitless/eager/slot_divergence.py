@@ -113,8 +113,8 @@ def _compare(
         return value, g, None
 
     log_p = rest(log_p) if sparse.tail is None else sparse.tail.reshape(-1).to(log_q.dtype)
-    # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is treated as empty too,
-    # because such a small tail can come from rounding the teacher's p to 16 bits.
+    # A teacher's tail below LOG_ROUNDING can be a rounding error of the teacher's p in 16 bits. If
+    # the student's tail is empty, such a small tail of the teacher is treated as empty too.
     no_tail = (log_q_tail == -torch.inf) & (log_p < LOG_ROUNDING)
     log_p = torch.where(no_tail, -torch.inf, log_p)
     f, g_tail = _terms(log_p, log_p.exp(), log_q_tail, log_q_tail.exp(), divergence, beta)
@@ -158,7 +158,7 @@ def _terms(log_p, p, log_q, q, divergence, beta):
         return f, f + q
     if divergence == "jsd":
         u = log_q - log_p
-        # full_like keeps the dtype of its argument. torch.where of two Python numbers would return
+        # `torch.full_like` keeps the dtype of u. `torch.where` with two Python numbers would return
         # the default dtype instead.
         share = torch.full_like(u, 1 - beta).masked_fill(u > 0, beta)
         log_m = torch.log1p(share * torch.expm1(-u.abs()))
