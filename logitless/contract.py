@@ -343,10 +343,11 @@ class Pair(NamedTuple):
     TENSORS = (("teacher", TEACHER),)
 
 
-# The number of values saved per row for a loss against a dense teacher. The first four values are
-# the max and the sum of exponentials, for the student's logits and for the teacher's logits. For
-# "tvd", the fifth value is a ratio of two masses. For all other losses, the fifth value is a mean
-# under the student's probabilities. eager/pair.py defines this mean for each loss.
+# The number of values saved per row for a loss against a dense teacher. The first two values are
+# the max and the sum of exponentials of the student's logits. The next two values are the same for
+# the teacher's logits. For "tvd", the fifth value is a ratio of two masses. For all other losses,
+# the fifth value is a mean under the student's probabilities. eager/pair.py defines this mean for
+# each loss.
 PAIR_STATE = 5
 
 # The kinds of `Pair` whose loss needs two passes over the logits. The second pass computes the

@@ -171,7 +171,7 @@ def options(reduction: Any, averaged: Any, workspace: Any) -> None:
 def positive_ids(
     positives: Tensor | None, b: Tensor, ignore_index: int | None = None
 ) -> Tensor | None:
-    """Returns the positives as int64. Raises if a positive is not in [0, M), where M = len(b).
+    """Returns the positives as int64. Raises an error for a positive outside [0, len(b)).
 
     On a GPU, the positives are read only with LOGITLESS_CHECK=1.
     """

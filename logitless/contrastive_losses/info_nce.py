@@ -283,7 +283,7 @@ def _finished(
 
 
 def _reduced(losses: Tensor, ignored: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
-    """Returns the sum or mean of the losses of all ranks, and the factor of each loss in it.
+    """Returns the sum or mean of the losses of all ranks, and the factor of each loss.
 
     The factor is 1 for a sum, and 1 / count for a mean.
     """

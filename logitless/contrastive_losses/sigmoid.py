@@ -44,10 +44,10 @@ def sigmoid_contrastive(
         Σ_j log(1 + e^(-y_ij z_ij))
 
     `positives` (N,) holds the index of the positive in `b` for each row of `a`. By default, the
-    positive of row i is row i of `b`. reduction="mean" divides the sum by the number of rows of
-    `a`. "none" returns one loss per row. `scale` and `bias` are numbers, or tensors with one
-    number. The tensors can require gradients. SigLIP starts with scale 10 and bias -10, because
-    most pairs are negatives.
+    positive of row i is row i of `b`. With reduction="mean", the sum is divided by the number of
+    rows of `a`. With reduction="none", the function returns one loss per row. `scale` and `bias`
+    are numbers, or tensors with one number. The tensors can require gradients. SigLIP starts with
+    scale 10 and bias -10, because most pairs are negatives.
 
     Forward and backward together take three GEMMs for "mean" and "sum", and four GEMMs for "none".
     The other arguments have the same meaning as in `contrastive`. With `group`, the rows of `b` on
@@ -108,7 +108,7 @@ class Inputs(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Flags, each of which is True if a tensor needs a gradient."""
+    """One flag per tensor, which is True if this tensor needs a gradient."""
 
     a: bool
     b: bool

@@ -21,8 +21,8 @@ from ..heads.gradient_sums import Sum, clear_padding
 # Rows of similarities are padded to a multiple of PACK columns. The kernels then read 16 bytes at a
 # time, because Triton vectorises a load only if the stride is a multiple of 16.
 PACK = 16
-# In the eager backend, up to five tensors of the size of a chunk are in memory at once. The chunk
-# is one of the five. So a chunk gets only a part of the workspace.
+# In the eager backend, a chunk and up to four temporary tensors of the same size are in memory at
+# once. So a chunk gets only a part of the workspace.
 EAGER_PART = 8
 # The largest number of rows of a chunk. CUDA allows 65,535 programs along the second dimension of a
 # grid, and a program of the kernels computes at least 64 rows.
@@ -77,7 +77,7 @@ class Similarities:
 
 
 class Gradients:
-    """Sums the gradients of `a`, and of one block of `b` at a time, in fp32 or fp64.
+    """Sums the gradient of `a`, and the gradient of the current block of `b`, in fp32 or fp64.
 
     These gradients are not yet multiplied by `scale`.
     """

@@ -4,10 +4,10 @@ The functions pair_read, pair_partial, pair_finish and pair_gradient have the sa
 kernels/. The formulas of the losses and gradients are in kernels/pair_fwd.py and
 kernels/pair_bwd.py. kernels/pair_state.py defines all symbols except d, which is defined below.
 
-The forward saves a state of shape (N, PAIR_STATE), which holds five numbers per row: shift and
-normaliser of the student, shift and normaliser of the teacher, and a mean in nats. A shift is the
-max of the logits, or 0 if the max is infinite. In this file, the exponents d are
-(logit - shift) / temperature, and the normaliser is Σ e^d. The mean is an expectation under the
+The forward saves a state of shape (N, PAIR_STATE), which holds five numbers per row. They are the
+shift and the normaliser of the student, the shift and the normaliser of the teacher, and a mean in
+nats. A shift is the max of the logits, or 0 if the max is infinite. In this file, the exponents d
+are (logit - shift) / temperature, and the normaliser is Σ e^d. The mean is an expectation under the
 student's probabilities q. For reverse KL, the mean is Σ q (d_q - d_p), where d_q are the student's
 exponents, and d_p are the teacher's exponents. For JSD, the mean is Σ q log(q / M), where M is the
 mixture of student and teacher. For a skewed KL, the mean is Σ q g, where `_skewed` returns g. For
@@ -94,8 +94,8 @@ def _skewed(log_q: Tensor, log_p: Tensor, skew: float, kind: str) -> tuple[Tenso
     For forward KL, the divergence is Σ p log(p / M) with M = αp + (1-α)q. For reverse KL, the
     divergence is Σ q log(q / M) with M = αq + (1-α)p. The divergence of a distribution r from M is
     computed as Σ (r log(r / M) + M - r). In this sum, no term is negative. The results are finite
-    for any logits, as in `_mixture`. g is the derivative of the divergence with respect to q, up to
-    a constant. g is 0 for p = q.
+    for any logits, as in `_mixture`. The derivative g is taken with respect to q. A constant is
+    added to g, so that g is 0 for p = q.
     """
     forward = kind == "skewed_forward"
     log_own, log_other = (log_p, log_q) if forward else (log_q, log_p)

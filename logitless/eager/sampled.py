@@ -3,12 +3,12 @@
 Each draw inverts the cumulative distribution of the row. The mass of an id is the integer
 round(2^40 · e^((y - max y) · proposal / temperature)), where y are the logits after the softcap.
 Let S be the sum of a row's masses, and let u be a random number in [0, 1]. The target of the draw
-is the integer floor(u · S). The drawn id is the smallest id for which the sum of all masses, up to
-and including this id, is above the target.
+is the integer floor(u · S). For each id, let C be the sum of the masses from id 0 up to this id.
+The drawn id is the smallest id whose C is greater than the target.
 
 All sums are sums of integers, and have no rounding errors. So the draws do not depend on how the
 columns are split over programs or ranks, and an id whose mass is 0 is never drawn. The mass of an
-id is 0 if p^proposal of the id is below 2^-41 times the largest p^proposal of the row.
+id is 0 if its p^proposal is less than 2^-41 times the largest p^proposal of the row.
 
 Both backends use the function `draw`. Each backend provides its own functions in `Parts`. The
 uniform numbers of a row must be in ascending order. Then the ids of the draws are in ascending

@@ -20,8 +20,8 @@ class Term(NamedTuple):
 
     coefficient: str  # a name of contract.FIELDS
     sign: int
-    # The name of a factor: "" stands for 1, "entropy" for the row's entropy, and "classes" for the
-    # sum Σ v of the class weights, or V without class weights.
+    # The name of a factor. "" stands for 1, and "entropy" for the row's entropy. "classes" stands
+    # for the sum Σ v of the class weights, or for V if there are no class weights.
     times: str = ""
 
 
@@ -103,7 +103,7 @@ def coefficients(
 
 
 def _factor(times: str, reading: Reading, state: Tensor) -> Tensor | int:
-    """Returns the factor that the field `times` of a Term names."""
+    """Returns the factor with the name `times` (see Term)."""
     if times == "entropy":
         return state[:, ENTROPY]
     v = reading.class_weight
