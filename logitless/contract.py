@@ -23,8 +23,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# If the logits are sliced, these constants say how another tensor is sliced with them. The
-# attribute `TENSORS` of a struct gives one of these constants for each tensor of the struct.
+# These constants say how a tensor is sliced together with the logits. The attribute `TENSORS` of a
+# struct gives one of these constants for each tensor of the struct.
 PER_ROW = "per row"  # shape (...) or (..., K), sliced together with the rows of the logits
 PER_CLASS = "per class"  # shape (V,), never sliced, not even for a shard of the vocabulary
 TEACHER = "teacher"  # shape (..., V), sliced together with the rows and the columns of the logits
@@ -90,8 +90,8 @@ class Reading(NamedTuple):
         return sums_of(self.wants, self.at_temperature_1)
 
     def fold_scale(self, scale: float, softcap: float | None) -> "Reading":
-        """Returns a Reading that multiplies the logits x by `scale` before the statistics. The
-        argument `softcap` applies to scale · x, and replaces the softcap of `self`.
+        """Returns a Reading that first multiplies the logits x by `scale`. The argument `softcap`
+        applies to scale · x, and replaces the softcap of `self`.
         """
         if scale == 1:
             return self._replace(softcap=softcap)
@@ -292,9 +292,9 @@ class Slots(NamedTuple):
     row_weight: Tensor | None  # (...), multiplies each row's divergence
     divergence: str  # "forward_kl", "reverse_kl", "jsd" or "tvd"
     # How probabilities are normalised over the slots (see kernels/slot_divergence.py): "truncate",
-    # "renorm_teacher", "renorm" or "tail". For logits that are already gathered at the teacher's
-    # ids, `support` is "gathered" (softmax over all K slots) or "gathered_renorm" (softmax over the
-    # unmasked slots).
+    # "renorm_teacher", "renorm" or "tail". If the logits are already gathered at the teacher's ids,
+    # `support` is "gathered" or "gathered_renorm". With "gathered", the softmax is over all K
+    # slots. With "gathered_renorm", the softmax is over the unmasked slots.
     support: str
     beta: float  # β of "jsd"
     kd_weight: float  # multiplies the divergence

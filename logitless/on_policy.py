@@ -152,8 +152,8 @@ def _complete(config: Any, model: Any) -> Any:
     """Returns a copy of the config, with the eos_token_id and pad_token_id for `generate`.
 
     If `config` lacks one of these ids, the id is taken from the model's own GenerationConfig. If
-    neither config has a pad_token_id, padding uses the first end-of-text token, or the token 0 if
-    there is no end-of-text token.
+    neither config has a pad_token_id, rows are padded with the first end-of-text token. If there is
+    no end-of-text token, rows are padded with the token 0.
     """
     from transformers import GenerationConfig
 
@@ -175,9 +175,9 @@ def _ids(eos: Any) -> list[int]:
 def _without_model_defaults() -> dict[str, bool]:
     """Returns use_model_defaults=False for versions of `generate` that have this argument.
 
-    In version 4 of Transformers, `generate` replaces every field of the config that has its default
-    value by the model's own value. With use_model_defaults=False, `generate` keeps these fields. In
-    version 5, `generate` replaces only fields that are None.
+    In version 4 of Transformers, `generate` changes the fields of the config that have their
+    default values. These fields get the model's own values. With use_model_defaults=False, these
+    fields stay unchanged. In version 5, `generate` changes only fields that are None.
     """
     from transformers import GenerationMixin
 

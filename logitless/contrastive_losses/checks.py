@@ -92,7 +92,7 @@ def number(name: str, value: Any, a: Tensor) -> None:
 
 
 def module_scale(scale: Any, max_scale: Any) -> None:
-    """Checks the initial scale of a module, and `max_scale`, which can be None."""
+    """Checks the options `scale` and `max_scale` of a module. `max_scale` can be None."""
     for name, value in (("scale", scale), ("max_scale", max_scale)):
         if name == "scale" or value is not None:
             option_checks.between(name, value, option_checks.LEAST, option_checks.MOST)

@@ -138,7 +138,7 @@ class How(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The gradients of the sum of all losses, before `_scaled` multiplies them by factors."""
+    """The gradients of the sum of all losses. `_scaled` multiplies these gradients by factors."""
 
     a: Tensor | None
     b: Tensor | None

@@ -108,7 +108,7 @@ class Inputs(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """One flag per tensor, which is True if this tensor needs a gradient."""
+    """One flag per tensor. A flag is True if its tensor needs a gradient."""
 
     a: bool
     b: bool
@@ -121,7 +121,7 @@ class Needs(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The gradients of the sum of all losses, before `_scaled` multiplies them by factors."""
+    """The gradients of the sum of all losses. `_scaled` multiplies these gradients by factors."""
 
     a: Tensor | None
     b: Tensor | None

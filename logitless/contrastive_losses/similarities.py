@@ -30,7 +30,7 @@ MOST_ROWS = 1 << 21
 
 
 class Chunk(NamedTuple):
-    """The similarities of some rows of `a` and of all rows of `b`."""
+    """The similarities between some rows of `a` and all rows of a block of `b`."""
 
     rows: slice
     x: Tensor  # (n, m)

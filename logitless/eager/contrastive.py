@@ -1,8 +1,8 @@
 """Contrastive losses over a block of similarities, in plain PyTorch.
 
 A block holds the similarities x = a @ b.T, where `a` and `b` hold one embedding per row. The logits
-of a block are z = scale · x. A pair that is left out has the logit -inf, unless the pair is a
-positive.
+of a block are z = scale · x. The logit of a pair that is left out is -inf. A positive is never left
+out.
 
 The state of a row or a column consists of two numbers: the max m of the logits, and the sum s of
 e^(z - m). The logits of further blocks are merged into the same state.

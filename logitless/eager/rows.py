@@ -47,7 +47,7 @@ def locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor]:
 
 
 def is_bad(ids: Tensor, inside: Tensor) -> Tensor:
-    """Returns a mask (N, 1) of the rows that have an id outside [0, V) other than NO_ID."""
+    """Returns a mask (N, 1) of the rows with an id outside [0, V). The id NO_ID is allowed."""
     return (~inside & (ids.reshape(inside.shape) != NO_ID)).any(1, keepdim=True)
 
 
@@ -160,7 +160,7 @@ def written_to(x: Tensor, into: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def written_back(flat: Tensor, into: Tensor) -> Tensor:
-    """Copies `flat` to `into`, unless `flat` is a view of `into`, and returns `into`."""
+    """Returns `into`. If `flat` is not a view of `into`, `flat` is first copied to `into`."""
     if flat.data_ptr() != into.data_ptr():
         into.copy_(flat.view(into.shape))
     return into

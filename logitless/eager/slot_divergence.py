@@ -125,13 +125,13 @@ def _compare(
 
 
 def _normalised(y: Tensor, temperature: float | Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns log softmax(y / temperature), and a mask (..., 1) of rows that are not all -inf.
+    """Returns log softmax(y / temperature), and a mask (..., 1) of the rows.
 
-    If all values of a row are -inf, its results are -inf too.
+    If all values of a row are -inf, its results are -inf too, and the mask is False.
     """
     top = y.amax(-1, keepdim=True)
-    # The max is subtracted before the division by the temperature, so that a common offset of the
-    # logits costs no precision.
+    # The max is subtracted before the division by the temperature. Otherwise, a large common offset
+    # of the logits would reduce the precision.
     d = y - torch.where(top.isinf(), 0.0, top)
     d = d if temperature is None else d / temperature
     s = d.exp().sum(-1, keepdim=True)
