@@ -176,9 +176,9 @@ STATE = 6
 class Partials(NamedTuple):
     """Partial statistics of the logits, for several disjoint sets of columns.
 
-    A set of columns is the part of a row that one program reads (a split), a block of columns that
-    a head computes at once, or the shard of one rank. Partial statistics can be merged in any
-    order. For an empty set of columns, the max M is -inf, and all sums are 0.
+    A set of columns is a split (the columns that one program reads), a block of columns that a head
+    computes at once, or the shard of one rank. Partial statistics can be merged in any order. For
+    an empty set of columns, the max M is -inf, and all sums are 0.
     """
 
     state: Tensor  # (N, number of sets, part_width); the fields M, ..., REF are listed below
@@ -350,11 +350,11 @@ class Pair(NamedTuple):
 # each loss.
 PAIR_STATE = 5
 
-# The kinds of `Pair` whose loss needs two passes over the logits. The second pass computes the
-# terms of the loss, which need the normalisers of the student's row and of the teacher's row. If
-# the columns of a row are divided into parts, the second pass computes PAIR_SUMS[kind] sums for
-# each part. The first sum is the loss of the part's columns. The other sums are written to the last
-# columns of the state (see eager/pair.py).
+# The kinds of `Pair` whose loss needs two passes over the logits. The first pass computes the
+# normalisers of the student and of the teacher. The second pass needs these normalisers to compute
+# the terms of the loss. If the columns of a row are divided into parts, the second pass computes
+# PAIR_SUMS[kind] sums for each part. The first sum is the loss of the part's columns. The other
+# sums are written to the last columns of the state (see eager/pair.py).
 PAIR_SUMS = {"jsd": 2, "skewed_forward": 2, "skewed_reverse": 2, "tvd": 3}
 
 # The dtype of statistics and losses for each dtype of logits.

@@ -280,7 +280,7 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
-    """Seeds the generators of the CPU and of the model's devices, and afterwards restores them.
+    """Seeds the random generators of the CPU and of the model's devices. Restores them at the end.
 
     `torch.manual_seed` would also seed all other devices.
     """

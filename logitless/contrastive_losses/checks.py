@@ -35,7 +35,7 @@ def contrastive(
         )
     if symmetric and len(a) != len(b):
         raise ValueError(
-            f"b must have {len(a)} rows like a with symmetric=True, got {_shape(b)}; pass"
+            f"b must have as many rows as a ({len(a)}) with symmetric=True, got {_shape(b)}; pass"
             " symmetric=False for different numbers of rows."
         )
     positive_columns(a, b, positives)

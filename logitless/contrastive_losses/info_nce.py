@@ -76,10 +76,10 @@ def contrastive(
     loss includes the rows of all ranks, and has the same value on all ranks. `positives` are
     indices of rows of this rank's `b`. `mask` has one column for every row of `b` on all ranks, in
     the order of the ranks. Every rank must call `backward`. Each rank gets the gradients of its own
-    rows of `a` and `b`, and its own part of the gradient of `scale`. With averaged=True, the
-    gradients for "mean" and "sum" are multiplied by the number of ranks, because DDP and FSDP
-    average gradients over ranks. With averaged=False, the sum of the ranks' gradients is the
-    gradient of the loss.
+    rows of `a` and `b`, and its own part of the gradient of `scale`. DDP and FSDP average gradients
+    over ranks. With averaged=True, the gradients of a mean or sum are therefore multiplied by the
+    number of ranks. With averaged=False, the sum of the ranks' gradients is the gradient of the
+    loss.
 
     torch.compile breaks the graph at this function, so fullgraph=True raises an error.
 

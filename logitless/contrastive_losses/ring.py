@@ -42,8 +42,8 @@ class Ring:
     def same_call(self, name: str, *args: Any) -> Iterator[None]:
         """Context manager for the code that checks the arguments of a call.
 
-        With LOGITLESS_CHECK=1, all ranks raise an error in two cases: the code in the `with` block
-        raises an error on one rank, or the ranks pass different options.
+        With LOGITLESS_CHECK=1, all ranks raise an error if the `with` block raises an error on one
+        rank. All ranks also raise an error if they pass different options.
         """
         compares = self.count > 1 and thorough()
         try:

@@ -61,8 +61,8 @@ def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Te
     """Returns -log p of the positives, and the normalisers that `contrastive_gradient` needs.
 
     `picked` holds the similarities of the positives. The normalisers are the numbers m and log s of
-    each row, as (n, 2). The normalisers are not stored as the sum m + log s, because a large m
-    would leave few digits of s in the rounded sum.
+    each row, as (n, 2). The numbers m and log s are stored separately, because their rounded sum
+    would lose digits of log s if m is large.
     """
     m, log_s = state[:, 0], state[:, 1].log()
     return log_s - (picked.to(m.dtype) * scale - m), torch.stack((m, log_s), 1)

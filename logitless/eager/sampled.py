@@ -7,8 +7,8 @@ is the integer floor(u · S). For each id, let C be the sum of the masses from i
 The drawn id is the smallest id whose C is greater than the target.
 
 All sums are sums of integers, and have no rounding errors. So the draws do not depend on how the
-columns are split over programs or ranks, and an id whose mass is 0 is never drawn. The mass of an
-id is 0 if its p^proposal is less than 2^-41 times the largest p^proposal of the row.
+columns are split over programs or ranks. An id with the mass 0 is never drawn. The mass of an id is
+0 if its p^proposal is less than 2^-41 times the largest p^proposal of the row.
 
 Both backends use the function `draw`. Each backend provides its own functions in `Parts`. The
 uniform numbers of a row must be in ascending order. Then the ids of the draws are in ascending
@@ -48,10 +48,10 @@ class Parts(NamedTuple):
     `top(x, how)` returns the max of y of each row, as (N,). The max is NaN if a logit is NaN.
     `ends(x, top, how)` returns cumulative sums of masses as int64 (N, B), for B blocks of columns.
     The function also returns `top`. If the argument `top` is None, `ends` computes the max itself.
-    `columns(x, top, how, ends, targets)` returns the columns of the draws, and y - top at these
-    columns. Both results have the shape (N, n) of the targets. Targets must be in [0, S). If the
-    proposal is 1, y - top is not needed, and None is returned instead. `distinct` is the function
-    `distinct` of this file, or a function with the same results.
+    `columns(x, top, how, ends, targets)` returns the drawn columns, and y - top at these columns.
+    Both results have the shape (N, n) of the targets. Targets must be in [0, S). If the proposal is
+    1, y - top is not needed, and None is returned instead. `distinct` is the function `distinct` of
+    this file, or a function with the same results.
     """
 
     top: Callable[..., Tensor]

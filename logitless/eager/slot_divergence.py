@@ -1,4 +1,4 @@
-"""Computes a divergence over the K slots of each row, and the divergence's gradient, in PyTorch.
+"""Computes a divergence over the K slots of each row, and its gradient, in plain PyTorch.
 
 kernels/slot_divergence.py gives the formulas, and explains the values of the option `support`.
 """

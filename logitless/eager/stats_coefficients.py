@@ -26,8 +26,7 @@ class Term(NamedTuple):
 
 
 # The terms of each statistic that has a gradient, except the tail. A new statistic needs one line
-# in RULES. If there are K ids per row, the terms for "label" are added to the coefficients of the
-# ids instead.
+# in RULES. If there are K ids per row, the coefficients of the ids get the terms for "label".
 RULES: dict[str, tuple[Term, ...]] = {
     "lse": (Term("a", 1),),  # d lse / dz_i = p_i
     "picked": (Term("label", 1),),  # d z[id] / dz_i = [i = id]
