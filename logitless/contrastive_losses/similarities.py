@@ -1,4 +1,4 @@
-"""Similarities a @ b.T in chunks of rows, and the GEMMs for the gradients of `a` and `b`.
+"""Computes the similarities a @ b.T in chunks of rows, and the gradients of `a` and `b`.
 
 One chunk of similarities is in memory at a time. A backend reads the chunk, or overwrites the chunk
 with its gradient. All chunks use the same memory.

@@ -1,4 +1,4 @@
-"""Helpers of the plain PyTorch backend for chunks of rows, ids, exponents and reductions."""
+"""Helpers of the plain PyTorch backend for ids, exponents, reductions and chunks of rows."""
 
 from collections.abc import Iterator
 

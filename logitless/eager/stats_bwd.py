@@ -102,7 +102,7 @@ class _Terms:
 
     @property
     def only_a(self) -> bool:
-        """Whether the gradient is `a` · softmax(z), without the terms of label, ids and total."""
+        """Whether dy is `a` · softmax(z). Here, dy excludes the terms of label, ids and total."""
         return self.b is None and self.a_ids is None and not self.logprob_t1_apart
 
 

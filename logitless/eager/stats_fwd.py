@@ -251,7 +251,7 @@ def _finish(
 
 
 def _nan_if_bad(value: Tensor, columns: Tensor, reading: Reading) -> Tensor:
-    """Returns value (N, K) with NaN where `columns` (..., K) is outside the vocabulary."""
+    """Returns `value` (N, K), or NaN where `columns` (..., K) is outside the vocabulary."""
     inside = locate(columns, len(value), reading.vocab)[1]
     return value.masked_fill(~inside, torch.nan)
 
