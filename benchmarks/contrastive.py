@@ -9,9 +9,10 @@ so that a change of the GPU's clock affects all of them. A row is the median of 
 
 "GEMMs" are the GEMMs of a loss alone: four for InfoNCE in both directions, three for the sigmoid
 loss. Their similarities are computed in chunks of 1 GiB, as in our losses. InfoNCE computes the
-similarities twice, but keeps the last chunk of the first pass for the second pass. "two heads" are two calls of `ll.linear_cross_entropy`, one for each direction. A
-contender that does not fit into the memory of the GPU has no time. The output is Markdown. With
---out, the tables are written to DIR/contrastive.md.
+similarities twice, but keeps the last chunk of the first pass for the second pass. "two heads" are
+two calls of `ll.linear_cross_entropy`, one for each direction. A contender that does not fit into
+the memory of the GPU has no time. The output is Markdown. With --out, the tables are written to
+DIR/contrastive.md.
 """
 
 import argparse

@@ -23,9 +23,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# Each of these constants stands for a way to slice a tensor when the logits are sliced. The
-# attribute TENSORS of a struct lists the names of the struct's tensors, each with one of these
-# constants.
+# These constants say how a tensor is sliced together with the logits. The attribute `TENSORS` of a
+# struct gives one of these constants for each tensor of the struct.
 PER_ROW = "per row"  # shape (...) or (..., K), sliced together with the rows of the logits
 PER_CLASS = "per class"  # shape (V,), never sliced, not even for a shard of the vocabulary
 TEACHER = "teacher"  # shape (..., V), sliced together with the rows and the columns of the logits
@@ -41,7 +40,7 @@ STATISTICS = (
     "total",  # Σ v z, where v are the class weights
     "log_total",  # Σ v log p
     "argmax",  # int64, the lowest column that holds the max; -1 for ignored rows
-    "rank",  # int64, the number of logits greater than the label's, or the first id's (see `above`)
+    "rank",  # int64, how many logits exceed the logit of the label or first id (see `above`)
     "tail",  # log of the softmax mass outside the ids
     "logprob_t1",  # log p of the label at temperature 1
 )
@@ -91,9 +90,8 @@ class Reading(NamedTuple):
         return sums_of(self.wants, self.at_temperature_1)
 
     def fold_scale(self, scale: float, softcap: float | None) -> "Reading":
-        """Returns a Reading that requests, for logits x, the statistics of the logits scale · x.
-
-        The softcap of `self` is replaced by the argument `softcap`, which applies to scale · x.
+        """Returns a Reading that first multiplies the logits x by `scale`. The argument `softcap`
+        applies to scale · x, and replaces the softcap of `self`.
         """
         if scale == 1:
             return self._replace(softcap=softcap)
@@ -114,8 +112,8 @@ class Reading(NamedTuple):
     def squared(self, dtype: torch.dtype) -> tuple[Tensor | None, float]:
         """Returns the square of the temperature as two factors, a tensor and a number.
 
-        If each row has its own temperature, the tensor holds the squares, computed in `dtype`, and
-        the number is 1. Otherwise, the tensor is None, and the number is the square.
+        If each row has its own temperature, the tensor holds the squares in `dtype`, and the number
+        is 1. Otherwise, the tensor is None, and the number is the square.
         """
         if self.row_temperature is not None:
             return self.row_temperature.to(dtype).square(), 1.0
@@ -141,7 +139,7 @@ class RowStats(NamedTuple):
     total: Tensor | None = None  # (...)      Σ z
     argmax: Tensor | None = None  # (...)     int64, the lowest column that holds the max
     logprob: Tensor | None = None  # like ids  log p[ids]
-    rank: Tensor | None = None  # (...)       int64, how many logits are greater than the first id's
+    rank: Tensor | None = None  # (...)       int64, how many logits exceed the first id's logit
 
 
 class Statistics(NamedTuple):
@@ -178,19 +176,19 @@ STATE = 6
 class Partials(NamedTuple):
     """Partial statistics of the logits, for several disjoint sets of columns.
 
-    A set of columns is the part of a row that one program reads (a split), a block of columns that
-    a head computes at once, or the shard of one rank. Partial statistics can be merged in any
-    order. For an empty set of columns, the max M is -inf, and all sums are 0.
+    A set of columns is a split (the columns that one program reads), a block of columns that a head
+    computes at once, or the shard of one rank. Partial statistics can be merged in any order. For
+    an empty set of columns, the max M is -inf, and all sums are 0.
     """
 
     state: Tensor  # (N, number of sets, part_width); the fields M, ..., REF are listed below
     picked: Tensor | None = None  # (N, K), y at the ids; 0 for an id outside these columns
 
 
-# Fields of Partials.state, where y = z · temperature, m is the max of y over the set of columns,
-# and d = y - m. The order of the fields is fixed, and the fields that most losses need come first.
-# Partials.state ends after the last field that a requested statistic needs. An earlier field that
-# no requested statistic needs is undefined.
+# Fields of Partials.state. In the comments, y is z · temperature, m is the max of y over the set of
+# columns, and d is y - m. The order of the fields is fixed, and the fields that most losses need
+# come first. Partials.state ends after the last field that a requested statistic needs. An earlier
+# field that no requested statistic needs is undefined.
 M = 0  # max y
 S = 1  # Σ e^(d / temperature)
 Y_LABEL = 2  # y at the label; 0 if the label is outside these columns
@@ -224,9 +222,9 @@ def sums_of(wants: tuple[str, ...], at_temperature_1: bool) -> Sums:
 def part_width(entropy: bool, argmax: bool, second: bool, total: bool) -> int:
     """Returns the number of fields of Partials.state. The arguments are the flags of Sums.
 
-    Partials.state ends with the last field that is needed. Earlier fields that are not needed stay
-    in Partials.state with undefined values. Ranks send the undefined values too, so that the
-    gathered tensors need no repacking.
+    Partials.state ends with the last field that is needed. An earlier field that is not needed has
+    undefined values. Ranks send the undefined values too, so that the gathered tensors have the
+    same layout.
     """
     if total:
         return PART
@@ -244,7 +242,7 @@ def as_bits(whole: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def of_bits(t: Tensor) -> Tensor:
-    """Returns the integers whose bits `as_bits` stored in the floating-point tensor t."""
+    """The inverse of `as_bits`: reads the bits of the floating-point tensor t as integers."""
     return t.contiguous().view(torch.int32 if t.dtype == torch.float32 else torch.int64)
 
 
@@ -271,10 +269,10 @@ FIELDS = ("a", "b", "label", "total", "a_ids", "logprob_t1")
 # The tail is the log of the softmax mass outside the ids. In a column i outside the ids, the
 # gradient of the tail has the term p_i / e^tail. If e^tail is very small, p_i underflows to 0 in
 # fp32, and 1 / e^tail overflows to infinity. Let `lift` be min(tail - LEAST_TAIL, 0), or 0 if the
-# tail is -inf. To avoid the underflow and the overflow, a loss with the coefficient "a_ids" uses
-# two other numbers in the columns outside the ids: p_i · e^-lift instead of p_i, and `a` · e^lift
-# instead of `a`. The product `a` · p_i does not change. For such a loss, the field A holds the
-# number `a` · e^lift.
+# tail is -inf. A loss with the coefficient "a_ids" avoids the underflow and the overflow. In the
+# columns outside the ids, such a loss uses p_i · e^-lift instead of p_i, and `a` · e^lift instead
+# of `a`. The product `a` · p_i does not change. For such a loss, the field A holds the number `a` ·
+# e^lift.
 LEAST_TAIL = -32.0
 
 NO_ID = -(2**31)  # the id of a masked slot; a masked slot is not read and has no gradient
@@ -294,9 +292,9 @@ class Slots(NamedTuple):
     row_weight: Tensor | None  # (...), multiplies each row's divergence
     divergence: str  # "forward_kl", "reverse_kl", "jsd" or "tvd"
     # How probabilities are normalised over the slots (see kernels/slot_divergence.py): "truncate",
-    # "renorm_teacher", "renorm" or "tail". For logits that are already gathered at the teacher's
-    # ids, `support` is "gathered" (softmax over all K slots) or "gathered_renorm" (softmax over the
-    # unmasked slots).
+    # "renorm_teacher", "renorm" or "tail". If the logits are already gathered at the teacher's ids,
+    # `support` is "gathered" or "gathered_renorm". With "gathered", the softmax is over all K
+    # slots. With "gathered_renorm", the softmax is over the unmasked slots.
     support: str
     beta: float  # β of "jsd"
     kd_weight: float  # multiplies the divergence
@@ -345,17 +343,18 @@ class Pair(NamedTuple):
     TENSORS = (("teacher", TEACHER),)
 
 
-# The number of values saved per row for a loss against a dense teacher. The first four values are
-# the max and the sum of exponentials, for the student's logits and for the teacher's logits. For
-# "tvd", the fifth value is a ratio of two masses. For all other losses, the fifth value is a mean
-# under the student's probabilities. eager/pair.py defines this mean for each loss.
+# The number of values saved per row for a loss against a dense teacher. The first two values are
+# the max and the sum of exponentials of the student's logits. The next two values are the same for
+# the teacher's logits. For "tvd", the fifth value is a ratio of two masses. For all other losses,
+# the fifth value is a mean under the student's probabilities. eager/pair.py defines this mean for
+# each loss.
 PAIR_STATE = 5
 
-# The kinds of `Pair` whose loss needs two passes over the logits. The second pass computes the
-# terms of the loss, which need the normalisers of the student's row and of the teacher's row. If
-# the columns of a row are divided into parts, the second pass computes PAIR_SUMS[kind] sums for
-# each part. The first sum is the loss of the part's columns. The other sums are written to the last
-# columns of the state (see eager/pair.py).
+# The kinds of `Pair` whose loss needs two passes over the logits. The first pass computes the
+# normalisers of the student and of the teacher. The second pass needs these normalisers to compute
+# the terms of the loss. If the columns of a row are divided into parts, the second pass computes
+# PAIR_SUMS[kind] sums for each part. The first sum is the loss of the part's columns. The other
+# sums are written to the last columns of the state (see eager/pair.py).
 PAIR_SUMS = {"jsd": 2, "skewed_forward": 2, "skewed_reverse": 2, "tvd": 3}
 
 # The dtype of statistics and losses for each dtype of logits.

@@ -320,7 +320,7 @@ class SampledSoftmaxLoss(nn.Module):
 
 
 class FusedHead(nn.Linear):
-    """A linear head. Losses of logitless and PyTorch do not materialise the head's large logits.
+    """A linear head whose logits are not materialised by losses of logitless and PyTorch.
 
     If gradients are needed, the head returns lazy logits (LazyLogits). A loss over lazy logits is
     computed from the hidden states and the weight. Without gradients, as in evaluation and

@@ -1,7 +1,7 @@
 """Samples completions from a student model, for on-policy distillation.
 
-logitless/hf.py exports `sample`, and uses this module in a Trainer of Transformers. The divergence
-between student and teacher on the completions is computed in store/training.py.
+logitless/hf.py exports `sample`, and uses this module in a Trainer of Transformers.
+store/training.py computes the divergence between student and teacher on the completions.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ def sample(
     `model` is a causal model of Transformers, fused or not, with or without an adapter of PEFT.
     `inputs` is a batch with input_ids of shape (B, T). The prompt of a row is all tokens before the
     first token whose label is not -100. If all labels of a row are -100, or if `inputs` has no
-    labels, the whole row is the prompt. Tokens whose attention_mask is 0 are padding, on either
-    side of a row.
+    labels, the whole row is the prompt. Tokens with attention_mask 0 are padding. A row can have
+    padding on both sides.
 
     The result holds tensors of shape (B, T'). Each row holds the prompt, then the completion, then
     padding. The labels are the tokens of the completion, and -100 elsewhere. The first token in
@@ -151,9 +151,9 @@ def check_seed(seed: Any) -> None:
 def _complete(config: Any, model: Any) -> Any:
     """Returns a copy of the config, with the eos_token_id and pad_token_id for `generate`.
 
-    Ids that `config` does not have are taken from the model's own GenerationConfig. If neither
-    config has a pad_token_id, the first end-of-text token is used for padding, or the token 0 if
-    there is no end-of-text token.
+    If `config` lacks one of these ids, the id is taken from the model's own GenerationConfig. If
+    neither config has a pad_token_id, rows are padded with the first end-of-text token. If there is
+    no end-of-text token, rows are padded with the token 0.
     """
     from transformers import GenerationConfig
 
@@ -175,9 +175,9 @@ def _ids(eos: Any) -> list[int]:
 def _without_model_defaults() -> dict[str, bool]:
     """Returns use_model_defaults=False for versions of `generate` that have this argument.
 
-    In version 4 of Transformers, `generate` replaces fields of the config that have the default
-    value by the model's own values, unless use_model_defaults=False is passed. Version 5 replaces
-    only fields that are None.
+    In version 4 of Transformers, `generate` changes the fields of the config that have their
+    default values. These fields get the model's own values. With use_model_defaults=False, these
+    fields stay unchanged. In version 5, `generate` changes only fields that are None.
     """
     from transformers import GenerationMixin
 
@@ -280,7 +280,7 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
-    """Seeds the generators of the CPU and of the model's devices, and afterwards restores them.
+    """Seeds the random generators of the CPU and of the model's devices. Restores them at the end.
 
     `torch.manual_seed` would also seed all other devices.
     """

@@ -35,7 +35,7 @@ def contrastive(
         )
     if symmetric and len(a) != len(b):
         raise ValueError(
-            f"b must have {len(a)} rows like a with symmetric=True, got {_shape(b)}; pass"
+            f"b must have as many rows as a ({len(a)}) with symmetric=True, got {_shape(b)}; pass"
             " symmetric=False for different numbers of rows."
         )
     positive_columns(a, b, positives)
@@ -81,7 +81,7 @@ def embeddings(a: Any, b: Any) -> None:
 
 
 def number(name: str, value: Any, a: Tensor) -> None:
-    """Checks `scale` or `bias`: a number, or a floating-point tensor with one number."""
+    """Checks that `scale` or `bias` is a number, or a floating-point tensor with one number."""
     if isinstance(value, Tensor):
         _floating(name, value)
         if value.numel() != 1:
@@ -92,7 +92,7 @@ def number(name: str, value: Any, a: Tensor) -> None:
 
 
 def module_scale(scale: Any, max_scale: Any) -> None:
-    """Checks the initial scale of a module, and `max_scale`, which can be None."""
+    """Checks the options `scale` and `max_scale` of a module. `max_scale` can be None."""
     for name, value in (("scale", scale), ("max_scale", max_scale)):
         if name == "scale" or value is not None:
             option_checks.between(name, value, option_checks.LEAST, option_checks.MOST)
@@ -171,7 +171,7 @@ def options(reduction: Any, averaged: Any, workspace: Any) -> None:
 def positive_ids(
     positives: Tensor | None, b: Tensor, ignore_index: int | None = None
 ) -> Tensor | None:
-    """Returns the positives as int64. Raises if a positive is not in [0, M), where M = len(b).
+    """Returns the positives as int64. Raises an error for a positive outside [0, len(b)).
 
     On a GPU, the positives are read only with LOGITLESS_CHECK=1.
     """
@@ -185,7 +185,7 @@ def positive_ids(
 
 
 def supported(name: str) -> None:
-    """Raises inside `ll.invariant()` and inside transforms of torch.func."""
+    """Raises an error inside `ll.invariant()` and inside transforms of torch.func."""
     if is_invariant():
         raise RuntimeError(
             f"{name} must not be called inside ll.invariant(), because the loss of a pair depends"

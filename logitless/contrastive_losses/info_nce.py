@@ -1,17 +1,18 @@
 """InfoNCE, the cross-entropy of each row against the other rows of a batch, as in CLIP.
 
-The first pass computes the similarities in chunks, and keeps two numbers per row. The symmetric loss
-also keeps two numbers per column. The second pass computes the similarities again, overwrites each
-chunk with its gradient, and adds the chunk's contributions to the gradients of `a` and `b`. Both
-passes together take four GEMMs, for one direction and for the symmetric loss.
+The first pass computes the similarities in chunks, and keeps two numbers per row. For the symmetric
+loss, the first pass also keeps two numbers per column. The second pass computes the similarities
+again, overwrites each chunk with its gradient, and adds the chunk's contributions to the gradients
+of `a` and `b`. The two passes take four GEMMs.
 
-In one process, forward makes both passes for a mean or a sum. Then the second pass finds the last
-chunk of the first pass in memory. The gradient of one direction needs only the statistics of whole
-rows, and each chunk contains whole rows. So one direction takes only one pass, with three GEMMs.
+In one process, forward makes both passes for a mean or a sum. The second pass takes the chunks in
+reverse order, and the last chunk of the first pass is still in memory. The gradient of one
+direction needs only the statistics of whole rows, and each chunk contains whole rows. So one
+direction takes one pass with three GEMMs.
 
-Backward makes the second pass in two cases. For reduction="none", the gradients of the losses are
-known only in backward. Over several ranks, the statistics of a row are complete only after the last
-step of the ring.
+Otherwise, backward makes the second pass. With reduction="none", the upstream gradients are known
+only in backward. Over several ranks, the statistics of a row are complete only after the last step
+of the ring.
 """
 
 from collections.abc import Sequence
@@ -59,9 +60,9 @@ def contrastive(
     `b` for each row of `a`. By default, the positive of row i is row i of `b`. A row whose positive
     is `ignore_index` does not count.
 
-    `scale` is 1 / temperature. The argument is a number, or a tensor with one number, and the
-    tensor can require a gradient. The function does not normalise `a` and `b`. For cosine
-    similarities, normalise `a` and `b` before the call.
+    `scale` is 1 / temperature. Pass a number, or a tensor with one number. The tensor can require a
+    gradient. The function does not normalise `a` and `b`. For cosine similarities, normalise `a`
+    and `b` before the call.
 
     Some pairs are not real negatives, and should be left out of the sum over j. `mask` (N, M) is
     True for pairs that are left out. With `labels`, all pairs with equal labels are left out, and
@@ -74,13 +75,14 @@ def contrastive(
     process, the mean or sum of one direction takes three GEMMs.
 
     If `group` is a process group or a DeviceMesh, each rank passes its own rows of `a` and `b`. The
-    rows of `b` on all ranks are negatives of each row of `a`. "mean" and "sum" include the rows of
-    all ranks, and their values are the same on all ranks. `positives` are indices of rows of this
-    rank's `b`. `mask` has one column for every row of `b` on all ranks, in the order of the ranks.
-    Every rank must call `backward`. Each rank gets the gradients of its own rows of `a` and `b`,
-    and its own part of the gradient of `scale`. With averaged=True, the gradients for "mean" and
-    "sum" are multiplied by the number of ranks, because DDP and FSDP average gradients over ranks.
-    With averaged=False, the sum of the ranks' gradients is the gradient of the loss.
+    rows of `b` on all ranks are negatives of each row of `a`. With reduction="mean" or "sum", the
+    loss includes the rows of all ranks, and has the same value on all ranks. `positives` are
+    indices of rows of this rank's `b`. `mask` has one column for every row of `b` on all ranks, in
+    the order of the ranks. Every rank must call `backward`. Each rank gets the gradients of its own
+    rows of `a` and `b`, and its own part of the gradient of `scale`. DDP and FSDP average gradients
+    over ranks. With averaged=True, the gradients of a mean or sum are therefore multiplied by the
+    number of ranks. With averaged=False, the sum of the ranks' gradients is the gradient of the
+    loss.
 
     torch.compile breaks the graph at this function, so fullgraph=True raises an error.
 
@@ -139,7 +141,7 @@ class How(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The gradients of the sum of all losses, before `_scaled` multiplies them by factors."""
+    """The gradients of the sum of all losses. `_scaled` multiplies these gradients by factors."""
 
     a: Tensor | None
     b: Tensor | None
@@ -173,7 +175,9 @@ class Pairs(NamedTuple):
         return Pairs(a, b, scale, positives, ignored, bad, mask, labels, how.ring)
 
     def block(self, owner: int, labels: Sequence[Tensor]) -> Block:
-        """Returns the Block of this rank's rows of `a` and the rows of `b` of rank `owner`."""
+        """Returns the Block that pairs this rank's rows of `a` with the rows of `b` on rank
+        `owner`.
+        """
         own, mask = owner == self.ring.index, self.mask
         if mask is not None:
             start = self.ring.columns_before(owner)
@@ -286,7 +290,7 @@ def _finished(
 
 
 def _reduced(losses: Tensor, ignored: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
-    """Returns the sum or mean of the losses of all ranks, and the factor of each loss in it.
+    """Returns the sum or mean of the losses of all ranks, and the factor of each loss.
 
     The factor is 1 for a sum, and 1 / count for a mean.
     """
@@ -337,7 +341,7 @@ def _sums(
 def _scaled(
     sums: Sums, pairs: Pairs, how: How, share: Tensor | None, upstream: Tensor, scale: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Multiplies the sums by their factors, and returns the gradients of `a`, `b` and `scale`."""
+    """Computes the gradients of `a`, `b` and `scale` from the sums over all pairs."""
     factor = pairs.scale.new_full((), 0.5 if how.symmetric else 1.0)
     if share is not None:
         factor = factor * share * upstream
@@ -354,7 +358,7 @@ def _scaled(
 
 
 def _no_logits(count: int, like: Tensor) -> Tensor:
-    """Returns the states of `count` rows before any logits are merged: max -inf and sum 0."""
+    """Returns the initial states of `count` rows, with the max -inf and the sum 0."""
     state = like.new_zeros((count, 2))
     state[:, 0] = -torch.inf
     return state

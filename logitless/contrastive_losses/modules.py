@@ -13,7 +13,7 @@ from .sigmoid import sigmoid_contrastive
 
 
 class _Group:
-    """Holds a process group. A process group cannot be copied, so copies of a module share it."""
+    """Holds a process group. A process group cannot be copied, so all copies share one group."""
 
     def __init__(self, group):
         self.group = group
@@ -81,11 +81,10 @@ class ContrastiveLoss(_ContrastiveModule):
     """`logitless.contrastive` as a module, with a scale that can be trained.
 
     The scale is exp(log_scale). The scale starts at `scale`, and is at most `max_scale`. As in
-    CLIP, the parameter is the logarithm of the scale. So a step of the optimiser multiplies the
-    scale by a factor. With trainable=False, the scale is constant. The module does not normalise
-    the embeddings. `group` is not stored in a state_dict. Copies of a module share the group, and a
-    module with a group cannot be pickled. The other options are the same as in
-    `logitless.contrastive`.
+    CLIP, the parameter is the logarithm of the scale. With trainable=False, the scale is constant.
+    The module does not normalise the embeddings. `group` is not stored in a state_dict. Copies of a
+    module share the group, and a module with a group cannot be pickled. The other options are the
+    same as in `logitless.contrastive`.
 
     >>> loss = ContrastiveLoss()(images, texts)
     """

@@ -5,9 +5,9 @@ computes the similarities of its own rows of `a` with one block, and sends the b
 rank. With R ranks, R steps compute the similarities of all pairs. A rank holds at most two blocks
 at a time, so the memory of a rank does not grow with the number of ranks.
 
-Some sums, such as the gradient of `b`, have one entry per row of `b`. These sums are sent together
-with the block. Every rank adds its own contribution to the sums. After the last step, the sums are
-sent to the rank that owns the block. The order of the additions is fixed.
+Some sums, such as the gradient of `b`, have one entry per row of `b`. The ranks send these sums
+together with the block. Every rank adds its own contribution to the sums. After the last step, the
+sums are sent to the rank that owns the block. The order of the additions is fixed.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ class Ring:
     def same_call(self, name: str, *args: Any) -> Iterator[None]:
         """Context manager for the code that checks the arguments of a call.
 
-        With LOGITLESS_CHECK=1, all ranks raise if the code in the `with` block raises on one rank,
-        or if the ranks pass different options.
+        With LOGITLESS_CHECK=1, all ranks raise an error if the `with` block raises an error on one
+        rank. All ranks also raise an error if they pass different options.
         """
         compares = self.count > 1 and thorough()
         try:
@@ -67,15 +67,14 @@ class Ring:
         return max(self.columns)
 
     def columns_before(self, owner: int) -> int:
-        """The number of rows of `b` on all ranks before `owner`."""
+        """The number of rows of `b` on the ranks 0 to `owner` - 1 together."""
         return sum(self.columns[:owner])
 
     def around(self, given: Sequence[Tensor], sums: Sequence[Tensor], visit: Visit) -> list[Tensor]:
         """Calls visit(owner, given, sums) for the block of each rank, and returns this rank's sums.
 
-        The arguments `given` and `sums` belong to this rank's block. Each of their tensors has one
-        entry per row of `b`. `visit` adds to `sums` in place. The next block is sent while `visit`
-        computes.
+        The lists `given` and `sums` hold tensors of this rank's block, with one entry per row of
+        `b`. `visit` adds to `sums` in place. The next block is sent while `visit` computes.
         """
         given, sums = list(given), list(sums)
         for step in range(self.count):

@@ -1,10 +1,10 @@
 """The sigmoid loss of SigLIP, in which every pair is one binary classification.
 
 The loss has no normaliser. So the loss and the gradient of a chunk depend only on the similarities
-of this chunk. With reduction="mean" or "sum", forward computes the gradients too, in three GEMMs,
-and backward multiplies the gradients by the upstream gradient. With reduction="none", the upstream
-gradient differs between rows. So backward computes the similarities again, and the loss takes four
-GEMMs.
+of this chunk. With reduction="mean" or "sum", forward computes the loss and the gradients in three
+GEMMs. Backward multiplies the gradients by the upstream gradient. With reduction="none", the
+upstream gradient differs between rows. So backward computes the similarities again, and the loss
+takes four GEMMs.
 """
 
 from collections.abc import Sequence
@@ -44,10 +44,10 @@ def sigmoid_contrastive(
         Σ_j log(1 + e^(-y_ij z_ij))
 
     `positives` (N,) holds the index of the positive in `b` for each row of `a`. By default, the
-    positive of row i is row i of `b`. reduction="mean" divides the sum by the number of rows of
-    `a`. "none" returns one loss per row. `scale` and `bias` are numbers, or tensors with one
-    number. The tensors can require gradients. SigLIP starts with scale 10 and bias -10, because
-    most pairs are negatives.
+    positive of row i is row i of `b`. With reduction="mean", the sum is divided by the number of
+    rows of `a`. With reduction="none", the function returns one loss per row. `scale` and `bias`
+    are numbers, or tensors with one number. The tensors can require gradients. SigLIP starts with
+    scale 10 and bias -10, because most pairs are negatives.
 
     Forward and backward together take three GEMMs for "mean" and "sum", and four GEMMs for "none".
     The other arguments have the same meaning as in `contrastive`. With `group`, the rows of `b` on
@@ -108,7 +108,7 @@ class Inputs(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Flags, each of which is True if a tensor needs a gradient."""
+    """One flag per tensor. A flag is True if its tensor needs a gradient."""
 
     a: bool
     b: bool
@@ -121,7 +121,7 @@ class Needs(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The gradients of the sum of all losses, before `_scaled` multiplies them by factors."""
+    """The gradients of the sum of all losses. `_scaled` multiplies these gradients by factors."""
 
     a: Tensor | None
     b: Tensor | None
@@ -172,8 +172,8 @@ def _pass(
     losses, numbers = scale.new_zeros(len(a)), scale.new_zeros(2)
     own, bad = inputs.positives, None
     if own is not None:
-        # On a GPU, a positive out of range does not raise. Instead, the row's loss and gradient are
-        # NaN.
+        # On a GPU, a positive out of range raises no error. Instead, the row's loss and gradient
+        # are NaN.
         bad = (own < 0) | (own >= len(b))
         upstream = torch.where(bad, torch.nan, 1.0 if upstream is None else upstream)
 
@@ -201,7 +201,7 @@ def _pass(
 
 
 def _reduced(losses: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    """Returns the sum or mean of the losses of all ranks, and the factor of each loss in it.
+    """Returns the sum or mean of the losses of all ranks, and the factor of each loss.
 
     The factor is 1 for a sum, and 1 / rows for a mean.
     """
@@ -214,7 +214,7 @@ def _scaled(
     sums: Sums, inputs: Inputs, how: How, share: Tensor | None, upstream: Tensor,
     needs: Needs,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Multiplies the sums by their factors, and returns the gradients of a, b, scale and bias."""
+    """Computes the gradients of `a`, `b`, `scale` and `bias` from the sums over all pairs."""
     factor = inputs.number(torch.ones_like(inputs.scale))
     if share is not None:
         factor = share * upstream * (how.ring.count if how.averaged else 1)

@@ -1,4 +1,4 @@
-"""Similarities a @ b.T in chunks of rows, and the GEMMs for the gradients of `a` and `b`.
+"""Computes the similarities a @ b.T in chunks of rows, and the gradients of `a` and `b`.
 
 One chunk of similarities is in memory at a time. A backend reads the chunk, or overwrites the chunk
 with its gradient. All chunks use the same memory. A loss that first reads all chunks and then
@@ -23,8 +23,8 @@ from ..heads.gradient_sums import Sum, clear_padding
 # Rows of similarities are padded to a multiple of PACK columns. The kernels then read 16 bytes at a
 # time, because Triton vectorises a load only if the stride is a multiple of 16.
 PACK = 16
-# In the eager backend, up to five tensors of the size of a chunk are in memory at once. The chunk
-# is one of the five. So a chunk gets only a part of the workspace.
+# In the eager backend, a chunk and up to four temporary tensors of the same size are in memory at
+# once. So a chunk gets only a part of the workspace.
 EAGER_PART = 8
 # The largest number of rows of a chunk. CUDA allows 65,535 programs along the second dimension of a
 # grid, and a program of the kernels computes at least 64 rows.
@@ -32,7 +32,7 @@ MOST_ROWS = 1 << 21
 
 
 class Chunk(NamedTuple):
-    """The similarities of some rows of `a` and of all rows of `b`."""
+    """The similarities between some rows of `a` and all rows of a block of `b`."""
 
     rows: slice
     x: Tensor  # (n, m)
@@ -45,8 +45,8 @@ class Similarities:
     def __init__(self, a: Tensor, most: int, workspace: int | None, backend: Any = None):
         """Allocates the memory of a chunk.
 
-        `most` is the largest number of rows of `b` in a block. Backward passes the backend of
-        forward, because the normalisers of the backends have different units.
+        `most` is the largest number of rows of `b` in a block. In backward, pass the backend of
+        forward as `backend`, because each backend stores normalisers in its own units.
         """
         self.backend: Any = backend_of(a) if backend is None else backend
         self.full = PRECISION[a.dtype]
@@ -89,7 +89,7 @@ class Similarities:
 
 
 class Gradients:
-    """Sums the gradients of `a`, and of one block of `b` at a time, in fp32 or fp64.
+    """Sums the gradient of `a`, and the gradient of the current block of `b`, in fp32 or fp64.
 
     These gradients are not yet multiplied by `scale`.
     """

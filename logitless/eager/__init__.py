@@ -1,4 +1,4 @@
-"""The backend in plain PyTorch, which is the default on CPUs, and on every device for fp64."""
+"""The backend in plain PyTorch. It is the default on a CPU, and for fp64 on every device."""
 
 from .contrastive import (
     contrastive_finish,

@@ -1,8 +1,8 @@
 """Contrastive losses over a block of similarities, in plain PyTorch.
 
 A block holds the similarities x = a @ b.T, where `a` and `b` hold one embedding per row. The logits
-of a block are z = scale · x. A pair that is left out has the logit -inf, unless the pair is a
-positive.
+of a block are z = scale · x. The logit of a pair that is left out is -inf. A positive is never left
+out.
 
 The state of a row or a column consists of two numbers: the max m of the logits, and the sum s of
 e^(z - m). The logits of further blocks are merged into the same state.
@@ -61,8 +61,8 @@ def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Te
     """Returns -log p of the positives, and the normalisers that `contrastive_gradient` needs.
 
     `picked` holds the similarities of the positives. The normalisers are the numbers m and log s of
-    each row, as (n, 2). The normalisers are not stored as the sum m + log s, because a large m
-    would leave few digits of s in the rounded sum.
+    each row, as (n, 2). The numbers m and log s are stored separately, because their rounded sum
+    would lose digits of log s if m is large.
     """
     m, log_s = state[:, 0], state[:, 1].log()
     return log_s - (picked.to(m.dtype) * scale - m), torch.stack((m, log_s), 1)
@@ -87,7 +87,7 @@ def contrastive_gradient(
         dz += _probability(z, columns.unsqueeze(0), column_upstream, 0, block)
     total = None
     if d_scale:
-        # z is not needed any more. x can be NaN if the pair is left out.
+        # The memory of z is reused. If a pair is left out, its entry of x can be NaN.
         total = z.copy_(x).masked_fill_(dz == 0, 0.0).mul_(dz).sum()
     x.copy_(dz)
     return total
@@ -100,11 +100,11 @@ def sigmoid_contrastive(
     gradient: bool,
     upstream: Tensor | None = None,  # (n,), or None for ones
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the sum of softplus(-y (z + bias)) over each row, and the sums of the gradient.
+    """Returns the sum of softplus(-y (z + bias)) over each row, and two sums for the backward.
 
     In this formula, y is 1 for positives and -1 for all other pairs. If `gradient` is True, the
-    function overwrites x with the gradient of the logits, and the second result holds Σ
-    gradient · x and Σ gradient, in shape (2,). Otherwise, the second result is None.
+    function overwrites x with the gradient of the logits. The second result then has the shape
+    (2,), and holds Σ gradient · x and Σ gradient. Otherwise, the second result is None.
     """
     t = x.to(PRECISION[x.dtype]) * block.scale
     t += bias
@@ -136,7 +136,7 @@ def _logits(x: Tensor, block: Block) -> Tensor:
 
 
 def _at_positives(t: Tensor, block: Block, change: Callable[[Tensor], Tensor]) -> None:
-    """Replaces the entries of t (n, m) at the positives of the block by change(entries)."""
+    """Applies `change` in place to the entries of t (n, m) that belong to positive pairs."""
     (n, m), rows = t.shape, torch.arange(len(t), device=t.device)
     if block.positives is not None:
         columns = block.positives

@@ -4,20 +4,20 @@ The functions pair_read, pair_partial, pair_finish and pair_gradient have the sa
 kernels/. The formulas of the losses and gradients are in kernels/pair_fwd.py and
 kernels/pair_bwd.py. kernels/pair_state.py defines all symbols except d, which is defined below.
 
-The forward saves a state of shape (N, PAIR_STATE), which holds five numbers per row: shift and
-normaliser of the student, shift and normaliser of the teacher, and a mean in nats. A shift is the
-max of the logits, or 0 if the max is infinite. In this file, the exponents d are
-(logit - shift) / temperature, and the normaliser is Σ e^d. The mean is an expectation under the
+The forward saves a state of shape (N, PAIR_STATE), which holds five numbers per row. They are the
+shift and the normaliser of the student, the shift and the normaliser of the teacher, and a mean in
+nats. A shift is the max of the logits, or 0 if the max is infinite. In this file, the exponents d
+are (logit - shift) / temperature, and the normaliser is Σ e^d. The mean is an expectation under the
 student's probabilities q. For reverse KL, the mean is Σ q (d_q - d_p), where d_q are the student's
 exponents, and d_p are the teacher's exponents. For JSD, the mean is Σ q log(q / M), where M is the
-mixture of student and teacher. For a skewed KL, the mean is Σ q g, with the g of `_skewed`. For
+mixture of student and teacher. For a skewed KL, the mean is Σ q g, where `_skewed` returns g. For
 total variation (TVD), the mean is replaced by a ratio of two masses of the student (see `ratio`).
 For the other losses, the mean is 0. The Triton kernels save the mean in other units
 (kernels/pair_state.py).
 
 A partial state covers only some columns of a row. A partial state holds the max instead of the
-shift. Instead of the mean, a partial state holds a sum c, in nats, which kernels/pair_fwd.py
-defines for each loss.
+shift, and a sum c instead of the mean. The sum c is in nats. kernels/pair_fwd.py defines c for each
+loss.
 """
 
 import torch
@@ -37,8 +37,8 @@ from .rows import (
     written_to,
 )
 
-# The default chunk size is divided by the number that _DIVISORS gives for the kind of loss. JSD, a
-# skewed KL and TVD need smaller chunks, because these losses keep more tensors of a chunk's size in
+# For each kind of loss, the default chunk size is divided by the number in _DIVISORS. JSD, a skewed
+# KL and TVD need smaller chunks, because these losses keep more tensors of a chunk's size in
 # memory. JSD and a skewed KL keep about twenty such tensors, TVD about ten, and the other losses
 # six.
 _DIVISORS = {"jsd": 8, "skewed_forward": 8, "skewed_reverse": 8, "tvd": 2}
@@ -93,9 +93,9 @@ def _skewed(log_q: Tensor, log_p: Tensor, skew: float, kind: str) -> tuple[Tenso
 
     For forward KL, the divergence is Σ p log(p / M) with M = αp + (1-α)q. For reverse KL, the
     divergence is Σ q log(q / M) with M = αq + (1-α)p. The divergence of a distribution r from M is
-    computed as Σ (r log(r / M) + M - r), because each of these terms is at least 0. The results are
-    finite for any logits, as in `_mixture`. g is the derivative of the divergence with respect to
-    q, up to a constant. g is 0 for p = q.
+    computed as Σ (r log(r / M) + M - r). In this sum, no term is negative. The results are finite
+    for any logits, as in `_mixture`. The derivative g is taken with respect to q. A constant is
+    added to g, so that g is 0 for p = q.
     """
     forward = kind == "skewed_forward"
     log_own, log_other = (log_p, log_q) if forward else (log_q, log_p)
@@ -123,15 +123,12 @@ def _probabilities(d: Tensor, s: Tensor) -> Tensor:
 
 
 def _above(q: Tensor, gap: Tensor) -> Tensor:
-    """Returns the part of each q that belongs to the mass above the teacher, where gap = q - p.
-
-    The part is q if q > p, q / 2 if q = p, and 0 otherwise.
-    """
+    """Returns q where q > p, q / 2 where q = p, and 0 elsewhere. The argument gap is q - p."""
     return torch.where(gap > 0, q, torch.where(gap == 0, q / 2, 0.0))
 
 
 def ratio(above: Tensor, below: Tensor) -> Tensor:
-    """Returns the student's mass above the teacher divided by the student's mass below the teacher.
+    """Returns above / below, or infinity if `below` is 0.
 
     `above` is Σ q over the columns with q > p, and `below` is Σ q over the columns with q < p. For
     a column with q = p, one half of q is added to `above`, and the other half to `below`.
@@ -160,9 +157,9 @@ def pair_read(
 
     If `norms` is given, x holds only some columns of each row. Then the returned loss and the last
     column of the returned state are sums over these columns. For TVD, the last two columns of the
-    returned state are sums: the masses `above` and `below` (see `ratio`). The caller adds the sums
-    of all ranks. From the added sums, `pair_join` computes the loss and the last column of the
-    final state.
+    returned state hold the sums `above` and `below` (see `ratio`). The caller adds the sums of all
+    ranks. From the added sums, `pair_join` computes the loss and the last column of the final
+    state.
     """
     results = _by_chunks(x, reading, pair, 1 + PAIR_STATE, norms, _value_and_state)
     value, state = results.split((1, PAIR_STATE), 1)
@@ -267,10 +264,10 @@ def pair_join(sums: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
 
-    For the kinds in PAIR_SUMS, the returned loss and the mean in the returned state are 0, because
-    loss and mean need another pass over the logits. The argument inv_t (N, 1) is 1 / temperature.
-    This function does not use inv_t. The function pair_finish in kernels/ uses inv_t to convert the
-    mean from nats to the unit of the logits y.
+    For the kinds in PAIR_SUMS, the loss and the mean need another pass over the logits. For these
+    kinds, the function returns 0 as the loss, and 0 as the mean in the state. The argument inv_t
+    (N, 1) is 1 / temperature. This function does not use inv_t. The function pair_finish in
+    kernels/ uses inv_t to convert the mean from nats to the unit of the logits y.
     """
     m_q, s_q, m_p, s_p, c = partial.split(1, 1)
     shift_q, shift_p = (torch.where(m.isinf(), 0.0, m) for m in (m_q, m_p))

@@ -1,4 +1,4 @@
-"""Helpers of the plain PyTorch backend for chunks of rows, ids, exponents and reductions."""
+"""Helpers of the plain PyTorch backend for ids, exponents, reductions and chunks of rows."""
 
 from collections.abc import Iterator
 
@@ -17,8 +17,8 @@ Index = slice | Tensor
 def chunks(x: Tensor, live: Tensor | None, divisor: int = 1) -> Iterator[Index]:
     """Yields the indices of the rows of x (N, V), one chunk at a time.
 
-    On a CPU, ignored rows are left out. Callers that keep many tensors of a chunk's size in memory
-    pass a divisor to get smaller chunks.
+    On a CPU, ignored rows are left out. The size of a chunk is divided by `divisor`. Callers that
+    allocate many temporary tensors per chunk pass a larger divisor.
     """
     copies = 1 if x.dtype == PRECISION[x.dtype] else 2  # 16-bit logits also have an fp32 copy
     copies *= divisor
@@ -47,7 +47,7 @@ def locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor]:
 
 
 def is_bad(ids: Tensor, inside: Tensor) -> Tensor:
-    """Returns a mask (N, 1) of the rows with an invalid id: outside [0, V), and not NO_ID."""
+    """Returns a mask (N, 1) of the rows with an id outside [0, V). The id NO_ID is allowed."""
     return (~inside & (ids.reshape(inside.shape) != NO_ID)).any(1, keepdim=True)
 
 
@@ -70,7 +70,7 @@ def lift_of(tail: Tensor) -> Tensor:
 
 
 def tail_coefficients(a: Tensor, d: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds the terms of d to the coefficient `a`, and returns the new `a`, and `a_ids`.
+    """Adds the terms of the tail to the coefficient `a`. Returns the new `a`, and `a_ids`.
 
     Here, d is the gradient of the tail. The tail is the log of the mass of p = softmax(z) outside
     the ids. The derivative of the tail with respect to the logit z_i is -p_i if column i is among
@@ -132,10 +132,10 @@ def by_row(t: Tensor | None, rows: int) -> Tensor | float:
 def fill_ignored(dx: Tensor, live: Tensor | None, *, before: bool) -> None:
     """Writes zeros to the ignored rows of a gradient.
 
-    On a CPU, `chunks` leaves ignored rows out, and the zeros are written before the gradients of
-    the other rows. On a GPU, `chunks` also yields ignored rows, because the host cannot leave out
-    rows without waiting for the mask. Therefore, on a GPU, the zeros are written after the
-    gradients of all rows.
+    On a CPU, `chunks` leaves out ignored rows. There, the zeros are written before the gradients of
+    the other rows. On a GPU, `chunks` also yields ignored rows. To leave out rows, the host would
+    have to wait for the mask. Therefore, on a GPU, the zeros are written after the gradients of all
+    rows.
     """
     if live is None or before != (dx.device.type == "cpu"):
         return
@@ -146,7 +146,8 @@ def fill_ignored(dx: Tensor, live: Tensor | None, *, before: bool) -> None:
 
 
 def written_to(x: Tensor, into: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns `flat` (N, V), to which the gradient is written, and `into` (..., V).
+    """Returns the tensors `flat` (N, V) and `into` (..., V). The caller writes the gradient to
+    `flat`.
 
     If the argument `into` is None, the returned `into` is a new tensor. If `into` is contiguous,
     `flat` is a view of `into`. Otherwise, `flat` can be a copy of `into`. If `flat` is a copy,
@@ -159,14 +160,14 @@ def written_to(x: Tensor, into: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def written_back(flat: Tensor, into: Tensor) -> Tensor:
-    """Copies `flat` to `into`, unless `flat` is a view of `into`, and returns `into`."""
+    """Returns `into`. If `flat` is not a view of `into`, `flat` is first copied to `into`."""
     if flat.data_ptr() != into.data_ptr():
         into.copy_(flat.view(into.shape))
     return into
 
 
 def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
-    """Whether e^y is as exact as e^(y - m), where m is the max of the row.
+    """Returns whether e^y is as exact as e^(y - m), where m is the max of the row.
 
     If the result is True, m need not be subtracted. The result is always False on a GPU, because
     the host would have to wait for the values of m.

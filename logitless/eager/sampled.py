@@ -3,12 +3,12 @@
 Each draw inverts the cumulative distribution of the row. The mass of an id is the integer
 round(2^40 · e^((y - max y) · proposal / temperature)), where y are the logits after the softcap.
 Let S be the sum of a row's masses, and let u be a random number in [0, 1]. The target of the draw
-is the integer floor(u · S). The drawn id is the smallest id for which the sum of all masses, up to
-and including this id, is above the target.
+is the integer floor(u · S). For each id, let C be the sum of the masses from id 0 up to this id.
+The drawn id is the smallest id whose C is greater than the target.
 
 All sums are sums of integers, and have no rounding errors. So the draws do not depend on how the
-columns are split over programs or ranks, and an id whose mass is 0 is never drawn. The mass of an
-id is 0 if p^proposal of the id is below 2^-41 times the largest p^proposal of the row.
+columns are split over programs or ranks. An id with the mass 0 is never drawn. The mass of an id is
+0 if its p^proposal is less than 2^-41 times the largest p^proposal of the row.
 
 Both backends use the function `draw`. Each backend provides its own functions in `Parts`. The
 uniform numbers of a row must be in ascending order. Then the ids of the draws are in ascending
@@ -38,20 +38,20 @@ class Sampling(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """The factor of y - max y in the exponent of a mass."""
+        """The rate in the formula of a mass, e^(rate · (y - max y))."""
         return self.proposal / self.temperature
 
 
 class Parts(NamedTuple):
-    """The functions with which a backend reads logits x (..., V). N is the number of rows.
+    """The functions of a backend that sample from logits x (..., V). N is the number of rows.
 
     `top(x, how)` returns the max of y of each row, as (N,). The max is NaN if a logit is NaN.
     `ends(x, top, how)` returns cumulative sums of masses as int64 (N, B), for B blocks of columns.
     The function also returns `top`. If the argument `top` is None, `ends` computes the max itself.
-    `columns(x, top, how, ends, targets)` returns the columns of the draws, and y - top at these
-    columns. Both results have the shape (N, n) of the targets. Targets must be in [0, S). If the
-    proposal is 1, y - top is not needed, and None is returned instead. `distinct` is the function
-    `distinct` of this file, or a function with the same results.
+    `columns(x, top, how, ends, targets)` returns the drawn columns, and y - top at these columns.
+    Both results have the shape (N, n) of the targets. Targets must be in [0, S). If the proposal is
+    1, y - top is not needed, and None is returned instead. `distinct` is the function `distinct` of
+    this file, or a function with the same results.
     """
 
     top: Callable[..., Tensor]
@@ -81,8 +81,8 @@ def draw(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draws n ids per row, and returns the results of `distinct` in shape (..., n).
 
-    If the columns are sharded over ranks, x holds this rank's columns, `start` is the first of
-    these columns, and `join` is an all-gather. Without ranks, `join` is None.
+    If the columns are sharded over ranks, x holds the columns of this rank. Then `start` is the
+    index of the first of these columns, and `join` is an all-gather. Without ranks, `join` is None.
     """
     (N, n), V = uniforms.shape, x.shape[-1]
     empty = V == 0 or N == 0
@@ -127,8 +127,8 @@ def distinct(
     """Returns the distinct ids of each row, their log-weights, and a mask, each of shape (N, n).
 
     The slots after the last distinct id are masked, and hold id 0 and log-weight -inf. If all
-    logits of a row are -inf, all slots of this row are masked. A row with a logit of NaN, or with a
-    max of +inf, has one unmasked slot, whose log-weight is NaN.
+    logits of a row are -inf, all slots of this row are masked. If a row has a logit of NaN or +inf,
+    one slot of this row is unmasked, and has the log-weight NaN.
     """
     first = torch.ones_like(ids, dtype=torch.bool)
     first[:, 1:] = ids[:, 1:] != ids[:, :-1]

@@ -1,4 +1,4 @@
-"""Computes a divergence over the K slots of each row, and the divergence's gradient, in PyTorch.
+"""Computes a divergence over the K slots of each row, and its gradient, in plain PyTorch.
 
 kernels/slot_divergence.py gives the formulas, and explains the values of the option `support`.
 """
@@ -113,8 +113,8 @@ def _compare(
         return value, g, None
 
     log_p = rest(log_p) if sparse.tail is None else sparse.tail.reshape(-1).to(log_q.dtype)
-    # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is treated as empty too,
-    # because such a small tail can come from rounding the teacher's p to 16 bits.
+    # A teacher's tail below LOG_ROUNDING can be a rounding error of the teacher's p in 16 bits. If
+    # the student's tail is empty, such a small tail of the teacher is treated as empty too.
     no_tail = (log_q_tail == -torch.inf) & (log_p < LOG_ROUNDING)
     log_p = torch.where(no_tail, -torch.inf, log_p)
     f, g_tail = _terms(log_p, log_p.exp(), log_q_tail, log_q_tail.exp(), divergence, beta)
@@ -125,13 +125,13 @@ def _compare(
 
 
 def _normalised(y: Tensor, temperature: float | Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns log softmax(y / temperature), and a mask (..., 1) of rows that are not all -inf.
+    """Returns log softmax(y / temperature), and a mask (..., 1) of the rows.
 
-    If all values of a row are -inf, its results are -inf too.
+    If all values of a row are -inf, its results are -inf too, and the mask is False.
     """
     top = y.amax(-1, keepdim=True)
-    # The max is subtracted before the division by the temperature, so that a common offset of the
-    # logits costs no precision.
+    # The max is subtracted before the division by the temperature. Otherwise, a large common offset
+    # of the logits would reduce the precision.
     d = y - torch.where(top.isinf(), 0.0, top)
     d = d if temperature is None else d / temperature
     s = d.exp().sum(-1, keepdim=True)
@@ -158,7 +158,7 @@ def _terms(log_p, p, log_q, q, divergence, beta):
         return f, f + q
     if divergence == "jsd":
         u = log_q - log_p
-        # full_like keeps the dtype of its argument. torch.where of two Python numbers would return
+        # `torch.full_like` keeps the dtype of u. `torch.where` with two Python numbers would return
         # the default dtype instead.
         share = torch.full_like(u, 1 - beta).masked_fill(u > 0, beta)
         log_m = torch.log1p(share * torch.expm1(-u.abs()))

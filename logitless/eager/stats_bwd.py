@@ -102,7 +102,7 @@ class _Terms:
 
     @property
     def only_a(self) -> bool:
-        """Whether the gradient is `a` · softmax(z), without the terms of label, ids and total."""
+        """Whether dy is `a` · softmax(z). Here, dy excludes the terms of label, ids and total."""
         return self.b is None and self.a_ids is None and not self.logprob_t1_apart
 
 
@@ -168,8 +168,8 @@ def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy:
             # overwrites dy at the ids.
             dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)
             columns = real_columns(terms.ids[rows], terms.inside[rows])
-            # In a row without valid ids, `columns` holds a column that is not an id. In such a row,
-            # the scatter writes the values that dy already contains, so dy does not change.
+            # If a row has no valid ids, the column in `columns` is not an id. In such a row, the
+            # scatter writes the values that dy already contains, so dy does not change.
             has_ids = terms.inside[rows].any(1, keepdim=True)
             inside = torch.where(has_ids, p * terms.a_ids[rows], dy)
             dy.scatter_(1, columns, inside.gather(1, columns))

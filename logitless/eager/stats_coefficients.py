@@ -16,18 +16,17 @@ from .rows import tail_coefficients
 
 
 class Term(NamedTuple):
-    """A term of one coefficient: sign · d · times, where d is the gradient of a statistic."""
+    """The term sign · times · d of a coefficient, where d is the gradient of a statistic."""
 
     coefficient: str  # a name of contract.FIELDS
     sign: int
-    # The name of a factor: "" stands for 1, "entropy" for the row's entropy, and "classes" for the
-    # sum Σ v of the class weights, or V without class weights.
+    # The name of a factor. "" stands for 1, and "entropy" for the row's entropy. "classes" stands
+    # for the sum Σ v of the class weights, or for V if there are no class weights.
     times: str = ""
 
 
 # The terms of each statistic that has a gradient, except the tail. A new statistic needs one line
-# in RULES. If there are K ids per row, the terms for "label" are added to the coefficients of the
-# ids instead.
+# in RULES. If there are K ids per row, the coefficients of the ids get the terms for "label".
 RULES: dict[str, tuple[Term, ...]] = {
     "lse": (Term("a", 1),),  # d lse / dz_i = p_i
     "picked": (Term("label", 1),),  # d z[id] / dz_i = [i = id]
@@ -42,7 +41,7 @@ AT_IDS = ("picked", "logprob")  # statistics of shape (..., K) if there are K id
 
 @functools.cache
 def fields_of(wants: tuple[str, ...], has_ids: bool) -> tuple[str, ...]:
-    """Returns the names of the coefficients to which the statistics in `wants` add terms."""
+    """Returns the names of the coefficients that can be nonzero for the statistics in `wants`."""
     used = {term.coefficient for name in wants for term in RULES.get(name, ())}
     if "tail" in wants:
         used |= {"a", "a_ids"}
@@ -53,11 +52,10 @@ def fields_of(wants: tuple[str, ...], has_ids: bool) -> tuple[str, ...]:
 
 @made_once
 def of_one(name: str, device: torch.device, dtype: torch.dtype) -> Coefficients | None:
-    """Returns the coefficients for the case that the gradient of `name` is 1 in every row.
+    """Returns the coefficients of a loss that is the statistic `name` itself.
 
-    `name` is a statistic, and the gradients of all other statistics are 0. The coefficients are the
-    same for all rows. If the coefficients would depend on the row or on the class weights, the
-    result is None.
+    The gradient of this statistic is 1 in every row, and the gradients of all other statistics are
+    0. If the coefficients depend on the row or on the class weights, the result is None.
     """
     rule = RULES.get(name)
     if rule is None or any(term.times for term in rule):
@@ -104,7 +102,7 @@ def coefficients(
 
 
 def _factor(times: str, reading: Reading, state: Tensor) -> Tensor | int:
-    """Returns the factor that the field `times` of a Term names."""
+    """Returns the factor with the name `times` (see Term)."""
     if times == "entropy":
         return state[:, ENTROPY]
     v = reading.class_weight

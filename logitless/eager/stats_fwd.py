@@ -106,9 +106,9 @@ def _add_rows(
     if sums.total is not None:
         sums.total[rows] = _weighted_sum(y, reading.class_weight)
     only_s = sums.w is None and sums.total is None and sums.log_total is None and sums.tail is None
-    # If only s is needed, and e^y is exact enough, the max is not subtracted. A sum without this
-    # subtraction is rounded differently. If `invariant` is True, the max is always subtracted, so
-    # that a log-probability has the same bits with or without other statistics.
+    # If only s is needed, and e^y is exact enough, the max is not subtracted. The subtraction
+    # changes the rounding of the sum. If `invariant` is True, the max is always subtracted, so that
+    # a log-probability has the same bits with or without other statistics.
     if only_s and not reading.invariant and needs_no_centring(m, inv_t):
         y_is_copy = y.dtype != flat.dtype or reading.softcap is not None
         sums.s[rows] = torch.exp(y, out=y if y_is_copy else None).sum(1, keepdim=True) * (-m).exp()
@@ -251,7 +251,7 @@ def _finish(
 
 
 def _nan_if_bad(value: Tensor, columns: Tensor, reading: Reading) -> Tensor:
-    """Returns value (N, K) with NaN where `columns` (..., K) is outside the vocabulary."""
+    """Returns `value` (N, K), or NaN where `columns` (..., K) is outside the vocabulary."""
     inside = locate(columns, len(value), reading.vocab)[1]
     return value.masked_fill(~inside, torch.nan)
 
@@ -325,9 +325,9 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     row[:, fields.W] = (state[..., fields.W] * scale + moved * (s * scale)).sum(1)
     row[:, fields.S1] = (state[..., fields.S1] * moved.exp()).sum(1)
     c, n, ref = (state[..., field] for field in (fields.C, fields.N, fields.REF))
-    # The field C is Σ v (y - REF), where v are the class weights and y are the logits. The merged
-    # REF is the largest REF among the splits in which N = Σ v is not 0. Empty splits are left out,
-    # because their REF is 0, which can be far from the logits.
+    # The field C is Σ v (y - REF), where v are the class weights and y are the logits. The field N
+    # is Σ v. The merged REF is the largest REF of all splits with N ≠ 0. Splits with N = 0 are left
+    # out, because their REF is 0, which can be far from the logits.
     one = torch.where(n != 0, ref, -torch.inf).amax(1, keepdim=True)
     one = torch.where(one == -torch.inf, 0.0, one)
     row[:, fields.REF], row[:, fields.C] = one[:, 0], (c + n * (ref - one)).sum(1)

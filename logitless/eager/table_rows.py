@@ -1,7 +1,7 @@
 """Dot products of each hidden state with M rows of a table, in plain PyTorch.
 
-The table (V, D) is an embedding of items. The only tensor of the table's size that these functions
-allocate is a dense gradient of the table. The functions have the same interface as in
+The table (V, D) is an embedding of items. A dense gradient of the table is as large as the table.
+These functions allocate no other tensor of this size. The functions have the same interface as in
 kernels/table_rows.py.
 """
 

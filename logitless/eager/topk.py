@@ -26,8 +26,8 @@ def topk(
     """Returns ids and log-probabilities of the k largest logits of each row, and `log_tail`.
 
     `log_tail` is the log of the softmax mass of all other columns. Ids are sorted by descending
-    logit. Equal logits are sorted by ascending id. If `invariant` is True, one row is computed at a
-    time, from a copy of the row, so that the results of a row have the same bits in every batch.
+    logit. Equal logits are sorted by ascending id. If `invariant` is True, each row is copied, and
+    computed on its own. Then the results of a row have the same bits in every batch.
     """
     shape, V = x.shape[:-1], x.shape[-1]
     flat = x.detach().reshape(-1, V)

@@ -51,8 +51,8 @@ BOTH = {
 }  # fmt: skip
 ONE = {
     "rows": ((A, B), {}, ValueError,
-             "b must have 4 rows like a with symmetric=True, got (6, 3); pass symmetric=False for "
-             "different numbers of rows."),
+             "b must have as many rows as a (4) with symmetric=True, got (6, 3); pass "
+             "symmetric=False for different numbers of rows."),
     "symmetric": ((A, A), {"symmetric": None}, TypeError,
                   "symmetric must be True or False, got None."),
     "both": ((A, A), {"positives": torch.zeros(4).long()}, ValueError,
