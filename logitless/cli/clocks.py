@@ -36,8 +36,8 @@ def device_time(prepare: Prepare, run: Run, budget: float) -> float:
     The cache is flushed by *reading* a large buffer. If a buffer were zeroed instead, the cache (60
     MB on an H200) would be full of modified lines. Writing these lines back to memory would add to
     the measured time. Reading the buffer takes a quarter of a millisecond. While the GPU reads the
-    buffer, the host queues the call, so the result does not include host time. `host_time` measures
-    host time.
+    buffer, the host queues the call, so the result does not include host time. For host time, see
+    `host_times`.
     """
     flush = torch.ones(L2_FLUSH_BYTES // 4, device="cuda")
 
@@ -107,19 +107,27 @@ def wall_times(device: str, calls: list[tuple[Prepare, Run]], budget: float) -> 
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
-def host_time(run: Run, leaves: tuple[Tensor, ...], calls: int = 200) -> float:
-    """Returns the wall time per call in a series of calls.
+def host_times(
+    runs: list[tuple[Run, tuple[Tensor, ...]]], calls: int = 200, turns: int = 5
+) -> list[float]:
+    """Returns the wall time per call of each of several functions, as the median of all turns.
 
-    The host waits for the GPU only after the last call.
+    In each turn, every function is called `calls` times in a row, and the host waits for the GPU
+    only after the last of these calls. The functions alternate, so that a slow phase of the host
+    slows all functions equally.
     """
 
-    def batch(leaves: tuple[Tensor, ...]) -> None:
+    def batch(run: Run, leaves: tuple[Tensor, ...]) -> None:
         for _ in range(calls):
             for leaf in leaves:
                 leaf.grad = None
             run(leaves)
 
-    return wall_times("cuda", [(lambda: leaves, batch)], 0.0)[0] / calls
+    rounds = [
+        [wall_time("cuda", lambda _, one=one: batch(*one)) / calls for one in runs]
+        for _ in range(turns)
+    ]
+    return [statistics.median(column) for column in zip(*rounds, strict=True)]
 
 
 def synchronises(run: Run, argument: Any) -> bool:

@@ -102,8 +102,6 @@ class Entry:
             cold = self.case.mode == Mode.REPLAY
             x = self.leaves[0]
             ms = clocks.graph_time(lambda y: self.run(self.fresh((y,))), x, budget, cold=cold)
-        elif self.case.mode == Mode.WALL:
-            ms = clocks.host_time(self.run, self.prepare())
         else:
             ms = clocks.device_time(self.prepare, self.run, budget)
         self.result.ms = ms
@@ -128,8 +126,12 @@ def run_case(
         entry.attempt(entry.examine, checked)
     results = [entry.result for entry in entries]
     ready = [entry for entry in entries if entry.result.status == "ok"]
-    if device == "cpu":
-        times = clocks.wall_times(device, [(entry.prepare, entry.run) for entry in ready], budget)
+    if device == "cpu" or case.mode == Mode.WALL:
+        if device == "cpu":
+            calls = [(entry.prepare, entry.run) for entry in ready]
+            times = clocks.wall_times(device, calls, budget)
+        else:
+            times = clocks.host_times([(entry.run, entry.prepare()) for entry in ready])
         for entry, ms in zip(ready, times, strict=True):
             entry.result.ms = ms
         return results
