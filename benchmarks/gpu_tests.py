@@ -25,9 +25,13 @@ import torch
 from logitless.cli import machine
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("gpu", "kernels", "core", "heads", "losses", "parallel", "lazy", "targets", "eager")
+ROOMS = (
+    "gpu", "kernels", "core", "heads", "losses", "contrastive_losses", "parallel", "lazy",
+    "targets", "eager",
+)  # fmt: skip
 FILES = ("tests/test_contract.py", "tests/test_nn.py", "tests/store/test_capture.py")
-PARTS = {"losses/test_sparse_teacher": 12}  # has too many kernels to compile in one process
+# The files with the most kernels to compile run in several processes.
+PARTS = {"losses/test_sparse_teacher": 12, "contrastive_losses/test_info_nce": 3}
 
 
 class Job(NamedTuple):
