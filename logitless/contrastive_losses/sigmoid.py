@@ -201,7 +201,7 @@ def _pass(
 
 
 def _reduced(losses: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    """Returns the sum or mean of the losses of all ranks, and the factor of each loss.
+    """Returns the sum or mean of the losses of all ranks, and the factor that multiplies each loss.
 
     The factor is 1 for a sum, and 1 / rows for a mean.
     """

@@ -55,7 +55,7 @@ class Coefs(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The numbers in a row's gradient formula that are the same for all columns."""
+    """The numbers of the gradient formula that are the same for all columns of a row."""
 
     shift: tl.tensor
     c0: tl.tensor
@@ -63,7 +63,7 @@ class Terms(NamedTuple):
     c_logprob_t1: tl.tensor  # multiplies e^(y - shift) (see `row_gradient` in ids_bwd.py)
     g_c: tl.tensor
     rate: tl.tensor  # log2 e / temperature
-    # For columns outside the ids: log2 e times the number `lift` (see LEAST_TAIL in contract.py).
+    # log2 e · `lift`, for columns outside the ids (see LEAST_TAIL in contract.py)
     lift: tl.tensor
     softcap: tl.tensor  # a number or None
 

@@ -198,9 +198,9 @@ def pair_bwd(vocab: int, itemsize: int) -> Config:
 # kernel's name and the number of bytes per element. The inner key is the width D of the hidden
 # states, padded to a power of two. Each entry is (rows, columns, warps, stages). An optional fifth
 # number limits the registers per thread. The kernel "fwd_expected" is a forward kernel that also
-# computes the sums of narrow_expected.py. This variant and the backward kernels also accumulate a
-# sum of D columns. Therefore these kernels have smaller tiles of logits than "fwd" at D = 256. At
-# D = 512, only the backward kernels have smaller tiles than "fwd".
+# computes the sums of narrow_expected.py. The kernel "fwd_expected" and the backward kernels also
+# accumulate a sum of D columns. Therefore these kernels have smaller tiles of logits than "fwd" at
+# D = 256. At D = 512, only the backward kernels have smaller tiles than "fwd".
 NARROW = {
     ("fwd", 2): {
         64: (128, 64, 4, 4), 128: (128, 64, 8, 4), 256: (128, 64, 8, 3), 512: (64, 64, 4, 2),
@@ -265,7 +265,7 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
 def narrow_splits(
     cut: Config, rows: int, vocab: int, width: int, processors: int, limit: int | None = None
 ) -> Config:
-    """Returns the Config `cut` with the number of splits that keeps the GPU busiest.
+    """Returns a copy of `cut` in which `splits` is the number that keeps the GPU busiest.
 
     `splits` is the number of splits of the vocabulary. The function assumes that a processor runs
     two programs at once. For each number of splits, the function estimates the fraction of the time

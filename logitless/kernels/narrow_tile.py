@@ -1,8 +1,8 @@
 """Tiles of a narrow head. A tile of logits stays on the chip and is not written to memory.
 
-A head is narrow if the whole width D of its hidden states fits into one tile. For a narrow head,
-one matrix product gives a finished tile of logits. Its factors are a tile of hidden states (rows,
-D) and a tile of the weight (columns, D). If D is small, computing logits again can take less time
+A head is narrow if the whole width D of its hidden states fits into one tile. A kernel multiplies a
+tile of hidden states (rows, D) by a tile of the weight (columns, D). For a narrow head, this single
+product gives a finished tile of logits. If D is small, computing logits again can take less time
 than writing logits to memory. The width of a tile is D padded to a power of two. The width is at
 least 16, because `tl.dot` requires at least 16.
 """

@@ -28,11 +28,11 @@ def load(P, at, mask):
 
 @triton.jit
 def only_if(flag, mask):
-    """Returns mask & flag for a scalar flag.
+    """Returns `mask & flag`, where `flag` is a scalar.
 
     In Triton's interpreter, the result of an int32 comparison is int32. From Triton 3.9 on, the
     interpreter rejects masks that were combined with an int32 flag. Therefore the mask is combined
-    with `True & flag`, which is a bool. The compiler removes the operation with `True`.
+    with `True & flag`, which is a bool. The compiler removes `True &`.
     """
     return mask & (True & flag)
 

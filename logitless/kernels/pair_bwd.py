@@ -51,7 +51,7 @@ from .tvd_math import gradient_of, to_student
 
 
 class Terms(NamedTuple):
-    """The numbers in a row's gradient formula that are the same for all columns."""
+    """The numbers of the gradient formula that are the same for all columns of a row."""
 
     shift_q: tl.tensor
     shift_p: tl.tensor

@@ -8,8 +8,8 @@ Kernels accumulate a sum c over the columns of a row, and compute the loss of th
 
 In these formulas, q is the student's probability, p is the teacher's probability, v is the target
 of soft cross-entropy, and T is the temperature. The suffix _q stands for the student, and the
-suffix _p for the teacher. For each of them, d is a logit minus the max of its row, e is exp(d / T),
-and s is the normaliser Σ e.
+suffix _p for the teacher. For the student and for the teacher, d is a logit minus the max of its
+row, e is exp(d / T), and s is the normaliser Σ e.
 
 KL and cross-entropy need one pass over student and teacher. If a later block has a larger max, all
 d of the earlier blocks change by the same number. Then the kernel corrects c. If student and

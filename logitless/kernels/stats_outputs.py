@@ -39,8 +39,8 @@ class Outputs(NamedTuple):
 def write_row(out, state, arg, ref, row, V, live, inv_t):
     """Writes the state of a row, and the statistics that need neither the label nor the ids.
 
-    In ignored rows, argmax and rank are -1, and all other numbers are 0. Returns the row's shift
-    and log normaliser.
+    In ignored rows, argmax and rank are -1, and all other numbers are 0. Returns the shift of a
+    row, and the log of the row's normaliser.
     """
     shift = finite(state.m)
     log_s = tl.log(state.s)

@@ -39,7 +39,7 @@ def _leave_out(m, s, y, top, rate):
 
 @triton.jit
 def leave_out_keys(m, s, keys, rate, softcap, DTYPE: tl.constexpr):
-    """Adds the logits of these keys to the tail."""
+    """Adds the logits of the given keys to the tail."""
     y, _ = capped(logit_of(keys).to(DTYPE), softcap)
     y = tl.where(keys == EMPTY, -INF, y)
     return _leave_out(m, s, y, tl.max(y, axis=0), rate)
