@@ -6,9 +6,9 @@ again, overwrites each chunk with its gradient, and adds the chunk's contributio
 of `a` and `b`. The two passes take four GEMMs.
 
 In one process, forward runs both passes for a mean or a sum. The second pass takes the chunks in
-reverse order, because the last chunk of the first pass is still in memory. The gradient of one
-direction needs only the statistics of whole rows, and each chunk contains whole rows. So one
-direction takes one pass with three GEMMs.
+reverse order, because the last chunk of the first pass is still in memory. With symmetric=False,
+the gradient needs only the statistics of rows, and each chunk contains whole rows. So one pass with
+three GEMMs is enough.
 
 Otherwise, backward runs the second pass. With reduction="none", the upstream gradients are known
 only in backward. Over several ranks, the statistics of a row are complete only after the last step
@@ -72,7 +72,7 @@ def contrastive(
     `reduction` is "mean", "sum", or "none" for one loss per row. The loss is fp32 (fp64 for fp64
     embeddings). Neither the logits nor their gradient are materialised. `workspace` bounds the
     bytes of logits in memory. Forward and backward together take at most four GEMMs. In one
-    process, the mean or sum of one direction takes three GEMMs.
+    process, a mean or sum with symmetric=False takes three GEMMs.
 
     If `group` is a process group or a DeviceMesh, each rank passes its own rows of `a` and `b`. The
     rows of `b` on all ranks are negatives of each row of `a`. With reduction="mean" or "sum", the

@@ -165,7 +165,7 @@ def _pass(
     row is multiplied by `upstream`.
     """
     ring, a, b = how.ring, inputs.a, inputs.b
-    similarities = Similarities(a, ring.largest, how.workspace)  # backends share the same units
+    similarities = Similarities(a, ring.largest, how.workspace)  # all backends use the same units
     backend = similarities.backend
     scale, bias = inputs.number(inputs.scale), inputs.number(inputs.bias)
     gradients = None if needs is None else Gradients(similarities, needs.a)

@@ -230,8 +230,8 @@ def pair_gradient(
     )  # fmt: skip
     weight = aligned(reading.class_weight)
     launch(source, teacher, weight, label, contiguous(state), upstream, factor, output, *tensor)
-    # `output` is not dx if dx has no (B, T, V) view with contiguous rows, or if no `rows_t` fits
-    # all layouts (see `with_one_rows_t`).
+    # `output` is a new tensor if dx has no (B, T, V) view with contiguous rows, or if no `rows_t`
+    # fits all layouts (see `with_one_rows_t`).
     if output.data_ptr() != dx.data_ptr():
         dx.copy_(output)
     return dx

@@ -177,7 +177,7 @@ def pair_read(
 def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
     """Returns the partial state of each row over the columns of x, in shape (N, PAIR_STATE).
 
-    pair_state.py describes the partial state.
+    The partial state is described in pair_state.py.
     """
     rows = x.shape[:-1].numel()
     state = torch.empty((rows, PAIR_STATE), device=x.device, dtype=torch.float32)

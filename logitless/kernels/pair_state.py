@@ -158,7 +158,7 @@ def sum_lanes(state):
 
 @triton.jit
 def save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean):
-    """Saves the state of a row. For a partial state, the shifts are the maxima."""
+    """Saves the state of a row. For a partial state, callers pass the maxima as the shifts."""
     at = STATE + row.to(tl.int64) * PAIR_STATE
     tl.store(at, shift_q)
     tl.store(at + 1, s_q)

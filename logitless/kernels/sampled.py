@@ -1,10 +1,10 @@
 """Draws ids at random from softmax(z)^proposal of each row.
 
-eager/sampled.py describes the draws, and contains the part of the algorithm that both backends
-share. Two kernels read logits. A span is SPAN columns of a row. The first kernel writes the sum of
-the masses in each span. A mass is relative to the max of its row, so each program first computes
-the max of its columns. The programs of a row exchange their maxima (program_exchange.py), and then
-read the same columns again, from the L1 cache. PyTorch finds the span of each draw in the
+The file eager/sampled.py describes the draws, and contains the part of the algorithm that both
+backends share. Two kernels read logits. A span is SPAN columns of a row. The first kernel writes
+the sum of the masses in each span. A mass is relative to the max of its row, so each program first
+computes the max of its columns. The programs of a row exchange their maxima (program_exchange.py),
+and then read the same columns again, from the L1 cache. PyTorch finds the span of each draw in the
 cumulative sums of a row. The second kernel reads only the spans of the draws, and finds the column
 of each draw. A third kernel counts how often each id was drawn.
 

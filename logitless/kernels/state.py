@@ -82,7 +82,7 @@ def is_live(label, ignore_index):
 
 @triton.jit
 def across(t, y):
-    """Returns t, which has one number per row, in a shape that broadcasts with y.
+    """Reshapes t, which has one number per row, so that t broadcasts with y.
 
     The shape of y is (columns,) for a block of one row, or (rows, columns) for a tile of several
     rows.
@@ -105,8 +105,8 @@ def fold_values(
     state, y, top, place, W, first, at, mask, ref, rate, y0,
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Returns the state after the columns `first + at` are added. y holds the logits of these
-    columns.
+    """Returns the state after the columns `first + at` are added. The argument y holds the logits
+    of these columns.
 
     The shape of y is (columns,) for a block of one row, or (rows, columns) for a tile of several
     rows. `top` is the max of y per row. In rows where `top` is larger than the previous max, the

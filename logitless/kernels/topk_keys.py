@@ -42,9 +42,7 @@ def column_of(key):
 
 @triton.jit
 def _places(LOG_K: tl.constexpr):
-    """Returns the integers from 0 to 2^LOG_K - 1, in shape (2, ..., 2). Each axis is one bit of the
-    integers.
-    """
+    """Returns arange(2^LOG_K) in shape (2, ..., 2). Each axis is one bit of the numbers."""
     return tl.reshape(tl.arange(0, 1 << LOG_K), [2] * LOG_K)
 
 
