@@ -27,7 +27,7 @@ PACK = 16
 # once. So a chunk gets only a part of the workspace.
 EAGER_PART = 8
 # The largest number of rows of a chunk. CUDA allows 65,535 programs along the second dimension of a
-# grid, and a program of the kernels computes at least 64 rows.
+# grid. Each program computes at least 64 rows.
 MOST_ROWS = 1 << 21
 
 
@@ -45,8 +45,8 @@ class Similarities:
     def __init__(self, a: Tensor, most: int, workspace: int | None, backend: Any = None):
         """Allocates the memory of a chunk.
 
-        `most` is the largest number of rows of `b` in a block. In backward, pass the backend of
-        forward as `backend`, because each backend stores normalisers in its own units.
+        `most` is the largest number of rows of `b` in a block. Backward passes the backend that
+        forward used, because each backend stores normalisers in its own units.
         """
         self.backend: Any = backend_of(a) if backend is None else backend
         self.full = PRECISION[a.dtype]

@@ -5,7 +5,7 @@
 In this formula, p = softmax(z), and v are the class weights. The coefficients a, b, g_label and g_c
 have one value per row, and g_k has one value per id. The logits z of the softmax are y / T, where y
 are the logits x after the softcap, and T is the temperature. Kernels compute log p_i as
-((y_i - shift) / T) - log_s, where shift is the row's max of y, and
+((y_i - shift) / T) - log_s. Here `shift` is the max of y in the row, and
 log_s = log Σ_j e^((y_j - shift) / T). This formula for log p_i is exact even if all logits have a
 large common offset.
 

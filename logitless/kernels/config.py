@@ -233,8 +233,8 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
 
     `width` is the width D of the hidden states, padded to a power of two. A program keeps one tile
     of the hidden states or of the weight in shared memory. Tiles of the other matrix are loaded in
-    a loop, `stages` tiles in advance. The function reduces `stages` until the kept tile and the
-    tiles loaded in advance fit into `memory` bytes of shared memory.
+    a loop, `stages` tiles in advance. The function reduces `stages` until all these tiles fit into
+    `memory` bytes of shared memory.
 
     `heavy` is 0, 1 or 2. In the forward kernel, `heavy` increases by 1 if there is a softcap or if
     any flag of `Sums` (contract.py) is set. In the backward kernels, `heavy` increases by 1 if

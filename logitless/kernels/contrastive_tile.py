@@ -1,4 +1,4 @@
-"""Loads tiles of similarities x = a @ b.T, and finds the pairs that are positives or left out.
+"""Loads tiles of similarities x = a @ b.T, and finds the positives and the pairs that are left out.
 
 A tile has the shape (rows, columns), or the shape (lanes, repeats, columns) of contrastive_fwd.py.
 The arguments `rows` and `cols` hold the row and column numbers of a tile. These arguments have as

@@ -182,7 +182,7 @@ class RowGradient(NamedTuple):
 def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
     """Computes a RowGradient from the saved state and the coefficients.
 
-    The fields of the result give the gradient of y, the logits before the division by the
+    The result describes the gradient of y. Here y are the logits before the division by the
     temperature. A loss can use the label's log-probability at temperature 1, with a coefficient d.
     Then the gradient of y_i has the term d ([i = label] - p1_i), where p1 = softmax(y). The kernel
     adds d to the gradient at the label. In every column, the kernel also adds -d · p1_i in one of

@@ -240,8 +240,7 @@ def _add_rows(
     acc, total, pair, place, window, start, WHOLE: tl.constexpr, WEIGHTS: tl.constexpr,
     BIASES: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile of rows to the gradient `acc` of the weight and to the gradient `total` of the
-    bias.
+    """Adds one tile of rows to `acc` and `total`, the gradients of weight and bias.
 
     If WHOLE is True, all rows of the tile are < N.
     """

@@ -108,9 +108,9 @@ def with_bias(x, BIAS, cols, mask):
 
 
 def is_narrow(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels for narrow heads can compute a head with these tensors on this device.
+    """Whether the kernels for narrow heads support a head with these tensors on this device.
 
-    AMD GPUs are left out, because their shared memory is too small for the tiles.
+    AMD GPUs are not supported, because their shared memory is too small for the tiles.
     """
     device, width = hidden.device, MAX_WIDTH.get(hidden.element_size(), 0)
     if hidden.dtype != weight.dtype or weight.stride(1) != 1 or len(weight) == 0:

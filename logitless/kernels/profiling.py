@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 Arguments = dict[str, Any]  # the arguments of one launch, by parameter name
 
 # The name of a kernel contains the dtype of one tensor. The candidates are listed in LOGITS. The
-# first candidate that is a parameter of the kernel and is not None determines the dtype.
+# dtype comes from the first candidate that is a parameter of the kernel and is not None.
 LOGITS = ("X", "STUDENT", "DX", "HIDDEN")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

@@ -35,7 +35,7 @@ def may_wait(programs: int, device: torch.device) -> bool:
 
 @triton.jit
 def publish(at, m, s):
-    """Stores the max m and the normaliser s of a split, packed into one integer, in one write.
+    """Packs the max m and the normaliser s of a split into one integer, and stores this integer.
 
     The packed integer is never 0. If the normaliser is 0, the max is -inf, and the bits of -inf are
     not 0.

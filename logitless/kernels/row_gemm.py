@@ -2,9 +2,9 @@
 
 A GEMM library chooses its kernel by the shapes of the matrices. So the order in which the terms of
 a sum are added depends on the number of rows. In this file, the order is fixed. One program
-computes a whole tile of the result. In each step, the program adds the products of the next BLOCK_K
-columns of the first matrix, from left to right. The tile sizes depend only on the dtype and the
-device (config.row_gemm).
+computes a whole tile of the result. The program reads the columns of the first matrix from left to
+right, BLOCK_K columns per step. The tile sizes depend only on the dtype and the device
+(config.row_gemm).
 """
 
 import functools

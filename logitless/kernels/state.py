@@ -229,15 +229,14 @@ def column_of_max(
 
 @triton.jit
 def with_count(state, n):
-    """Returns a copy of `state` with a new field n. Without class weights, n is the number of
-    columns.
+    """Returns a copy of `state` with the given value of n. Without class weights, n counts columns.
     """
     return State(state.m, state.s, state.w, state.c, n, state.block, state.s1, state.above)
 
 
 @triton.jit
 def with_above(state, above):
-    """Returns a copy of `state` with a new field `above`."""
+    """Returns a copy of `state` with the given value of `above`."""
     return State(
         state.m, state.s, state.w, state.c, state.n, state.block, state.s1, above
     )  # fmt: skip

@@ -73,8 +73,8 @@ def _merge(
         s1 = tl.sum(s1_p * tl.exp2(move(m_p, m, s1_p) * LOG2E), axis=0)
     if TOTAL:
         # The merged `ref` (see state.py) is the largest `ref` among the splits that are not empty.
-        # If one launch computed all splits of a row, the splits have the same `ref`. Then ref_p -
-        # ref is 0, and the merge adds no rounding error.
+        # If one launch computed all splits of a row, the splits have the same `ref`. Then
+        # ref_p - ref is 0, and the merge adds no rounding error.
         ref = tl.max(tl.where(mask & (n_p != 0), ref_p, -INF), axis=0)
         ref = tl.where(ref == -INF, 0.0, ref)
         c = tl.sum(c_p + n_p * (ref_p - ref), axis=0)

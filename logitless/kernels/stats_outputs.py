@@ -68,7 +68,7 @@ def write_row(out, state, arg, ref, row, V, live, inv_t):
         total = (state.c - state.n * (shift - ref)) * inv_t - state.n * log_s
         tl.store(out.LOG_TOTAL + row, tl.where(live, total, 0.0))
     if out.ARGMAX is not None:
-        arg = tl.where(arg < V, arg, 0)  # arg is NOWHERE if the row contains NaN
+        arg = tl.where(arg < V, arg, 0)  # `arg` is NOWHERE if the row contains NaN
         tl.store(out.ARGMAX + row, tl.where(live, arg, -1).to(tl.int64))
     if out.RANK is not None:
         tl.store(out.RANK + row, tl.where(live, state.above, -1).to(tl.int64))
