@@ -229,14 +229,13 @@ def column_of_max(
 
 @triton.jit
 def with_count(state, n):
-    """Returns a copy of `state` with the given value of n. Without class weights, n counts columns.
-    """
+    """Returns a copy of `state` with the given n. Without class weights, n counts the columns."""
     return State(state.m, state.s, state.w, state.c, n, state.block, state.s1, state.above)
 
 
 @triton.jit
 def with_above(state, above):
-    """Returns a copy of `state` with the given value of `above`."""
+    """Returns a copy of `state` with the given `above`."""
     return State(
         state.m, state.s, state.w, state.c, state.n, state.block, state.s1, above
     )  # fmt: skip
