@@ -71,8 +71,8 @@ def stats_fwd(
     """Returns the Config of the kernels that compute row statistics.
 
     If there are enough rows to fill the GPU, each program computes a whole row. Otherwise, several
-    programs share a row. Rows of at most SHORT columns are never shared. `heavy` means that the
-    kernel computes more than max and sum, or applies a softcap. Heavy kernels have blocks of at
+    programs share a row. A row of at most SHORT columns always has one program. `heavy` means that
+    the kernel computes more than max and sum, or applies a softcap. Heavy kernels have blocks of at
     most 4096 columns. If the logits are 16-bit and there are at least MANY rows per multiprocessor,
     heavy kernels use one warp. Then no reduction crosses warps. Otherwise, heavy kernels that read
     whole rows use four warps. `twice` means that the kernel computes two normalisers: one at the

@@ -42,7 +42,7 @@ def _log2(x, IN: tl.constexpr):
 def _mixed(log_q, log_p, gap, beta):
     """Returns max(p, q), M / max(p, q), log2(share), share, and whether q > p.
 
-    `gap` is log_q - log_p, and share = min(p, q) / max(p, q) is 2^-|gap|. The ratio M / max(p, q)
+    `gap` is log_q - log_p, and `share` is min(p, q) / max(p, q) = 2^-|gap|. The ratio M / max(p, q)
     is at most 1, and is exactly 1 if p = q. If p is larger than q, M / max(p, q) is at least β.
     Otherwise M / max(p, q) is at least 1 - β. The result log2(share) is clamped to at least -1000.
     If log p and log q are both -inf, `gap` is NaN, and log2(share) is -1000.
