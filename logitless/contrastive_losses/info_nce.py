@@ -5,12 +5,12 @@ loss, the first pass also keeps two numbers per column. The second pass computes
 again, overwrites each chunk with its gradient, and adds the chunk's contributions to the gradients
 of `a` and `b`. The two passes take four GEMMs.
 
-In one process, forward makes both passes for a mean or a sum. The second pass takes the chunks in
-reverse order, and the last chunk of the first pass is still in memory. The gradient of one
-direction needs only the statistics of whole rows, and each chunk contains whole rows. So one
-direction takes one pass with three GEMMs.
+In one process, forward runs both passes for a mean or a sum. The second pass takes the chunks in
+reverse order, because the last chunk of the first pass is still in memory. With symmetric=False,
+the gradient needs only the statistics of rows, and each chunk contains whole rows. So one pass with
+three GEMMs is enough.
 
-Otherwise, backward makes the second pass. With reduction="none", the upstream gradients are known
+Otherwise, backward runs the second pass. With reduction="none", the upstream gradients are known
 only in backward. Over several ranks, the statistics of a row are complete only after the last step
 of the ring.
 """
@@ -72,12 +72,12 @@ def contrastive(
     `reduction` is "mean", "sum", or "none" for one loss per row. The loss is fp32 (fp64 for fp64
     embeddings). Neither the logits nor their gradient are materialised. `workspace` bounds the
     bytes of logits in memory. Forward and backward together take at most four GEMMs. In one
-    process, the mean or sum of one direction takes three GEMMs.
+    process, a mean or sum with symmetric=False takes three GEMMs.
 
     If `group` is a process group or a DeviceMesh, each rank passes its own rows of `a` and `b`. The
     rows of `b` on all ranks are negatives of each row of `a`. With reduction="mean" or "sum", the
-    loss includes the rows of all ranks, and has the same value on all ranks. `positives` are
-    indices of rows of this rank's `b`. `mask` has one column for every row of `b` on all ranks, in
+    loss includes the rows of all ranks, and has the same value on all ranks. `positives` holds
+    indices of this rank's rows of `b`. `mask` has one column for every row of `b` on all ranks, in
     the order of the ranks. Every rank must call `backward`. Each rank gets the gradients of its own
     rows of `a` and `b`, and its own part of the gradient of `scale`. DDP and FSDP average gradients
     over ranks. With averaged=True, the gradients of a mean or sum are therefore multiplied by the
@@ -290,7 +290,7 @@ def _finished(
 
 
 def _reduced(losses: Tensor, ignored: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
-    """Returns the sum or mean of the losses of all ranks, and the factor of each loss.
+    """Returns the sum or mean of the losses of all ranks, and the factor that multiplies each loss.
 
     The factor is 1 for a sum, and 1 / count for a mean.
     """
@@ -311,7 +311,7 @@ def _sums(
     by_row: Tensor | None,  # (N,), the upstream gradient, or None for ones
     needs: Sequence[bool],  # whether a, b, scale and the other arguments need a gradient
 ) -> Sums:
-    """Makes the second pass, and returns the gradients of `a`, `b` and `scale`."""
+    """Runs the second pass, and returns the gradients of `a`, `b` and `scale`."""
     for_a, for_b, for_scale, *_ = needs
     backend, gradients = similarities.backend, Gradients(similarities, for_a)
     d_scale = torch.zeros_like(pairs.scale) if for_scale else None

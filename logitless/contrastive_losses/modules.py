@@ -1,4 +1,4 @@
-"""nn.Modules of the contrastive losses. Their scale and bias can be trained."""
+"""The contrastive losses as `nn.Module`s. The scale and the bias of a loss can be trained."""
 
 import math
 

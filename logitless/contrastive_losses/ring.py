@@ -1,6 +1,6 @@
 """A ring of ranks, in which each rank sends blocks of embeddings to the next rank.
 
-Each rank keeps its own rows of `a`. The rows of `b` on a rank are a block. In each step, a rank
+Each rank keeps its own rows of `a`. The rows of `b` on one rank form a block. In each step, a rank
 computes the similarities of its own rows of `a` with one block, and sends the block to the next
 rank. With R ranks, R steps compute the similarities of all pairs. A rank holds at most two blocks
 at a time, so the memory of a rank does not grow with the number of ranks.

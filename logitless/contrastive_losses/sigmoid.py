@@ -165,7 +165,7 @@ def _pass(
     row is multiplied by `upstream`.
     """
     ring, a, b = how.ring, inputs.a, inputs.b
-    similarities = Similarities(a, ring.largest, how.workspace)  # backends share the same units
+    similarities = Similarities(a, ring.largest, how.workspace)  # all backends use the same units
     backend = similarities.backend
     scale, bias = inputs.number(inputs.scale), inputs.number(inputs.bias)
     gradients = None if needs is None else Gradients(similarities, needs.a)
@@ -201,7 +201,7 @@ def _pass(
 
 
 def _reduced(losses: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    """Returns the sum or mean of the losses of all ranks, and the factor of each loss.
+    """Returns the sum or mean of the losses of all ranks, and the factor that multiplies each loss.
 
     The factor is 1 for a sum, and 1 / rows for a mean.
     """

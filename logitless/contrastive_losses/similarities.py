@@ -1,9 +1,9 @@
 """Computes the similarities a @ b.T in chunks of rows, and the gradients of `a` and `b`.
 
 One chunk of similarities is in memory at a time. A backend reads the chunk, or overwrites the chunk
-with its gradient. All chunks use the same memory. A loss that first reads all chunks and then
-overwrites them takes the chunks in reverse order the second time. So the last chunk of the first
-pass is still in memory, and is not computed again.
+with its gradient. All chunks use the same memory. Some losses read all chunks in a first pass, and
+overwrite all chunks in a second pass. The second pass takes the chunks in reverse order, because
+the last chunk of the first pass is still in memory. This chunk is not computed again.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ PACK = 16
 # once. So a chunk gets only a part of the workspace.
 EAGER_PART = 8
 # The largest number of rows of a chunk. CUDA allows 65,535 programs along the second dimension of a
-# grid, and a program of the kernels computes at least 64 rows.
+# grid. Each program computes at least 64 rows.
 MOST_ROWS = 1 << 21
 
 
@@ -45,8 +45,8 @@ class Similarities:
     def __init__(self, a: Tensor, most: int, workspace: int | None, backend: Any = None):
         """Allocates the memory of a chunk.
 
-        `most` is the largest number of rows of `b` in a block. In backward, pass the backend of
-        forward as `backend`, because each backend stores normalisers in its own units.
+        `most` is the largest number of rows of `b` in a block. Backward passes the backend that
+        forward used, because each backend stores normalisers in its own units.
         """
         self.backend: Any = backend_of(a) if backend is None else backend
         self.full = PRECISION[a.dtype]
@@ -74,7 +74,8 @@ class Similarities:
     ) -> Iterator[Chunk]:
         """Computes the similarities with the block `b` of rank `owner`, one chunk at a time.
 
-        If the caller overwrites the chunks, `overwritten` is True, and the order is reversed.
+        If `overwritten` is True, the caller overwrites the chunks, and the chunks come in reverse
+        order.
         """
         m, width = len(b), _padded(len(b))
         starts = range(0, len(self.a), self.step)

@@ -1,4 +1,4 @@
-"""The Triton backend. Its files import only contract.py and eager/ from the rest of the package."""
+"""The Triton backend, which imports only contract.py and eager/ from the rest of the package."""
 
 from .blockfp_gemm import accumulate, can_accumulate, exponents
 from .contrastive_bwd import contrastive_gradient

@@ -5,7 +5,7 @@
 In this formula, p = softmax(z), and v are the class weights. The coefficients a, b, g_label and g_c
 have one value per row, and g_k has one value per id. The logits z of the softmax are y / T, where y
 are the logits x after the softcap, and T is the temperature. Kernels compute log p_i as
-((y_i - shift) / T) - log_s, where shift is the row's max of y, and
+((y_i - shift) / T) - log_s. Here `shift` is the max of y in the row, and
 log_s = log Σ_j e^((y_j - shift) / T). This formula for log p_i is exact even if all logits have a
 large common offset.
 
@@ -55,7 +55,7 @@ class Coefs(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The numbers in a row's gradient formula that are the same for all columns."""
+    """The numbers of the gradient formula that are the same for all columns of a row."""
 
     shift: tl.tensor
     c0: tl.tensor
@@ -63,7 +63,7 @@ class Terms(NamedTuple):
     c_logprob_t1: tl.tensor  # multiplies e^(y - shift) (see `row_gradient` in ids_bwd.py)
     g_c: tl.tensor
     rate: tl.tensor  # log2 e / temperature
-    # For columns outside the ids: log2 e times the number `lift` (see LEAST_TAIL in contract.py).
+    # log2 e · `lift`, for columns outside the ids (see LEAST_TAIL in contract.py)
     lift: tl.tensor
     softcap: tl.tensor  # a number or None
 

@@ -71,8 +71,8 @@ def stats_fwd(
     """Returns the Config of the kernels that compute row statistics.
 
     If there are enough rows to fill the GPU, each program computes a whole row. Otherwise, several
-    programs share a row. Rows of at most SHORT columns are never shared. `heavy` means that the
-    kernel computes more than max and sum, or applies a softcap. Heavy kernels have blocks of at
+    programs share a row. A row of at most SHORT columns always has one program. `heavy` means that
+    the kernel computes more than max and sum, or applies a softcap. Heavy kernels have blocks of at
     most 4096 columns. If the logits are 16-bit and there are at least MANY rows per multiprocessor,
     heavy kernels use one warp. Then no reduction crosses warps. Otherwise, heavy kernels that read
     whole rows use four warps. `twice` means that the kernel computes two normalisers: one at the
@@ -198,9 +198,9 @@ def pair_bwd(vocab: int, itemsize: int) -> Config:
 # kernel's name and the number of bytes per element. The inner key is the width D of the hidden
 # states, padded to a power of two. Each entry is (rows, columns, warps, stages). An optional fifth
 # number limits the registers per thread. The kernel "fwd_expected" is a forward kernel that also
-# computes the sums of narrow_expected.py. This variant and the backward kernels also accumulate a
-# sum of D columns. Therefore these kernels have smaller tiles of logits than "fwd" at D = 256. At
-# D = 512, only the backward kernels have smaller tiles than "fwd".
+# computes the sums of narrow_expected.py. The kernel "fwd_expected" and the backward kernels also
+# accumulate a sum of D columns. Therefore these kernels have smaller tiles of logits than "fwd" at
+# D = 256. At D = 512, only the backward kernels have smaller tiles than "fwd".
 NARROW = {
     ("fwd", 2): {
         64: (128, 64, 4, 4), 128: (128, 64, 8, 4), 256: (128, 64, 8, 3), 512: (64, 64, 4, 2),
@@ -233,8 +233,8 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
 
     `width` is the width D of the hidden states, padded to a power of two. A program keeps one tile
     of the hidden states or of the weight in shared memory. Tiles of the other matrix are loaded in
-    a loop, `stages` tiles in advance. The function reduces `stages` until the kept tile and the
-    tiles loaded in advance fit into `memory` bytes of shared memory.
+    a loop, `stages` tiles in advance. The function reduces `stages` until all these tiles fit into
+    `memory` bytes of shared memory.
 
     `heavy` is 0, 1 or 2. In the forward kernel, `heavy` increases by 1 if there is a softcap or if
     any flag of `Sums` (contract.py) is set. In the backward kernels, `heavy` increases by 1 if
@@ -265,7 +265,7 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
 def narrow_splits(
     cut: Config, rows: int, vocab: int, width: int, processors: int, limit: int | None = None
 ) -> Config:
-    """Returns the Config `cut` with the number of splits that keeps the GPU busiest.
+    """Returns a copy of `cut` in which `splits` is the number that keeps the GPU busiest.
 
     `splits` is the number of splits of the vocabulary. The function assumes that a processor runs
     two programs at once. For each number of splits, the function estimates the fraction of the time

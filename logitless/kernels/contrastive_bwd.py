@@ -43,7 +43,9 @@ from .profiling import in_place, nothing, profiled
 
 @triton.jit
 def _load_normalisers(P, offs, mask, other):
-    """Returns m and log2 s of some rows or columns, and (other, 0) where `mask` is False."""
+    """Returns m and log2 s of some rows or columns. Where `mask` is False, m is `other`, and log2 s
+    is 0.
+    """
     m = tl.load(P + 2 * offs, mask=mask, other=other)
     return m, tl.load(P + 2 * offs + 1, mask=mask, other=0.0)
 

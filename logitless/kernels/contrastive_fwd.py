@@ -8,11 +8,11 @@ stays in registers until the end of the strip. The states of the rows are writte
 second launch merges the states of strips in a fixed order.
 
 All logits are multiplied by log2 e, and the kernels compute exponentials of base 2. The state of a
-row is a reference m, and the sum s of 2^(z - m) over its logits z. In general, the reference is the
-max of the logits. For 16-bit similarities (see `one_exponential`), a program first uses one
-reference for all rows and columns of its strip. Then the row's sum and the column's sum need only
-one exponential per pair. If a sum is outside the range of `_in_range`, the program computes its
-strip again. The references are then the max of each row and the max of each column.
+row is a reference m, and the sum s of 2^(z - m) over all logits z of the row. In general, the
+reference is the max of the logits. For 16-bit similarities (see `one_exponential`), a program first
+uses one reference for all rows and columns of its strip. Then the row's sum and the column's sum
+need only one exponential per pair. If a sum is outside the range of `_in_range`, the program
+computes its strip again. The references are then the max of each row and the max of each column.
 """
 
 import functools
@@ -40,7 +40,7 @@ from .profiling import nothing, profiled
 
 @triton.jit
 def _in_range(s):
-    """Returns whether a sum of exponentials is exact although its reference is not the max.
+    """Returns whether a sum of exponentials is exact even if its reference is not the max.
 
     Terms below 2^-126 are lost, but these terms are negligible in a sum above 2^-60. The result is
     False for NaN.

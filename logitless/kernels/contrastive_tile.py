@@ -1,4 +1,4 @@
-"""Loads tiles of similarities x = a @ b.T, and finds the pairs that are positives or left out.
+"""Loads tiles of similarities x = a @ b.T, and finds the positives and the pairs that are left out.
 
 A tile has the shape (rows, columns), or the shape (lanes, repeats, columns) of contrastive_fwd.py.
 The arguments `rows` and `cols` hold the row and column numbers of a tile. These arguments have as
@@ -71,7 +71,9 @@ def may_hold_positives(pairs, row, column, BLOCK_N: tl.constexpr, BLOCK_M: tl.co
 
 @triton.jit
 def logits_of(x, rate, pairs, rows, cols, n, m, FULL: tl.constexpr):
-    """Returns the logits of a tile times log2 e. Pairs that are left out have the logit -inf."""
+    """Returns the logits of a tile, multiplied by log2 e. Pairs that are left out have the logit
+    -inf.
+    """
     z = rounded_product(x, rate)
     HAS_POSITIVES: tl.constexpr = (pairs.POSITIVES is not None) | (pairs.diagonal is not None)
     if pairs.MASK is not None:
@@ -131,7 +133,7 @@ def one_exponential(x: Tensor, block: Block) -> bool:
     With one exponential, the rounding error is slightly larger, but far below the rounding error of
     16-bit similarities. If pairs are left out, the positive can be the only remaining pair of a
     row. Such a row must have a loss and a gradient of exactly 0. Therefore kernels compute two
-    exponentials per pair if pairs are left out.
+    exponentials per pair in every loss with a mask or labels.
     """
     several = min(x.shape) > 1
     return x.element_size() == 2 and several and block.mask is None and block.labels is None

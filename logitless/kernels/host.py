@@ -143,7 +143,8 @@ def gradient(
     coefficients: Coefficients,
     upstream: Tensor,  # one number, or one number per row
     factor: Tensor | None = None,  # one number, or one number per row
-    # `into` is x itself, a tensor in the memory of x, or other memory (see `Place` in layout.py).
+    # `into` is x, a tensor that shares the memory of x, or a tensor in other memory (see `Place` in
+    # layout.py).
     into: Tensor | None = None,
     start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
 ) -> Tensor:
@@ -261,7 +262,7 @@ _gradient_plans: Plans[_GradientKey, _GradientPlan | None] = Plans(_gradient_pla
 
 
 def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
-    """Returns ids relative to column `start`, for the columns [start, start + width).
+    """Converts ids of the vocabulary to ids of the columns [start, start + width).
 
     Ids of other columns become NO_ID. Ids outside the vocabulary become -1.
     """

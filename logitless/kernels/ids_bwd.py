@@ -82,9 +82,7 @@ def sums_of_same(IDS, G, ids, K):
 
 
 class _Row(NamedTuple):
-    """Pointers to one row of each tensor, and the numbers that the gradient at the label and at the
-    ids depends on.
-    """
+    """Pointers to one row of each tensor, and numbers for the gradient at label and ids."""
 
     X: tl.tensor
     W: tl.tensor  # a pointer or None
@@ -184,7 +182,7 @@ class RowGradient(NamedTuple):
 def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
     """Computes a RowGradient from the saved state and the coefficients.
 
-    The fields of the result give the gradient of y, the logits before the division by the
+    The result describes the gradient of y. Here y are the logits before the division by the
     temperature. A loss can use the label's log-probability at temperature 1, with a coefficient d.
     Then the gradient of y_i has the term d ([i = label] - p1_i), where p1 = softmax(y). The kernel
     adds d to the gradient at the label. In every column, the kernel also adds -d · p1_i in one of
@@ -243,7 +241,7 @@ def _ids_bwd_kernel(
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes the gradient of a span, and rewrites it at the label and the ids."""
+    """Each program writes a span of the gradient, then rewrites the columns of label and ids."""
     HAS: tl.constexpr = field(CONSTANTS, "has")
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     PRELOAD_IDS: tl.constexpr = field(CONSTANTS, "preload_ids")

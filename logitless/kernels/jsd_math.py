@@ -23,7 +23,8 @@ def bits(s):
 
 @triton.jit
 def _log2(x, IN: tl.constexpr):
-    """Returns log2 x with the precision that logits of dtype IN need. log2 of 1 is exactly 0.
+    """Returns log2 x with the precision that logits of dtype IN need. For x = 1, the result is
+    exactly 0.
 
     The argument x must not be subnormal. For 16-bit logits on NVIDIA GPUs, log2 is one instruction
     with an error of 2^-22. For other dtypes and GPUs, log2 takes about 24 instructions and is exact
@@ -41,7 +42,7 @@ def _log2(x, IN: tl.constexpr):
 def _mixed(log_q, log_p, gap, beta):
     """Returns max(p, q), M / max(p, q), log2(share), share, and whether q > p.
 
-    `gap` is log_q - log_p, and share = min(p, q) / max(p, q) is 2^-|gap|. The ratio M / max(p, q)
+    `gap` is log_q - log_p, and `share` is min(p, q) / max(p, q) = 2^-|gap|. The ratio M / max(p, q)
     is at most 1, and is exactly 1 if p = q. If p is larger than q, M / max(p, q) is at least β.
     Otherwise M / max(p, q) is at least 1 - β. The result log2(share) is clamped to at least -1000.
     If log p and log q are both -inf, `gap` is NaN, and log2(share) is -1000.
@@ -79,8 +80,8 @@ def skewed(log_q, log_p, gap, alpha, IN: tl.constexpr, FORWARD: tl.constexpr):
     g is the derivative of the divergence with respect to q, plus a constant. For forward KL, g is
     also divided by 1-α. The constant changes only the rounding error of the gradient q (g - Σ q g).
     For forward KL of fp32 logits, g is -p / M, which is close to 0 where q is much larger than p.
-    In all other cases, g is 0 for p = q. There, p / M - 1 is computed from 1 - share, because
-    2^log2(p / M) - 1 has a larger rounding error.
+    In all other cases, g is 0 for p = q. In these cases, p / M - 1 is computed from 1 - share,
+    because 2^log2(p / M) - 1 has a larger rounding error.
     """
     if FORWARD:
         _, mu, _, share, more = _mixed(log_q, log_p, gap, alpha)

@@ -1,7 +1,7 @@
 """The gradient of a loss without ids. Each program computes one block of one row.
 
-If a loss uses ids, or the log-probability of the label at temperature 1, ids_bwd.py computes its
-gradient.
+If a loss uses ids, or the log-probability of the label at temperature 1, the gradient is computed
+by ids_bwd.py.
 """
 
 from dataclasses import dataclass

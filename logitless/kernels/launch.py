@@ -8,8 +8,8 @@ keeps the compiled kernel, and calls its entry point with bare addresses instead
 
 Triton compiles a kernel once per combination of dtypes and alignments. An address is aligned if it
 is a multiple of 16 bytes. A Launch selects the compiled kernel by the dtypes only. Therefore every
-pointer needs one of two guarantees. Either its alignment is the same in all calls of a Launch, or
-the compiled kernel does not depend on its alignment:
+pointer needs one of two guarantees. Either the alignment of the pointer is the same in all calls of
+a Launch, or the compiled kernel does not depend on this alignment:
 
 - For logits and their gradient, each alignment has its own Launch, because the alignment is an
   argument of the cached function that builds the Launch.
@@ -42,7 +42,7 @@ _CURRENT = contextlib.nullcontext()
 
 
 class Plans(dict[K, V]):
-    """A cache of launch plans, in which plans[key] is make(key).
+    """A cache of launch plans. The function `make` builds the plan of a new key.
 
     The key is a NamedTuple. A lookup in a dictionary takes less time than functools.lru_cache.
     """
@@ -59,7 +59,7 @@ class Plans(dict[K, V]):
 
 
 class Launch:
-    """Launches one kernel, like the call kernel[programs](*tensors, *numbers, **constants).
+    """Launches one kernel, like the call `kernel[programs](*tensors, *numbers, **constants)`.
 
     The tensors are passed in each call. Everything else is fixed when the Launch is created.
     """

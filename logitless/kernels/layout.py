@@ -84,10 +84,10 @@ class Rows(NamedTuple):
 
 
 # A Place is the tuple (address modulo 16, strides, bytes per element) of the memory for a gradient.
-# The memory is either contiguous with the shape (..., V) of the logits x, or has the shape (N, V).
-# In the shape (N, V), padding can follow each row. If the gradient has fewer bytes per element than
-# x, every row must start on a 16-byte boundary. A Place is a plain tuple, because every call builds
-# a Place and a tuple costs less than a NamedTuple.
+# Either the memory is contiguous and has the shape (..., V) of the logits x, or the memory has the
+# shape (N, V). In the shape (N, V), padding can follow each row. If the gradient has fewer bytes
+# per element than x, every row must start on a 16-byte boundary. A Place is a plain tuple, because
+# every call builds a Place and a tuple costs less than a NamedTuple.
 Place = tuple[int, tuple[int, ...], int]
 
 

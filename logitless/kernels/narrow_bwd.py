@@ -79,12 +79,12 @@ def _term(TERMS, N, rows, mask, FIELD: tl.constexpr, fill, AXIS: tl.constexpr, U
 
 @triton.jit
 def _load_terms(TERMS, N, rows, mask, rate, AXIS: tl.constexpr, HAS: tl.constexpr):
-    """Returns the Terms of some rows. Where the mask is False, the result makes the gradient 0.
+    """Returns the Terms of some rows. Where the mask is False, the Terms give a gradient of 0.
 
     `rate` is log2(e) / temperature if all rows have the same temperature. `rate` is None if each
-    row has its own temperature. The field `softcap` of the result is not used. Its value is 0,
-    because the softcap can be None, and a function of Triton 3.6 cannot return None. Callers pass
-    the softcap to `_gradient` instead.
+    row has its own temperature. The field `softcap` of the result is not used. This field is 0,
+    because a function of Triton 3.6 cannot return None. Callers pass the softcap, which can be
+    None, to `_gradient` instead.
     """
     if rate is None:
         rate = _term(TERMS, N, rows, mask, TERM_RATE, 1.0, AXIS, True)
@@ -108,8 +108,8 @@ def _gradient(
     """Returns the gradient of a tile of logits x, and the new values of `pair` and `place`.
 
     `rows` and `cols` broadcast with x. The place of a tile is its position in the order of the
-    tiles (see `Order` in narrow_terms.py). `pair` is the index of the next pair to add, `place` is
-    the place of the tile that contains this pair, and `here` is the place of the tile x.
+    tiles (see `Order` in narrow_terms.py). `pair` is the index of the next pair to add. `place` is
+    the place of the tile that contains this pair. `here` is the place of the tile x.
     """
     y, slope = capped(x, softcap)
     dz = dz_of(y, CLASS_WEIGHT, cols, mask, terms.c0, 0.0, terms, HAS)
@@ -240,8 +240,7 @@ def _add_rows(
     acc, total, pair, place, window, start, WHOLE: tl.constexpr, WEIGHTS: tl.constexpr,
     BIASES: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile of rows to the gradient `acc` of the weight and to the gradient `total` of the
-    bias.
+    """Adds one tile of rows to `acc` and `total`, the gradients of weight and bias.
 
     If WHOLE is True, all rows of the tile are < N.
     """

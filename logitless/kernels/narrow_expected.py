@@ -40,8 +40,8 @@ class Expected(NamedTuple):
     """The sums Σ_i e^(d_i/T) w_i of each split, without the label's column (see above)."""
 
     sums: Tensor  # (splits, N, D), fp32
-    # (padded N, fields, splits), where N is padded to whole tiles. Holds the max of each split, and
-    # y at the label.
+    # (padded N, fields, splits), where N is padded to whole tiles. `state` holds the max of each
+    # split, and y at the label.
     state: Tensor
 
 
@@ -49,11 +49,11 @@ def is_expected(reading: Reading) -> bool:
     """Whether the gradient of the hidden states can be computed from the sums in `Expected`.
 
     The result is False for a loss with ids. The gradient at an id contains the difference between p
-    and a teacher's probability. This p would come from the sums, because the sums leave out only
-    the label's column. If p and the teacher's probability are nearly equal, the difference would
-    lose digits. The result is also False if the loss reads no statistic at the label. In such a
-    loss, labels only mark ignored rows. The result is also False if the loss has a softcap, or if
-    any flag of `Sums` (contract.py) is set.
+    and a teacher's probability. For an id, p would be computed from the sums, because the sums
+    leave out only the label's column. If p and the teacher's probability are nearly equal, the
+    difference would lose digits. The result is also False if the loss reads no statistic at the
+    label. In such a loss, labels only mark ignored rows. The result is also False if the loss has a
+    softcap, or if any flag of `Sums` (contract.py) is set.
     """
     at_label = reading.ids is None and not {"nll", "logprob", "picked"}.isdisjoint(reading.wants)
     return at_label and reading.softcap is None and not any(reading.sums)

@@ -4,7 +4,7 @@ A split is a range of columns of the vocabulary. Each program has one tile of ro
 The program computes one tile of logits at a time, and adds each tile to the running state of the
 rows (state.py). If the gradient of the hidden states is needed, the program also computes the sums
 of narrow_expected.py. Another kernel computes the logits at the label and at the ids
-(narrow_pick.py). stats_merge.py merges the splits.
+(narrow_pick.py). The kernels of stats_merge.py merge the splits.
 """
 
 import functools
@@ -133,7 +133,7 @@ def _fold(sums, window, ref, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr
     )  # fmt: skip
     expected, pair, at = sums.expected, sums.pair, sums.place
     if window.labels.PLACES is not None:
-        # `fold_values` contains the same exponentials. The compiled kernel computes these
+        # `fold_values` computes the same exponentials. The compiled kernel computes these
         # exponentials only once.
         e, _ = exponentials(y, new.m, window.rate)
         labels = window.labels

@@ -68,7 +68,7 @@ def _narrow_pick_kernel(
     """Each program computes the logits y of one row at the label and at the ids.
 
     The y at the label is stored in the first split of the row. The y at the ids are stored in
-    PICKED. y is 0 for an id outside the vocabulary, and for every id of an ignored row.
+    PICKED. PICKED is 0 for ids outside the vocabulary, and for all ids of an ignored row.
     """
     BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
     row = tl.program_id(0).to(tl.int64)

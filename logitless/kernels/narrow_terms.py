@@ -166,8 +166,8 @@ def _narrow_terms_kernel(
 ):  # fmt: skip
     """Each program computes the terms and the pairs of one row.
 
-    The terms and pairs of an ignored row make its gradient 0. If a row has an invalid label or id,
-    its terms and pairs make its gradient NaN.
+    For an ignored row, the kernel writes terms that give a gradient of 0. For a row with an invalid
+    label or id, the kernel writes terms that give a gradient of NaN.
     """
     HAS: tl.constexpr = field(CONSTANTS, "has")
     row = tl.program_id(0).to(tl.int64)

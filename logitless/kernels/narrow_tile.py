@@ -1,8 +1,8 @@
 """Tiles of a narrow head. A tile of logits stays on the chip and is not written to memory.
 
-A head is narrow if the whole width D of its hidden states fits into one tile. For a narrow head,
-one matrix product gives a finished tile of logits. Its factors are a tile of hidden states (rows,
-D) and a tile of the weight (columns, D). If D is small, computing logits again can take less time
+A head is narrow if the whole width D of its hidden states fits into one tile. A kernel multiplies a
+tile of hidden states (rows, D) by a tile of the weight (columns, D). For a narrow head, this single
+product gives a finished tile of logits. If D is small, computing logits again can take less time
 than writing logits to memory. The width of a tile is D padded to a power of two. The width is at
 least 16, because `tl.dot` requires at least 16.
 """
@@ -108,9 +108,9 @@ def with_bias(x, BIAS, cols, mask):
 
 
 def is_narrow(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels for narrow heads can compute a head with these tensors on this device.
+    """Whether the kernels for narrow heads support a head with these tensors on this device.
 
-    AMD GPUs are left out, because their shared memory is too small for the tiles.
+    AMD GPUs are not supported, because their shared memory is too small for the tiles.
     """
     device, width = hidden.device, MAX_WIDTH.get(hidden.element_size(), 0)
     if hidden.dtype != weight.dtype or weight.stride(1) != 1 or len(weight) == 0:

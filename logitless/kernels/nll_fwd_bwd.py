@@ -2,8 +2,9 @@
 
 Each logit is read from memory once. Several programs share a long row. Each program reads one
 split, which is a part of the row. A program computes the max m and the normaliser s of its split,
-publishes (m, s), and waits for (m, s) of the other splits (program_exchange.py). Then the program
-reads its split again, from the L1 cache, and writes the gradient of the split.
+and writes m and s to memory. The program then waits for m and s of the other splits
+(program_exchange.py). After that, the program reads its split again, from the L1 cache, and writes
+the gradient of the split.
 """
 
 import functools

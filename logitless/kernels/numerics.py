@@ -28,11 +28,11 @@ def load(P, at, mask):
 
 @triton.jit
 def only_if(flag, mask):
-    """Returns mask & flag for a scalar flag.
+    """Returns `mask & flag`, where `flag` is a scalar.
 
     In Triton's interpreter, the result of an int32 comparison is int32. From Triton 3.9 on, the
     interpreter rejects masks that were combined with an int32 flag. Therefore the mask is combined
-    with `True & flag`, which is a bool. The compiler removes the operation with `True`.
+    with `True & flag`, which is a bool. The compiler removes `True &`.
     """
     return mask & (True & flag)
 
@@ -55,10 +55,10 @@ def inverse_temperature(temperature, row):
 def _tanh(u, IN: tl.constexpr):
     """Returns tanh(u) with a precision that suits logits of dtype IN. NaN stays NaN.
 
-    For bf16 on NVIDIA GPUs, tanh is one instruction. Its error of 2^-11 is a quarter of the
-    rounding error of bf16 logits. For other dtypes and GPUs, tanh(u) is approximated by u times a
-    ratio of two polynomials in u². The error is 4e-7 for fp32 and 2e-6 for fp16. A more exact tanh
-    would take longer than the loads and stores of the kernel.
+    For bf16 on NVIDIA GPUs, tanh is one instruction. This instruction has an error of 2^-11, which
+    is a quarter of the rounding error of bf16 logits. For other dtypes and GPUs, tanh(u) is
+    approximated by u times a ratio of two polynomials in u². The error is 4e-7 for fp32 and 2e-6
+    for fp16. A more exact tanh would take longer than the loads and stores of the kernel.
     """
     if IN == tl.bfloat16 and is_cuda():
         return tl.inline_asm_elementwise(

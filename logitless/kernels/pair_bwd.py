@@ -51,7 +51,7 @@ from .tvd_math import gradient_of, to_student
 
 
 class Terms(NamedTuple):
-    """The numbers in a row's gradient formula that are the same for all columns."""
+    """The numbers of the gradient formula that are the same for all columns of a row."""
 
     shift_q: tl.tensor
     shift_p: tl.tensor
@@ -230,8 +230,8 @@ def pair_gradient(
     )  # fmt: skip
     weight = aligned(reading.class_weight)
     launch(source, teacher, weight, label, contiguous(state), upstream, factor, output, *tensor)
-    # `output` is not dx if dx has no (B, T, V) view with contiguous rows, or if no `rows_t` fits
-    # all layouts (see `with_one_rows_t`).
+    # `output` is a new tensor if dx has no (B, T, V) view with contiguous rows, or if no `rows_t`
+    # fits all layouts (see `with_one_rows_t`).
     if output.data_ptr() != dx.data_ptr():
         dx.copy_(output)
     return dx

@@ -8,8 +8,8 @@ Kernels accumulate a sum c over the columns of a row, and compute the loss of th
 
 In these formulas, q is the student's probability, p is the teacher's probability, v is the target
 of soft cross-entropy, and T is the temperature. The suffix _q stands for the student, and the
-suffix _p for the teacher. For each of them, d is a logit minus the max of its row, e is exp(d / T),
-and s is the normaliser Σ e.
+suffix _p for the teacher. For the student and for the teacher, d is a logit minus the max of its
+row, e is exp(d / T), and s is the normaliser Σ e.
 
 KL and cross-entropy need one pass over student and teacher. If a later block has a larger max, all
 d of the earlier blocks change by the same number. Then the kernel corrects c. If student and
@@ -177,7 +177,7 @@ def pair_read(
 def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
     """Returns the partial state of each row over the columns of x, in shape (N, PAIR_STATE).
 
-    pair_state.py describes the partial state.
+    The partial state is described in pair_state.py.
     """
     rows = x.shape[:-1].numel()
     state = torch.empty((rows, PAIR_STATE), device=x.device, dtype=torch.float32)

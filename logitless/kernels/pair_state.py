@@ -11,9 +11,9 @@ infinite. The mean is an expectation under the student's probabilities. For reve
 Σ q (d_q - d_p), which is not divided by the temperature. For JSD, the mean is Σ q log2(q / M), in
 bits, where M is the mixture of student and teacher. For a skewed KL, the mean is Σ q g, in nats
 (see `skewed` in jsd_math.py). For the total variation (TVD), the state holds `ratio` (see
-tvd_math.py) instead of the mean. For other losses, the mean is 0. eager/pair.py saves the mean in
-nats. The different units cause no conflict, because a backend never reads the state of the other
-backend.
+tvd_math.py) instead of the mean. For other losses, the mean is 0. The eager backend (eager/pair.py)
+saves the mean in nats. The different units cause no conflict, because a backend never reads the
+state of the other backend.
 
 The function `pair_partial` returns a partial state, which covers only some columns of a row. A
 partial state holds the max instead of the shift. Instead of the mean, a partial state holds the sum
@@ -158,7 +158,7 @@ def sum_lanes(state):
 
 @triton.jit
 def save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean):
-    """Saves the state of a row. For a partial state, the shifts are the maxima."""
+    """Saves the state of a row. For a partial state, callers pass the maxima as the shifts."""
     at = STATE + row.to(tl.int64) * PAIR_STATE
     tl.store(at, shift_q)
     tl.store(at + 1, s_q)
@@ -197,8 +197,8 @@ def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
 
 @functools.lru_cache(REMEMBERED)
 def with_one_rows_t(*several: Rows) -> tuple[Rows, ...] | None:
-    """Returns the layouts after giving all of them the same `rows_t`, or None if this is not
-    possible.
+    """Returns copies of the layouts with one common `rows_t`, or None if no `rows_t` fits all
+    layouts.
 
     `rows_t` is the size T of a (B, T, V) view. With a common `rows_t`, a kernel finds a row in all
     tensors by one division. A layout with a single row stride can use any `rows_t`.

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 Arguments = dict[str, Any]  # the arguments of one launch, by parameter name
 
 # The name of a kernel contains the dtype of one tensor. The candidates are listed in LOGITS. The
-# first candidate that is a parameter of the kernel and is not None determines the dtype.
+# dtype comes from the first candidate that is a parameter of the kernel and is not None.
 LOGITS = ("X", "STUDENT", "DX", "HIDDEN")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -31,9 +31,9 @@ def profiled(
     """Returns the options `repr` and `launch_metadata` of triton.jit.
 
     The name of the kernel shows the values of the parameters in `shows`. By default, the bytes of a
-    launch include each element of each tensor once. The keyword argument P=count replaces the
-    default for the parameter P. The function count(args) returns the number of elements of P that a
-    launch reads and writes.
+    launch are the bytes of all its tensors. The keyword argument P=count replaces the default for
+    the parameter P. The function count(args) returns the number of elements of P that a launch
+    reads and writes.
     """
 
     def repr(specialization) -> str:
@@ -80,14 +80,16 @@ def elements(t: torch.Tensor | TensorDescriptor) -> int:
 
 
 def at_ids(args: Arguments) -> int:
-    """Returns the number of ids. This is the count for a tensor that a launch accesses only at the
-    ids.
+    """Returns the number of ids. Kernels use this count for a tensor if a launch accesses the
+    tensor only at the ids.
     """
     return elements(args["IDS"])
 
 
 def nothing(args: Arguments) -> int:
-    """Returns 0. This is the count for a tensor of which a launch accesses only a small part."""
+    """Returns 0. Kernels use this count for a tensor if a launch accesses only a small part of the
+    tensor.
+    """
     return 0
 
 

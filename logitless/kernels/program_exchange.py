@@ -11,9 +11,8 @@ programs of one row fit on the GPU together. Under these two conditions, all pro
 unfinished row are always running, and no program waits forever. A row has at most MAX_PROGRAMS
 programs. In Triton's interpreter, programs must not share a row, because the interpreter runs one
 program after another. On a GPU that is partitioned or shared with other processes, the two
-conditions can fail. Programs can start in another order, or the programs of a row do not fit on the
-GPU together. With LOGITLESS_WAITING=0, programs do not wait for each other, and the kernels read
-every row twice instead.
+conditions can fail. For example, programs can start in another order. With LOGITLESS_WAITING=0,
+programs do not wait for each other, and the kernels read every row twice instead.
 """
 
 import os
@@ -36,7 +35,7 @@ def may_wait(programs: int, device: torch.device) -> bool:
 
 @triton.jit
 def publish(at, m, s):
-    """Stores the max m and the normaliser s of a split, packed into one integer, in one write.
+    """Packs the max m and the normaliser s of a split into one integer, and stores this integer.
 
     The packed integer is never 0. If the normaliser is 0, the max is -inf, and the bits of -inf are
     not 0.
@@ -48,8 +47,7 @@ def publish(at, m, s):
 
 @triton.jit
 def collect(at, splits, rate, BLOCK_P: tl.constexpr):
-    """Waits until all splits are published, and returns the max and the normaliser of the whole
-    row.
+    """Waits for m and s of all splits, and returns the max and the normaliser of the whole row.
 
     BLOCK_P must be at least `splits`.
     """

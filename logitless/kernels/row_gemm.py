@@ -2,9 +2,9 @@
 
 A GEMM library chooses its kernel by the shapes of the matrices. So the order in which the terms of
 a sum are added depends on the number of rows. In this file, the order is fixed. One program
-computes a whole tile of the result. In each step, the program adds the products of the next BLOCK_K
-columns of the first matrix, from left to right. The tile sizes depend only on the dtype and the
-device (config.row_gemm).
+computes a whole tile of the result. The program reads the columns of the first matrix from left to
+right, BLOCK_K columns per step. The tile sizes depend only on the dtype and the device
+(config.row_gemm).
 """
 
 import functools
@@ -81,7 +81,7 @@ def row_gemm(
     """Writes a @ b + bias to `out`. The bits of a row do not depend on the number of rows M.
 
     If `transposed` is True, the product is a @ b.T. The sums are fp32, and are rounded once to the
-    dtype of `out`. fp32 matrices are multiplied in TF32 if PyTorch's setting allows TF32.
+    dtype of `out`. For fp32 matrices, the products use TF32 if PyTorch's setting allows TF32.
     """
     (M, K), N = a.shape, out.shape[1]
     if M == 0 or N == 0:
@@ -107,11 +107,11 @@ def row_gemm(
 
 
 def _precision(a: Tensor) -> str:
-    """The precision of fp32 products: TF32 if PyTorch's setting for CUDA allows TF32.
+    """Returns "tf32" for CUDA tensors if PyTorch's setting allows TF32, and "ieee" otherwise.
 
     The precision has no effect on 16-bit matrices.
     """
-    # Reading the older attribute `allow_tf32` would raise if `fp32_precision` was set.
+    # Reading the older attribute `allow_tf32` would raise an error if `fp32_precision` was set.
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" and a.is_cuda else "ieee"
 
 

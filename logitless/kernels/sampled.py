@@ -1,10 +1,10 @@
 """Draws ids at random from softmax(z)^proposal of each row.
 
-eager/sampled.py describes the draws, and contains the part of the algorithm that both backends
-share. Two kernels read logits. A span is SPAN columns of a row. The first kernel writes the sum of
-the masses in each span. A mass is relative to the max of its row, so each program first computes
-the max of its columns. The programs of a row exchange their maxima (program_exchange.py), and then
-read the same columns again, from the L1 cache. PyTorch finds the span of each draw in the
+The file eager/sampled.py describes the draws, and contains the part of the algorithm that both
+backends share. Two kernels read logits. A span is SPAN columns of a row. The first kernel writes
+the sum of the masses in each span. A mass is relative to the max of its row, so each program first
+computes the max of its columns. The programs of a row exchange their maxima (program_exchange.py),
+and then read the same columns again, from the L1 cache. PyTorch finds the span of each draw in the
 cumulative sums of a row. The second kernel reads only the spans of the draws, and finds the column
 of each draw. A third kernel counts how often each id was drawn.
 
@@ -45,10 +45,10 @@ RESTS = tl.constexpr(-(1 << 31))  # lowest 32 bits of SPAN · REST; for SPAN · 
 def _mass_bits(y, top, rate):
     """Returns two integers, UP + high and REST + low.
 
-    The mass is high · 2^20 + low, which is round(2^40 · e^((y - top) · rate)). fp32 numbers from
-    2^23 to 2^24 are integers. Adding 2^23 to a smaller number therefore rounds the number to an
-    integer, and the lowest bits of the sum hold this integer. This rounding takes less time than a
-    conversion. `low` can be negative, so 1.5 · 2^23 is added instead of 2^23. The results are
+    The mass is high · 2^20 + low, which is round(2^40 · e^((y - top) · rate)). All fp32 numbers
+    from 2^23 to 2^24 are integers. Adding 2^23 to a smaller number therefore rounds the number to
+    an integer, and the lowest bits of the sum hold this integer. This rounding takes less time than
+    a conversion. `low` can be negative, so 1.5 · 2^23 is added instead of 2^23. The results are
     arbitrary integers if y or `top` is NaN, or if y and `top` are both infinite.
     """
     x = tl.exp2((y - top) * (rate * LOG2E) + 20.0)

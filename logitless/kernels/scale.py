@@ -92,7 +92,8 @@ def scale_two_launch(
 ) -> Launch:
     """Returns the Launch for two contiguous tensors. `offsets` holds their addresses modulo 16.
 
-    Each pair of offsets needs its own Launch, because Triton compiles for the alignment.
+    Each pair of offsets needs its own Launch, because the compiled kernel depends on the alignment
+    of the tensors.
     """
     block = 4096
     tiles_x, tiles_y = config.ceil_div(size_x, block), config.ceil_div(size_y, block)

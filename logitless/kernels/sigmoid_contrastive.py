@@ -41,7 +41,7 @@ def _log1p(e):
 
 @triton.jit
 def _flipped(t, pairs, rows, cols, n):
-    """Returns t with the opposite sign at positives."""
+    """Returns -t for positives, and t for all other pairs."""
     return tl.where(positives_of(pairs, rows, cols, n), -t, t)
 
 

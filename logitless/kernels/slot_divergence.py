@@ -79,7 +79,7 @@ def _inverse_temperatures(temperature, row, mask):
 
 @triton.jit
 def _normalised(y, inv_t):
-    """Returns log q and q for q = softmax(y · inv_t), and a mask with one element per row.
+    """Returns log q, q and a mask, where q = softmax(y · inv_t). The mask has one element per row.
 
     If all values of a row are -inf, log q is -inf, q is 0, and the mask is False. `inv_t` is
     1 / temperature, and None means 1.

@@ -5,7 +5,7 @@ The kernel also computes the coefficients of the backward formula (see bwd_tile.
     loss = (1-ε) v_t nll - ε/V log_total + z_loss lse²
 
 In this formula, v_t is the class weight of the row's label, ε is the label smoothing, and V is the
-size of the vocabulary. contract.py defines the statistics nll, log_total and lse.
+size of the vocabulary. The statistics nll, log_total and lse are defined in contract.py.
 """
 
 import functools
@@ -111,7 +111,7 @@ def weighted_nll(nll: Tensor, reading: Reading) -> Tensor:
 def label_mass(reading: Reading, dtype: torch.dtype) -> Tensor:
     """Returns the class weight of each row's label, or 0 for ignored rows.
 
-    The reading must have class weights.
+    The argument `reading` must have class weights.
     """
     label = reading.label
     mass = torch.empty(label.numel(), device=label.device, dtype=torch.float32)

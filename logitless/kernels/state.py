@@ -82,7 +82,7 @@ def is_live(label, ignore_index):
 
 @triton.jit
 def across(t, y):
-    """Returns t, which has one number per row, in a shape that broadcasts with y.
+    """Reshapes t, which has one number per row, so that t broadcasts with y.
 
     The shape of y is (columns,) for a block of one row, or (rows, columns) for a tile of several
     rows.
@@ -105,8 +105,8 @@ def fold_values(
     state, y, top, place, W, first, at, mask, ref, rate, y0,
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Returns the state after the columns `first + at` are added. The logits of these columns are
-    y.
+    """Returns the state after the columns `first + at` are added. The argument y holds the logits
+    of these columns.
 
     The shape of y is (columns,) for a block of one row, or (rows, columns) for a tile of several
     rows. `top` is the max of y per row. In rows where `top` is larger than the previous max, the
@@ -166,7 +166,7 @@ def fold_span(
     """Returns the state over the columns [lo, hi) of a row's body.
 
     If lo is 0, the state also covers the fringe. If X_ALIGNED is True, the body starts on a 16-byte
-    boundary. layout.py defines body and fringe.
+    boundary. Body and fringe are defined in layout.py.
     """
     zero = tl.full((), 0.0, tl.float32)
     block = tl.full((), 0, tl.int32) + lo
@@ -229,13 +229,13 @@ def column_of_max(
 
 @triton.jit
 def with_count(state, n):
-    """Returns the state with its field n set to the argument n, for rows without class weights."""
+    """Returns a copy of `state` with the given n. Without class weights, n counts the columns."""
     return State(state.m, state.s, state.w, state.c, n, state.block, state.s1, state.above)
 
 
 @triton.jit
 def with_above(state, above):
-    """Returns the state with its field `above` set to the argument `above`."""
+    """Returns a copy of `state` with the given `above`."""
     return State(
         state.m, state.s, state.w, state.c, state.n, state.block, state.s1, above
     )  # fmt: skip

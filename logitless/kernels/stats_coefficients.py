@@ -1,9 +1,9 @@
 """Computes the coefficients of the backward formula from gradients of statistics, in one launch.
 
-contract.py defines the backward formula and its coefficients `a`, `b`, `g_label` and `g_c`. In this
-file, `g_c` is called `g_total`. The kernel applies the RULES of eager/stats_coefficients.py. With
-PyTorch's own operations, the coefficients for `ll.score` would take eight launches. These eight
-launches would take most of the host time of a small backward.
+The file contract.py defines the backward formula and its coefficients `a`, `b`, `g_label` and
+`g_c`. In this file, `g_c` is called `g_total`. The kernel applies the RULES of
+eager/stats_coefficients.py. With PyTorch's own operations, the coefficients for `ll.score` would
+take eight launches. These eight launches would take most of the host time of a small backward.
 """
 
 import functools
@@ -27,8 +27,8 @@ from .smoothing_z_loss import COEF_WIDTH
 from .state import STATE_WIDTH, field
 from .stats_outputs import STATE_ENTROPY
 
-# The largest number of gradients in one launch. row_stats and row_loss have at most five statistics
-# with a gradient: lse, picked, logprob, entropy and total.
+# The largest number of gradients in one launch. The functions `row_stats` and `row_loss` have at
+# most five statistics with a gradient: lse, picked, logprob, entropy and total.
 MOST = 5
 
 
@@ -98,7 +98,7 @@ def _sum_over_ids(D, row, mask, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr)
 
 @triton.jit
 def _add(sums, D, entropy, row, mask, K, INDEX: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Adds the terms of one statistic, whose gradient is D. If D is None, the gradient is 0."""
+    """Returns `sums` plus the terms of one statistic. D is the statistic's gradient, or None."""
     if D is None:
         return sums
     else:

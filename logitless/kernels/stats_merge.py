@@ -1,7 +1,7 @@
 """Merges the splits of each row into one split (`merge`) or into statistics (`finish`).
 
 A split holds the partial statistics of a row, over the columns that belong to one program, one
-block or one rank. contract.py lists the fields of a split.
+block or one rank. The fields of a split are listed in contract.py.
 """
 
 import functools
@@ -73,8 +73,8 @@ def _merge(
         s1 = tl.sum(s1_p * tl.exp2(move(m_p, m, s1_p) * LOG2E), axis=0)
     if TOTAL:
         # The merged `ref` (see state.py) is the largest `ref` among the splits that are not empty.
-        # All splits of a row from one launch have the same `ref`. Then ref_p - ref is 0, and the
-        # merge adds no rounding error.
+        # If one launch computed all splits of a row, the splits have the same `ref`. Then
+        # ref_p - ref is 0, and the merge adds no rounding error.
         ref = tl.max(tl.where(mask & (n_p != 0), ref_p, -INF), axis=0)
         ref = tl.where(ref == -INF, 0.0, ref)
         c = tl.sum(c_p + n_p * (ref_p - ref), axis=0)
@@ -232,8 +232,8 @@ def finish(
     """Merges the splits of each row, and returns the statistics of whole rows.
 
     The splits of each row are along dim 1 of partials.state. `shape` is the shape of a statistic
-    with one number per row. If `shape` is None, the function takes the shape from the reading's
-    label, row_temperature or ids. If all three are None, the shape is (N,).
+    with one number per row. If `shape` is None, the shape is taken from the field `label`,
+    `row_temperature` or `ids` of the reading. If these three fields are None, the shape is (N,).
     """
     wants, label, ids = reading.wants, reading.label, reading.ids
     temperature = reading.row_temperature

@@ -39,8 +39,8 @@ class Outputs(NamedTuple):
 def write_row(out, state, arg, ref, row, V, live, inv_t):
     """Writes the state of a row, and the statistics that need neither the label nor the ids.
 
-    In ignored rows, argmax and rank are -1, and all other numbers are 0. Returns the row's shift
-    and log normaliser.
+    In ignored rows, argmax and rank are -1, and all other numbers are 0. Returns the shift of a
+    row, and the log of the row's normaliser.
     """
     shift = finite(state.m)
     log_s = tl.log(state.s)
@@ -68,7 +68,7 @@ def write_row(out, state, arg, ref, row, V, live, inv_t):
         total = (state.c - state.n * (shift - ref)) * inv_t - state.n * log_s
         tl.store(out.LOG_TOTAL + row, tl.where(live, total, 0.0))
     if out.ARGMAX is not None:
-        arg = tl.where(arg < V, arg, 0)  # arg is NOWHERE if the row contains NaN
+        arg = tl.where(arg < V, arg, 0)  # `arg` is NOWHERE if the row contains NaN
         tl.store(out.ARGMAX + row, tl.where(live, arg, -1).to(tl.int64))
     if out.RANK is not None:
         tl.store(out.RANK + row, tl.where(live, state.above, -1).to(tl.int64))

@@ -1,7 +1,7 @@
 """Computes the partial statistics of each split of a row.
 
-Rows are split if several programs share a row, or if the vocabulary is sharded over ranks.
-stats_merge.py merges the splits of a row.
+Rows are split if several programs share a row, or if the vocabulary is sharded over ranks. The
+kernels of stats_merge.py merge the splits of a row.
 """
 
 import functools
@@ -187,7 +187,7 @@ def partial(
 
 
 def above(x: Tensor, reading: Reading, y0: Tensor) -> Tensor:
-    """Counts the logits of x (..., V) that are greater than y0 (N,), for each row, in int64.
+    """For each row of x (..., V), returns the number of logits greater than y0 (N,), as int64.
 
     The logits are compared after the softcap. If x or y0 is NaN, x counts as greater than y0. The
     result of an ignored row is 0.

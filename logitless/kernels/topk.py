@@ -96,7 +96,7 @@ def _topk_merge_kernel(
     if count < k:
         offset = row_offset(row, rows_t, stride_xb, stride_xt)
         count = _fill(X + offset, IDS + row.to(tl.int64) * k, count, V, k, BLOCK_V)
-        # If a row has fewer than k logits that are not NaN, the remaining ids are arbitrary.
+        # A row can have fewer than k logits besides NaN. Then the remaining ids are arbitrary.
         tl.store(IDS + at, offs_k.to(tl.int64), mask=mask_k & (offs_k >= count))
 
 
@@ -111,7 +111,7 @@ def topk(
 
     `log_tail` is the log of the softmax mass of all other columns. Ids are sorted by descending
     logit. Equal logits are sorted by ascending id. For k > 256, eager/topk.py computes the results
-    on the same device, one chunk of rows at a time, in more than one pass over the logits. If
+    on the same device, one chunk of rows at a time. The logits are then read more than once. If
     `invariant` is True and the rows of x start on 16-byte boundaries, the results of a row have the
     same bits in every batch.
     """
@@ -168,7 +168,7 @@ def _plan(
 ) -> tuple[Launch, Launch]:  # fmt: skip
     """Returns the launches of the two kernels, topk_stream_kernel and _topk_merge_kernel."""
     V, layout = rows.vocab, {"BLOCK_V": cut.block_v, "LOG_K": _log_k(k)}
-    # Blocks start on 16-byte boundaries, so the first block can start up to rows.pack - 1 columns
+    # Blocks start on 16-byte boundaries, so the first block can start up to `rows.pack - 1` columns
     # before the row.
     columns = config.ceil_div(V + rows.pack - 1, cut.splits)
     span = config.ceil_div(columns, cut.block_v) * cut.block_v

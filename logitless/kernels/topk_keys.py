@@ -17,7 +17,7 @@ LAST = tl.constexpr(2**31 - 1)
 def _flip(bits):
     """Maps the bits of floats to integers that have the same order as the floats.
 
-    A second call maps the integers back to the bits.
+    Calling `_flip` on such an integer gives the bits of the float again.
     """
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -42,7 +42,7 @@ def column_of(key):
 
 @triton.jit
 def _places(LOG_K: tl.constexpr):
-    """Returns the indices of a list in shape (2, ..., 2), with one axis per bit of an index."""
+    """Returns arange(2^LOG_K) in shape (2, ..., 2). Each axis is one bit of the numbers."""
     return tl.reshape(tl.arange(0, 1 << LOG_K), [2] * LOG_K)
 
 
@@ -87,8 +87,9 @@ def sort(keys, LOG_K: tl.constexpr):
     places = _places(LOG_K)
     h = tl.reshape(keys, [2] * LOG_K)
     for runs in tl.static_range(1, LOG_K + 1):
-        # The XOR undoes the inversion of the previous step, in every second run of 2^(runs - 1)
-        # keys. For the current step, the XOR also inverts every second run of 2^runs keys.
+        # Bit 0 of `inverted` selects the keys to invert. For the current step, every second run of
+        # 2^runs keys is inverted. The `^=` also undoes the inversion of the previous step, whose
+        # runs are half as long.
         inverted = places >> runs
         if runs > 1:
             inverted ^= places >> (runs - 1)

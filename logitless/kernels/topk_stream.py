@@ -7,9 +7,9 @@ list. The other logits of a block cannot be among the k largest, so their expone
 the tail. The exponentials in the tail are relative to the max of the tail. No mass is ever
 subtracted from the tail, so the tail has no cancellation. When the waiting list is long enough, its
 keys are sorted and merged into the sorted list. Keys that drop out of the sorted list are added to
-the tail, and the threshold rises. If the logits of a row are in random order, few blocks after the
-first have logits above the threshold. If the logits of a row are in ascending order, every logit is
-appended to the waiting list and merged.
+the tail, and the threshold rises. If the logits of a row are in random order, only a few of the
+later blocks have logits above the threshold. If the logits of a row are in ascending order, every
+logit is appended to the waiting list and merged.
 
 Among equal logits, a lower column has a larger key (topk_keys.py). Blocks are read in the order of
 columns. So a later logit that equals the threshold has a smaller key than the k-th key of the
@@ -39,7 +39,7 @@ def _leave_out(m, s, y, top, rate):
 
 @triton.jit
 def leave_out_keys(m, s, keys, rate, softcap, DTYPE: tl.constexpr):
-    """Adds the logits of these keys to the tail."""
+    """Adds the logits of the given keys to the tail."""
     y, _ = capped(logit_of(keys).to(DTYPE), softcap)
     y = tl.where(keys == EMPTY, -INF, y)
     return _leave_out(m, s, y, tl.max(y, axis=0), rate)

@@ -9,8 +9,8 @@ above + below = 1, and the gradient of the student's logit z is
     -q · above                  if q < p
      q · (below - above) / 2    if q = p
 
-The state of a row keeps ratio = above / below. Both masses can be computed from the ratio with full
-relative precision.
+The state of a row holds `ratio` = above / below. From `ratio`, kernels compute `above` and `below`
+with full relative precision.
 
 With the exponentials e_q and e_p, and the normalisers s_q and s_p, the difference q - p is
 (e_q - e_p · s_q / s_p) / s_q. If student and teacher are equal, s_q / s_p is 1, and the difference
@@ -28,8 +28,8 @@ from .numerics import INF
 def to_student(s_q, s_p):
     """Returns s_q / s_p, or 0 if all logits of the teacher's row are -inf.
 
-    If s_q = s_p, the result is set to 1, because a GPU's quotient of two equal numbers is not
-    always exactly 1.
+    If s_q = s_p, the result is set to 1, because a division of two equal numbers on a GPU does not
+    always give exactly 1.
     """
     return tl.where((s_q == s_p) & (s_p > 0), 1.0, s_q / tl.where(s_p == 0, INF, s_p))
 

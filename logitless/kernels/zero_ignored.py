@@ -35,7 +35,7 @@ def _zero_ignored_kernel(
 def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
     """Returns a copy of x with 0 in all ignored rows.
 
-    If the reading has no ignore_index, returns x itself.
+    If `reading.ignore_index` is None, the result is x itself.
     """
     if reading.ignore_index is None or x.numel() == 0:
         return x
@@ -51,7 +51,7 @@ def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
 def _launch(N: int, D: int, stride: int, offset: int, ignore_index: int) -> Launch:
     """Returns a Launch for inputs whose address modulo 16 is `offset`.
 
-    Each offset needs its own Launch, because Triton compiles the kernel for the alignment of X.
+    Each offset needs its own Launch, because the compiled kernel depends on the alignment of X.
     """
     block = min(max(config.ceil_pow2(D), 16), 1024)
     return Launch(
