@@ -106,7 +106,7 @@ class FusedForward:
         return logits
 
     def stays_plain(self, args: tuple) -> bool:
-        """Whether it is clear before the forward that logits without gradients will be plain."""
+        """Whether logits without gradients will certainly be plain (checked before the forward)."""
         if not self.guard.lazy_inference:
             return True
         width = self.head.__dict__.get("out_features") or width_of(self.head)
@@ -342,7 +342,7 @@ def lazy_product(
         return checked_head(*tensors, **options).logits()
     if spread:
         return spread_logits(tensors, options, module)
-    # checked_head also casts the tensors under autocast.
+    # `checked_head` also casts the tensors under autocast.
     head = checked_head(*tensors, **options).replace(module=module)
     return lazy_logits_of(head, inference=not asked)
 

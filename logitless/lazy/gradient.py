@@ -1,4 +1,4 @@
-"""The gradient of lazy logits, which backward passes from a loss to the head (see logits.py)."""
+"""The gradient of lazy logits, which goes from a loss to the head in backward (see logits.py)."""
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -81,9 +81,9 @@ class LazyGradient(Deferred):
     of_values: Tensor | None
     computes: tuple[Compute, ...]
     known: Tensor | None  # The gradient as a plain tensor, or None before it is computed.
-    # Whether this is a gradient of log-probabilities that comes from a loss over the logits. A
-    # projected gradient must not be read, because this gradient contains an additional term. The
-    # backward of log_softmax removes this term.
+    # Whether this gradient belongs to log-probabilities, but was computed by a loss over the
+    # logits. Such a gradient must not be read, because it contains an additional term. The backward
+    # of log_softmax removes this term.
     projected: bool
     shares: Shares  # empty if this gradient is complete (see Joint)
 
@@ -158,8 +158,8 @@ class LazyGradient(Deferred):
         """
         for joint in self.shares:
             raise RuntimeError(
-                f"the gradient of lazy logits that {joint.name} joined must not be changed, because"
-                " a part of the gradient belongs to all joined logits together. Use"
+                f"the gradient of a lazy argument of {joint.name} must not be changed, because a part"
+                " of the gradient belongs to all arguments together. Use"
                 f" logits.materialize() before {joint.name}, or change the gradient of the logits"
                 " that the head returned."
             )
@@ -172,7 +172,7 @@ class LazyGradient(Deferred):
             g, rest = rest[0], [g]
         if is_copy(func, args):
             copy = g.each(lambda t: t)
-            if func is not aten.clone.default:  # detach, alias and view return a view of g
+            if func is not aten.clone.default:  # `detach`, `alias` and `view` return a view of g
                 copy.__dict__ = g.__dict__  # pyright: ignore[reportAttributeAccessIssue]
             return copy
         if func is aten._to_copy.default and not kwargs.keys() - {"dtype"}:
@@ -244,7 +244,7 @@ def added_shares(a: Shares, b: Shares) -> Shares:
 
 
 def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
-    """Returns the `shares` of each of the `count` gradients into which `joint` splits g."""
+    """Returns the `shares` of each new gradient if `joint` splits g into `count` gradients."""
     if count == 1:
         return shares_of(g)
     return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}

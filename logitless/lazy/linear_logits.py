@@ -106,9 +106,9 @@ class LinearLogits(AsTensor, Logits):
 
     Rows that a loss ignores are dropped before the GEMMs, unless the logits are materialised. The
     number of rows that are not ignored is computed on the GPU. The host waits once for this number.
-    If the logits of whole rows are computed at a time, the first GEMM is queued before the host
-    waits. With `drop_ignored=False`, the host never waits, and ignored rows cost as much time as
-    other rows. In a CUDA graph, ignored rows are not dropped, because the host must not wait.
+    If chunks consist of whole rows, the first GEMM is queued before the host waits. With
+    `drop_ignored=False`, the host never waits, and ignored rows cost as much time as other rows. In
+    a CUDA graph, ignored rows are not dropped, because the host must not wait.
 
     If `weight` is a DTensor sharded by rows, `hidden` must be a DTensor on the same mesh. In a
     loss, each rank then computes only the logits that belong to its own rows of the weight, as with
@@ -166,7 +166,8 @@ class LinearLogits(AsTensor, Logits):
         """Explains how a loss such as cross_entropy over these logits is computed.
 
         The explanation names the split of the logits, the memory that the logits take, and the
-        number of GEMMs. If the tensors are on the device "meta", the explanation is for a GPU.
+        number of GEMMs. For tensors on the device "meta", the explanation describes the computation
+        on a GPU.
 
         >>> print(LinearLogits(hidden, weight, workspace=64 << 20).explain())
         """

@@ -2,10 +2,10 @@
 
 A trainer computes its loss from the logits. Then the trainer computes metrics, such as the accuracy
 and the entropy, from the same logits. A metric of lazy logits takes one GEMM. A loss with its
-gradients takes about three times as long. The scores of a row are its entropy, its logsumexp, its
-argmax and the log-probability of its label. A loss that also computes the scores of each row takes
-1.016 times the time of the loss alone (benchmarks/results/h200/loss-and-scores.md). So losses
-compute scores only for heads whose metrics are read:
+gradients takes about three times as long as a metric. The scores of a row are its entropy, its
+logsumexp, its argmax and the log-probability of its label. A loss that also computes the scores of
+each row takes 1.016 times as long as the loss alone (benchmarks/results/h200/loss-and-scores.md).
+So losses compute scores only for heads whose metrics are read:
 
 1. At first, losses over the logits of a head compute no scores. For each call of the head,
    `Answers` counts the rows of the losses, and the rows of the metrics that follow. If the metrics
@@ -34,8 +34,7 @@ from ..losses.statistics import NO_CLASS, SCORES, Read, Scores, score
 from .recipe import Recipe
 
 # The heads whose metrics are read after a loss. The outer key is True for training and False for
-# evaluation. The inner value is the number of calls of the head since a metric was last read from
-# scores.
+# evaluation. The inner value counts the calls of the head since a metric last used the scores.
 _READ: dict[bool, "weakref.WeakKeyDictionary[nn.Module, int]"] = {
     True: weakref.WeakKeyDictionary(),
     False: weakref.WeakKeyDictionary(),
@@ -96,7 +95,7 @@ class Answers:
     def __init__(self, head: Head, trains: bool):
         self.module, self.trains, self.rows = weakref.ref(head.module), trains, head.rows
         self.tables: dict[Options, Table] = {}
-        self.losses: dict[Options, int] = {}  # number of rows of losses without scores
+        self.losses: dict[Options, int] = {}  # number of rows in losses that compute no scores
         self.read: dict[Options, int] = {}  # number of rows that metrics read after these losses
         self.cell: Any = lambda: None  # a weak reference to the cell of the head's own logits
 
@@ -226,9 +225,9 @@ class Answers:
         to the Table. In `known`, a row has the scores for one label, but `recipe` can contain the
         row several times, with different ids.
 
-        A metric without `ids` can be computed from many small views. So if `recipe` has less than
-        half of the head call's rows, the missing scores of all rows are computed at once. Then the
-        host waits only once for all views.
+        A trainer may compute a metric without `ids` for many small views, one after the other. So
+        if `recipe` has less than half of the head call's rows, the missing scores of all rows are
+        computed at once. Then the host waits only once for all views.
         """
         known = table.scores
         if ids is None and (table.complete or table.seen() is recipe.places):

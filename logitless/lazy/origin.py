@@ -29,8 +29,8 @@ class Cell:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.values: Tensor | None = None
-        # Whether the values may have been changed. A write, or other code that shares the memory,
-        # can change the values.
+        # Whether the values may have been changed, by a write or by other code that shares the
+        # memory.
         self.exposed = False
 
     def keep(self, values: Tensor) -> None:
@@ -90,7 +90,7 @@ def recorded(
 
 
 class Filled(torch.autograd.Function):
-    """Returns `values`. Backward passes the gradient to `blank`, a leaf without memory."""
+    """Returns `values`. In backward, the gradient goes to `blank`, a leaf without memory."""
 
     @staticmethod
     def forward(ctx, blank, values):
@@ -134,7 +134,7 @@ class Origin:
 
     @property
     def reads_exposed(self) -> bool:
-        """Whether these logits are a view of `exposed` logits, and so must be read from memory."""
+        """Whether these logits are a view of `exposed` logits. Such a view is read from memory."""
         return self.is_view and self.bases[0].exposed
 
     @property

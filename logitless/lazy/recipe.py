@@ -125,12 +125,12 @@ class Recipe:
 
     @property
     def direct(self) -> Direct | None:
-        """The formula if the formula is `Direct`, else None."""
+        """The formula, or None if the formula is not `Direct`."""
         return self.formula if isinstance(self.formula, Direct) else None
 
     @property
     def logits(self) -> Direct | None:
-        """The formula if the formula only applies a scale and a softcap, else None."""
+        """The formula, or None if the formula contains more than a scale and a softcap."""
         return None if self.direct is None or self.direct.log else self.direct
 
     @property
@@ -159,7 +159,7 @@ class Recipe:
     # --- other recipes
 
     def with_head(self, **tensors: Tensor | None) -> "Recipe":
-        """Returns a recipe with other fields of the head, such as `hidden`, `weight` or `bias`."""
+        """Returns a copy of the recipe, with new fields of the head, such as a new `hidden`."""
         head = self.head.replace(**tensors)  # pyright: ignore[reportArgumentType]
         names = ("hidden", "weight", "bias", "low_rank")
         pairs = zip(names, head.tensors, self.versions, strict=True)
