@@ -158,8 +158,8 @@ class LazyGradient(Deferred):
         """
         for joint in self.shares:
             raise RuntimeError(
-                f"the gradient of a lazy argument of {joint.name} must not be changed, because a part"
-                " of the gradient belongs to all arguments together. Use"
+                f"the gradient of a lazy argument of {joint.name} must not be changed, because a"
+                " part of the gradient belongs to all arguments together. Use"
                 f" logits.materialize() before {joint.name}, or change the gradient of the logits"
                 " that the head returned."
             )
