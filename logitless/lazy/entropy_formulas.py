@@ -37,7 +37,7 @@ class Expectation(NamedTuple):
 
 
 def expectation_of(formula: Formula) -> Expectation | None:
-    """Describes a formula as an Expectation, or returns None."""
+    """Describes a formula as an `Expectation`, or returns None."""
     product, sign = _positive(formula)
     if not _calls(product, PRODUCTS, arguments=2):
         return None

@@ -71,7 +71,8 @@ class FusedForward:
 
     `below` is the forward that other code had set on the head earlier. If `below` is None, the
     forward of the head's class is called. Other code can replace the FusedForward later. Then the
-    Guard (model_hooks.py) sets a new FusedForward, whose `below` is the forward of the other code.
+    `Guard` (model_hooks.py) sets a new FusedForward, whose `below` is the forward of the other
+    code.
     """
 
     def __init__(self, head: nn.Module, below: Callable | None, guard: Any):

@@ -50,13 +50,14 @@ class Joint:
     each LazyGradient holds the gradient of `hidden` for its own rows. For all other operations,
     only the first LazyGradient holds the gradient of `hidden`. So the LazyGradient of one argument
     is incomplete, and must not be changed. If n arguments need a gradient, the field `shares` of
-    each LazyGradient maps the Joint to 1/n. A LazyGradient with a share below 1 is incomplete. When
-    autograd adds LazyGradients, their shares are added too. The sum is complete if its share is 1.
+    each LazyGradient maps the `Joint` to 1/n. A LazyGradient with a share below 1 is incomplete.
+    When autograd adds LazyGradients, their shares are added too. The sum is complete if its share
+    is 1.
     """
 
     def __init__(self, name: str, root: Any = None):
         self.name = name
-        # If all arguments with a gradient come from one call of a head, `root` is the Watch
+        # If all arguments with a gradient come from one call of a head, `root` is the `Watch`
         # (weight_changes.py) of this call. Otherwise, `root` is None.
         self.root = root
 
@@ -85,7 +86,7 @@ class LazyGradient(Deferred):
     # logits. Such a gradient must not be read, because it contains an additional term. The backward
     # of log_softmax removes this term.
     projected: bool
-    shares: Shares  # empty if this gradient is complete (see Joint)
+    shares: Shares  # empty if this gradient is complete (see `Joint`)
 
     @staticmethod
     def of(
@@ -154,7 +155,7 @@ class LazyGradient(Deferred):
     def refuse_shared(self) -> None:
         """Raises if the gradient is incomplete.
 
-        An incomplete gradient must not be changed (see Joint).
+        An incomplete gradient must not be changed (see `Joint`).
         """
         for joint in self.shares:
             raise RuntimeError(
@@ -235,9 +236,9 @@ def added(a: Tensor, b: Tensor) -> LazyGradient:
 
 
 def added_shares(a: Shares, b: Shares) -> Shares:
-    """Returns, for each Joint, the sum of the `shares` of two gradients.
+    """Returns, for each `Joint`, the sum of the `shares` of two gradients.
 
-    A Joint whose shares add up to 1 is left out, because the sum of its gradients is complete.
+    A `Joint` whose shares add up to 1 is left out, because the sum of its gradients is complete.
     """
     sums = {joint: a.get(joint, 0) + b.get(joint, 0) for joint in {**a, **b}}
     return {joint: share for joint, share in sums.items() if share != 1}

@@ -81,7 +81,7 @@ class LinearLogits(AsTensor, Logits):
     smaller workspace saves memory and costs time. If many rows fit into the workspace, a GPU
     computes the logits of several whole rows at a time. If only few rows fit into the workspace, a
     GPU computes some columns of all rows at a time. A small head computes all logits at once. On an
-    NVIDIA GPU, most losses over a 16-bit head with D of at most 128 write no logits to memory
+    NVIDIA GPU, most losses over a 16-bit head with D ≤ 128 write no logits to memory
     (docs/heads.md). Small heads are an exception.
 
     `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits

@@ -2,7 +2,7 @@
 
 `resize_token_embeddings` and adapters can replace the head of a model, and other code can replace
 the forward of the head. So the hooks find the head before each forward of the model, and fuse the
-head again if needed. A Guard also counts the calls of its head, and warns if a training forward
+head again if needed. A `Guard` also counts the calls of its head, and warns if a training forward
 never called the head.
 """
 

@@ -105,7 +105,7 @@ class LazyHead(Node):
             bias=None if bias is None else bias.detach(),
             low_rank=None if low_rank is None else low_rank.detach(),
         )  # fmt: skip
-        # On a GPU, the Watch checks for writes to the weight only after `passed` is set. Backward
+        # On a GPU, the `Watch` checks for writes to the weight only after `passed` is set. Backward
         # sets `passed`. Logits for inference (`Recipe.inference`) have no backward, so their
         # `passed` is set here.
         ctx.watch = Watch(detached.weight, passed=inference)
@@ -128,7 +128,7 @@ class LazyHead(Node):
         if g is None:
             return (None,) * 9
         if any(joint.root is ctx.watch for joint in shares_of(g)):
-            g.refuse_shared()  # this call raises, because g is incomplete (see Joint)
+            g.refuse_shared()  # this call raises, because g is incomplete (see `Joint`)
         parts, of_values = split(g)
         if of_values is not None:
             tensors = ctx.saved_tensors

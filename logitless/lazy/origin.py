@@ -47,8 +47,8 @@ class Cell:
 class Record:
     """Holds the autograd graph of an operation after the operation's result has been computed.
 
-    The operation's autograd node and the `Origin` of its result refer to the same Record. A Record
-    holds no values.
+    The operation's autograd node and the `Origin` of its result refer to the same `Record`. A
+    `Record` holds no values.
     """
 
     def __init__(self, needs: Sequence[bool], formulas: Sequence[Formula]):
@@ -229,7 +229,7 @@ class Origin:
 
     @property
     def root(self) -> "Origin":
-        """The Origin at the start of the chain of views, or `self` if `self` is not a view."""
+        """The `Origin` at the start of the chain of views, or `self` if `self` is not a view."""
         return self.bases[0].root if self.is_view else self
 
     def register(self) -> None:

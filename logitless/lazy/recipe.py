@@ -88,7 +88,7 @@ class Recipe:
     needs: tuple[bool, bool, bool, bool]  # whether each of head.tensors needs a gradient
     formula: Formula
     versions: tuple[int, ...]  # `_version` of head.tensors when the logits were created
-    # Detects writes to the weight. All logits derived from one call of a head share one Watch.
+    # Detects writes to the weight. All logits derived from one call of a head share one `Watch`.
     watch: Watch | Watches
     trains: bool = False  # whether the logits were created in a training forward
     # Whether these are logits for inference. A fused head creates logits for inference if gradients
@@ -99,8 +99,8 @@ class Recipe:
     axis: int | None = None  # the dimension of the vocabulary; None for the last dimension
     shard: Any = None  # a VocabShard if weight and bias hold only the rows of this rank
     # Holds scores that losses computed over the logits of one head call (class Answers in
-    # metrics_after_loss.py). None if the head call has no Answers, or if a tensor of the head was
-    # replaced after the call. Selecting or reordering rows of `hidden` keeps the Answers.
+    # metrics_after_loss.py). None if the head call has no `Answers`, or if a tensor of the head was
+    # replaced after the call. Selecting or reordering rows of `hidden` keeps the `Answers`.
     answers: Any = None
     # (..., 1), the index of each row among the rows of the head call. None if losses compute no
     # scores.
