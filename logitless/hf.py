@@ -120,9 +120,9 @@ class DistillTrainer(Trainer):
                 fuse(teacher)
         if on_policy:
             check_model(self.model)
-        # The teacher's targets of the present batch: the top-k, or the logits of whole rows.
+        # The teacher's targets of the current batch: the top-k, or the logits of whole rows.
         self._targets: SparseTargets | Tensor | None = None
-        self._is_sampled = False  # whether the student sampled the present batch
+        self._is_sampled = False  # whether the student sampled the current batch
         # `_sums` has three keys: "" for batches of the training dataset, "eval_" for batches of an
         # evaluation, and "on_policy_" for sampled batches. Each value is a list with one tensor per
         # batch. Each tensor holds three numbers: the cross-entropy summed over the tokens, the

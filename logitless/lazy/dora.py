@@ -47,7 +47,7 @@ def forward_of(module: Any, x: Tensor) -> Callable[[Tensor], Tensor] | None:
     The adapter must be active, must not be merged, and must be the only active adapter. The base
     layer, the layer B and the magnitude layer must have no hooks and no replaced forward. The base
     layer's weight must be a plain or 4-bit weight on the device of x. With dropout, x must require
-    a gradient, because sums.py otherwise does not support the sum in `with_dropout`.
+    a gradient. Without this gradient, sums.py does not support the sum in `with_dropout`.
     """
     if module.disable_adapters or module.merged or type(module).__name__ not in SUPPORTED:
         return None

@@ -72,8 +72,8 @@ class LazyGradient(Deferred):
     materialised logits. `parts` are the gradients of `hidden`, `weight` and `bias` that losses over
     lazy logits computed. Each function in `computes` returns the gradient of one of these losses
     with respect to the logits, as a plain tensor. An operation that reads the gradient, such as
-    `norm`, calls the functions in `computes`. Scaling and adding gradients does not call the
-    functions in `computes`.
+    `norm`, calls the functions in `computes`. Operations that scale or add gradients do not call
+    the functions in `computes`.
     """
 
     what, copy = "gradients of lazy logits", "gradient.materialize()"

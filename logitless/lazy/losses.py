@@ -95,7 +95,7 @@ def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
 def unlogged(z: LazyLogits) -> LazyLogits:
     """Turns lazy log-probabilities z = log_softmax(logits) back into lazy logits.
 
-    log_softmax(z) equals z. So computed values of z are also valid as values of the logits.
+    log_softmax(z) equals z. So the values of z, once computed, are also valid logits.
     """
     return values.changed(z, Op(lambda t: t, pull=lambda d: d, projects=True), log=False)
 

@@ -56,7 +56,7 @@ class Options(NamedTuple):
 
     @staticmethod
     def of(reading: Reading) -> "Options | None":
-        """Returns the options of a Reading, or None if each row has its own temperature."""
+        """Returns the options of a `Reading`, or None if each row has its own temperature."""
         if reading.temperature is None:
             return None
         return Options(reading.temperature, reading.softcap, reading.invariant)
@@ -200,9 +200,7 @@ class Answers:
         return tuple(outputs)
 
     def count(self, options: Options, rows: int) -> None:
-        """Counts the rows that a metric reads, and adds the head to `_READ` if enough rows were
-        read.
-        """
+        """Counts the rows of a metric, and adds the head to `_READ` if enough rows were read."""
         module = self.module()
         if options not in self.losses or module is None:
             return
@@ -249,7 +247,7 @@ class Answers:
 
 
 def tensors_of(scores: Scores) -> list[Tensor]:
-    """Returns the scores that the `Table` holds: all scores except the rank."""
+    """Returns the scores that the `Table` holds: all scores except the rank of the label."""
     return [getattr(scores, name) for name in SCORES]
 
 
@@ -259,8 +257,9 @@ def places_of(recipe: Recipe) -> Tensor:
 
 
 def missing(table: Table, recipe: Recipe, ids: Tensor | None, ignored: Tensor | None) -> Tensor:
-    """Returns the rows of `recipe` that have no scores in the `Table`. The host waits for the
-    GPU.
+    """Returns the rows of `recipe` that have no scores in the `Table`.
+
+    The host waits for the GPU.
     """
     label = table.label[places_of(recipe)]
     rows = label == UNKNOWN

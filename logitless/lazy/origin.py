@@ -268,8 +268,8 @@ class Origin:
         """Returns the values as a writable tensor, in the memory that all views share.
 
         A write to this tensor changes all views. Returns None if the logits, their bases and their
-        views do not all share one memory. Also returns None if a read-only view or array shares the
-        memory. If these logits are a view, the returned tensor can be non-contiguous.
+        views do not all share the same memory. Also returns None if a read-only view or array
+        shares the memory. If these logits are a view, the returned tensor can be non-contiguous.
         """
         top = self.top()
         if not top.owns_memory():

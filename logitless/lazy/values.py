@@ -162,7 +162,7 @@ def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
 
 
 def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
-    """Returns logits + other as the logits of a changed head, or NotImplemented.
+    """Returns `logits + other` as the logits of a changed head, or NotImplemented.
 
     `other` must be a number, a tensor with one number per column, or the lazy logits of another
     head (sums.py). A number or a tensor is added to the head's bias. For scaled logits, the bias

@@ -260,7 +260,7 @@ def _words(code: types.CodeType | None) -> set[str]:
     if code is None:
         return set()
     # Python stores the keywords of a call as one tuple in `co_consts`. If the call also has
-    # **arguments, each keyword is a separate string.
+    # `**arguments`, each keyword is a separate string.
     groups = [c if isinstance(c, tuple) else (c,) for c in code.co_consts]
     keywords = {word for words in groups for word in words if isinstance(word, str)}
     return {*code.co_varnames, *code.co_names} | keywords
@@ -281,10 +281,9 @@ def _computed_by_us(use: Use, model: nn.Module, **how) -> Iterator[None]:
 
 
 def _guard_of(model: nn.Module) -> Guard | None:
-    """Returns the `Guard` (lazy/model_hooks.py) of a fused model or of the model inside a PEFT
-    model.
+    """Returns the `Guard` (lazy/model_hooks.py) of a fused model, or None.
 
-    Returns None if neither of the two models is fused.
+    If the model is a PEFT model, the model inside can be the fused model.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
     guards = [g for each in (model, inner) for g in each.__dict__.get(GUARD, ()) if g.active]

@@ -177,7 +177,7 @@ def _logits(
     if not autocasts(hidden.device):
         weight = weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)
-    if scale <= 0:  # `scale` divides the temperature, which must stay positive
+    if scale <= 0:  # the temperature is divided by `scale`, and must stay positive
         hidden, bias, scale = hidden * scale, None if bias is None else bias * scale, 1.0
     return LinearLogits(hidden, weight, bias, **options), scale
 
