@@ -52,14 +52,14 @@ class DistillTrainer(Trainer):
     {"reverse_kl": 0.8, "tvd": 0.2}. The divergence of a token is then the weighted sum of the named
     divergences.
 
-    `on_policy` is the probability that the student samples a training batch (λ of GKD). For such a
-    batch, `sample` draws completions of the batch's prompts with `generation_config`, and the
-    teacher model scores these completions. The prompt of a row is all tokens before the first label
-    that is not -100. The loss of such a batch is kd_weight · divergence over the sampled tokens.
-    This loss has no cross-entropy, because the labels are the student's own samples. Whether the
-    student samples a batch depends only on the seed, the step, and the index of the batch in the
-    step. So all ranks sample in the same steps. The samples also depend on the rank. A resumed run
-    draws the same samples.
+    `on_policy` is the probability that samples of the student replace a training batch (λ of GKD).
+    For such a batch, `sample` draws completions of the batch's prompts with `generation_config`,
+    and the teacher model scores these completions. The prompt of a row is all tokens before the
+    first label that is not -100. The loss of such a batch is kd_weight · divergence over the
+    sampled tokens. This loss has no cross-entropy, because the labels are the student's own
+    samples. The choice of these batches depends only on the seed, the step, and the index of a
+    batch in the step. So all ranks sample in the same steps. The samples also depend on the rank. A
+    resumed run draws the same samples.
 
     Training steps log `ce_loss` and `kd_loss` of batches from the dataset, and `on_policy_kd_loss`
     of sampled batches. Evaluations never sample, and log `eval_ce_loss` and `eval_kd_loss`. With
@@ -120,9 +120,9 @@ class DistillTrainer(Trainer):
                 fuse(teacher)
         if on_policy:
             check_model(self.model)
-        # The teacher's targets of the present batch: the top-k, or the logits of whole rows.
+        # The teacher's targets of the current batch: the top-k, or the logits of whole rows.
         self._targets: SparseTargets | Tensor | None = None
-        self._is_sampled = False  # whether the student sampled the present batch
+        self._is_sampled = False  # whether the student sampled the current batch
         # `_sums` has three keys: "" for batches of the training dataset, "eval_" for batches of an
         # evaluation, and "on_policy_" for sampled batches. Each value is a list with one tensor per
         # batch. Each tensor holds three numbers: the cross-entropy summed over the tokens, the
@@ -168,7 +168,7 @@ class DistillTrainer(Trainer):
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)  # pyright: ignore
 
     def _drawn(self, i: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the student's samples with the probability `on_policy`, else the batch itself."""
+        """Returns the student's samples with probability `on_policy`, otherwise the batch."""
         place = self.args.seed, self.state.global_step, i
         if not draws_on_policy(self.on_policy, *place):
             return batch

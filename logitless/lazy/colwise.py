@@ -87,7 +87,7 @@ def from_the_front(placements, last: int) -> tuple:
 
 
 def placements_of(weight, last: int) -> tuple:
-    """Returns the placements of the logits, if the weight is sharded by rows."""
+    """Returns the placements of the logits for a weight that is sharded by rows."""
     return tuple(type(p)(last) if p.is_shard() else p for p in weight.placements)
 
 

@@ -15,11 +15,11 @@ from typing import Any
 def leave_to_python(*functions: Any) -> bool:
     """Makes Dynamo run these functions, and all functions that they call, without compiling them.
 
-    Dynamo ends its graph before a call of these functions. A user's compiled function can get lazy
-    logits. Without `leave_to_python`, Dynamo would then compile our own functions too. This
-    compilation takes many seconds. The function torch.compiler.disable has the same effect as
-    `leave_to_python`, but imports the compiler. Returns False if this version of PyTorch has no
-    setting to skip functions.
+    Dynamo ends its graph before a call of these functions. Lazy logits can be an argument of a
+    function that the user compiled. Without `leave_to_python`, Dynamo would then compile our own
+    functions too. This compilation takes many seconds. The function torch.compiler.disable has the
+    same effect as `leave_to_python`, but imports the compiler. Returns False if this version of
+    PyTorch has no setting to skip functions.
     """
     try:
         from torch._C._dynamo import eval_frame as frames
@@ -59,7 +59,7 @@ def can_leave_graph() -> bool:
 
 
 def can_write() -> bool:
-    """Whether Dynamo is tracing, and can write to attributes of objects that exist already."""
+    """Whether Dynamo is tracing, and supports writes to attributes of existing objects."""
     tracer = _tracer()
     return tracer is not None and not tracer.export and tracer.output.is_root_tracer()
 

@@ -264,7 +264,10 @@ def called(func) -> Iterator[None]:
 
 
 def running(func=None) -> str:
-    """The name of the PyTorch function that the user called, or of `func` if no call is known."""
+    """Returns the name of the PyTorch function that the user called.
+
+    If no call is known, returns the name of `func`.
+    """
     func = _called.get() or func
     name = torch.overrides.resolve_name(func)
     if name is None:

@@ -8,12 +8,12 @@ PEFT, the norm is a constant in backward.
 PEFT multiplies the logits by the scale. This multiplication materialises the logits. In this file,
 the rows of W and B are multiplied by the scale instead. The logits are then the sum of two
 products, as with a LoRA adapter (sums.py). The scaled copy of W is as large as W. The gradient of
-the scale is computed from the gradient of this copy. So a loss computes the gradient of the copy,
-and takes three GEMMs, even if W is frozen.
+the scale is computed from the gradient of this copy. So a loss needs the gradient of the copy, even
+if W is frozen. Such a loss takes three GEMMs.
 
 With dropout, PEFT computes two products with W: x @ W.T and dropped @ W.T, where `dropped` is x
-after dropout. The term scale · x @ W.T becomes x @ W.T + (scale - 1) · dropped @ W.T. Both products
-of this sum multiply by a matrix as large as W. So a loss takes five GEMMs.
+after dropout. The term scale · x @ W.T becomes x @ W.T + (scale - 1) · dropped @ W.T. Each of the
+two terms needs a product with a matrix as large as W. So a loss takes five GEMMs.
 """
 
 import sys
@@ -47,7 +47,7 @@ def forward_of(module: Any, x: Tensor) -> Callable[[Tensor], Tensor] | None:
     The adapter must be active, must not be merged, and must be the only active adapter. The base
     layer, the layer B and the magnitude layer must have no hooks and no replaced forward. The base
     layer's weight must be a plain or 4-bit weight on the device of x. With dropout, x must require
-    a gradient. Otherwise, sums.py does not add the two products of `with_dropout`.
+    a gradient. Without this gradient, sums.py does not support the sum in `with_dropout`.
     """
     if module.disable_adapters or module.merged or type(module).__name__ not in SUPPORTED:
         return None
@@ -133,7 +133,10 @@ def with_dropout(
 
 
 def row_norms(weight: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
-    """Returns the norm of each row of weight + s · B @ A, as a constant (V,) in fp32 or fp64."""
+    """Returns the norm of each row of weight + s · B @ A, as a constant of shape (V,).
+
+    The dtype is fp32 or fp64.
+    """
     full = PRECISION[weight.dtype]
     norms = torch.empty(len(weight), device=weight.device, dtype=full)
     with torch.no_grad(), without_autocast(weight.device):

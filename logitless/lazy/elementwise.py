@@ -24,8 +24,8 @@ from .views import is_alias
 # Formulas of nested functions are computed recursively. Python limits the recursion, so a formula
 # nests at most DEEPEST functions.
 DEEPEST = 64
-# The masks that the functions in QUESTIONS return stay lazy, because callers usually reduce such a
-# mask by any() or all().
+# The result of these functions is a lazy mask, because callers usually reduce such a mask by any()
+# or all().
 QUESTIONS = {getattr(T, name) for T in (torch, Tensor) for name in ("isnan", "isinf", "isfinite")}
 CONSTANTS = (int, float, str, torch.dtype, type(None))
 
@@ -83,7 +83,7 @@ def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = Fa
 def in_memory(z: LazyLogits) -> Tensor:
     """Computes a lazy mask or lazy integers as a plain tensor, without materialising the logits.
 
-    Only masks that the functions in QUESTIONS return stay lazy. Other masks are computed
+    Of all masks, only the results of the functions in QUESTIONS stay lazy. Other masks are computed
     immediately, because a mask is smaller than the logits and callers often write to masks.
     """
     if z.recipe.axis is not None:
@@ -167,7 +167,7 @@ def as_constant(a: Argument) -> Argument:
 
 
 def is_differentiable(t: Any, first: LazyLogits, lazy: list[LazyLogits]) -> bool:
-    """Whether argument t needs no gradient, or its gradient can be computed."""
+    """False if argument t needs a gradient that cannot be computed."""
     if is_constant(t):
         return True
     if not isinstance(t, LazyLogits) or not have_same_rows(t.recipe, first.recipe):

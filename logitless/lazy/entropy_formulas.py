@@ -1,4 +1,4 @@
-"""Recognises formulas whose row sums can be computed from the scores of a loss, such as p log p.
+"""Finds formulas such as p log p, whose row sums can be computed from the scores of a loss.
 
 Trainers compute the entropy of p = softmax(y) with functions of PyTorch. Two examples are
 -(logp.exp() * logp).sum(-1) and y.logsumexp(-1) - (p * y).sum(-1). The sums in these examples can
@@ -23,7 +23,7 @@ EXPONENTIALS: set[Callable] = {torch.exp, T.exp}
 
 
 class Expectation(NamedTuple):
-    """The formula factor · p · log p if `of.log` is true, and factor · p · y otherwise.
+    """A formula of the form factor · p · log p (if `of.log` is true) or factor · p · y.
 
     `of` describes y, the logits after scale and softcap, and p is softmax(y).
     """
@@ -32,12 +32,12 @@ class Expectation(NamedTuple):
     factor: float
 
     def sum(self, lse: Tensor, entropy: Tensor) -> Tensor:
-        """Returns the formula's sum over each row. `lse` and `entropy` are the statistics of y."""
+        """Sums the formula's values over each row. `lse` and `entropy` are the statistics of y."""
         return self.factor * (-entropy if self.of.log else lse - entropy)
 
 
 def expectation_of(formula: Formula) -> Expectation | None:
-    """Describes a formula as an Expectation, or returns None."""
+    """Describes a formula as an `Expectation`, or returns None."""
     product, sign = _positive(formula)
     if not _calls(product, PRODUCTS, arguments=2):
         return None
@@ -55,7 +55,7 @@ def _calls(formula: Any, functions: set[Callable], arguments: int) -> bool:
 
 
 def _positive(formula: Any) -> tuple[Any, float]:
-    """Returns a formula without its minus sign, and the sign."""
+    """Returns (the formula without a minus sign, 1.0 or -1.0 for the sign)."""
     return (formula.args[0], -1.0) if _calls(formula, NEGATIONS, arguments=1) else (formula, 1.0)
 
 

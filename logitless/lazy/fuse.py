@@ -51,7 +51,7 @@ def fuse(
     given = [head] if head is None or isinstance(head, (str, nn.Module)) else list(head)
     names = [name for each in given for name in names_of(model, each)]
     checks.some_heads(names, head)
-    found: dict[nn.Module, str | None] = {}  # a module that is given twice is one head
+    found: dict[nn.Module, str | None] = {}  # a module that is given twice counts as one head
     for name in names:
         found.setdefault(head_of(model, name), name)  # raises if the head cannot be fused
     unfuse(model)

@@ -71,7 +71,8 @@ class FusedForward:
 
     `below` is the forward that other code had set on the head earlier. If `below` is None, the
     forward of the head's class is called. Other code can replace the FusedForward later. Then the
-    Guard (model_hooks.py) sets a new FusedForward, whose `below` is the forward of the other code.
+    `Guard` (model_hooks.py) sets a new FusedForward, whose `below` is the forward of the other
+    code.
     """
 
     def __init__(self, head: nn.Module, below: Callable | None, guard: Any):
@@ -106,7 +107,7 @@ class FusedForward:
         return logits
 
     def stays_plain(self, args: tuple) -> bool:
-        """Whether it is clear before the forward that logits without gradients will be plain."""
+        """Whether logits without gradients will certainly be plain (checked before the forward)."""
         if not self.guard.lazy_inference:
             return True
         width = self.head.__dict__.get("out_features") or width_of(self.head)
@@ -342,7 +343,7 @@ def lazy_product(
         return checked_head(*tensors, **options).logits()
     if spread:
         return spread_logits(tensors, options, module)
-    # checked_head also casts the tensors under autocast.
+    # `checked_head` also casts the tensors under autocast.
     head = checked_head(*tensors, **options).replace(module=module)
     return lazy_logits_of(head, inference=not asked)
 

@@ -1,4 +1,4 @@
-"""The gradient of lazy logits, which backward passes from a loss to the head (see logits.py)."""
+"""The gradient of lazy logits, which goes from a loss to the head in backward (see logits.py)."""
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -50,13 +50,14 @@ class Joint:
     each LazyGradient holds the gradient of `hidden` for its own rows. For all other operations,
     only the first LazyGradient holds the gradient of `hidden`. So the LazyGradient of one argument
     is incomplete, and must not be changed. If n arguments need a gradient, the field `shares` of
-    each LazyGradient maps the Joint to 1/n. A LazyGradient with a share below 1 is incomplete. When
-    autograd adds LazyGradients, their shares are added too. The sum is complete if its share is 1.
+    each LazyGradient maps the `Joint` to 1/n. A LazyGradient with a share below 1 is incomplete.
+    When autograd adds LazyGradients, their shares are added too. The sum is complete if its share
+    is 1.
     """
 
     def __init__(self, name: str, root: Any = None):
         self.name = name
-        # If all arguments with a gradient come from one call of a head, `root` is the Watch
+        # If all arguments with a gradient come from one call of a head, `root` is the `Watch`
         # (weight_changes.py) of this call. Otherwise, `root` is None.
         self.root = root
 
@@ -71,8 +72,8 @@ class LazyGradient(Deferred):
     materialised logits. `parts` are the gradients of `hidden`, `weight` and `bias` that losses over
     lazy logits computed. Each function in `computes` returns the gradient of one of these losses
     with respect to the logits, as a plain tensor. An operation that reads the gradient, such as
-    `norm`, calls the functions in `computes`. Scaling and adding gradients does not call the
-    functions in `computes`.
+    `norm`, calls the functions in `computes`. Operations that scale or add gradients do not call
+    the functions in `computes`.
     """
 
     what, copy = "gradients of lazy logits", "gradient.materialize()"
@@ -81,11 +82,11 @@ class LazyGradient(Deferred):
     of_values: Tensor | None
     computes: tuple[Compute, ...]
     known: Tensor | None  # The gradient as a plain tensor, or None before it is computed.
-    # Whether this is a gradient of log-probabilities that comes from a loss over the logits. A
-    # projected gradient must not be read, because this gradient contains an additional term. The
-    # backward of log_softmax removes this term.
+    # Whether this gradient belongs to log-probabilities, but was computed by a loss over the
+    # logits. Such a gradient must not be read, because it contains an additional term. The backward
+    # of log_softmax removes this term.
     projected: bool
-    shares: Shares  # empty if this gradient is complete (see Joint)
+    shares: Shares  # empty if this gradient is complete (see `Joint`)
 
     @staticmethod
     def of(
@@ -154,12 +155,12 @@ class LazyGradient(Deferred):
     def refuse_shared(self) -> None:
         """Raises if the gradient is incomplete.
 
-        An incomplete gradient must not be changed (see Joint).
+        An incomplete gradient must not be changed (see `Joint`).
         """
         for joint in self.shares:
             raise RuntimeError(
-                f"the gradient of lazy logits that {joint.name} joined must not be changed, because"
-                " a part of the gradient belongs to all joined logits together. Use"
+                f"the gradient of a lazy argument of {joint.name} must not be changed, because a"
+                " part of the gradient belongs to all arguments together. Use"
                 f" logits.materialize() before {joint.name}, or change the gradient of the logits"
                 " that the head returned."
             )
@@ -172,7 +173,7 @@ class LazyGradient(Deferred):
             g, rest = rest[0], [g]
         if is_copy(func, args):
             copy = g.each(lambda t: t)
-            if func is not aten.clone.default:  # detach, alias and view return a view of g
+            if func is not aten.clone.default:  # `detach`, `alias` and `view` return a view of g
                 copy.__dict__ = g.__dict__  # pyright: ignore[reportAttributeAccessIssue]
             return copy
         if func is aten._to_copy.default and not kwargs.keys() - {"dtype"}:
@@ -235,16 +236,16 @@ def added(a: Tensor, b: Tensor) -> LazyGradient:
 
 
 def added_shares(a: Shares, b: Shares) -> Shares:
-    """Returns, for each Joint, the sum of the `shares` of two gradients.
+    """Returns, for each `Joint`, the sum of the `shares` of two gradients.
 
-    A Joint whose shares add up to 1 is left out, because the sum of its gradients is complete.
+    A `Joint` whose shares add up to 1 is left out, because the sum of its gradients is complete.
     """
     sums = {joint: a.get(joint, 0) + b.get(joint, 0) for joint in {**a, **b}}
     return {joint: share for joint, share in sums.items() if share != 1}
 
 
 def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
-    """Returns the `shares` of each of the `count` gradients into which `joint` splits g."""
+    """Returns the `shares` of each new gradient if `joint` splits g into `count` gradients."""
     if count == 1:
         return shares_of(g)
     return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}

@@ -81,7 +81,7 @@ class LinearLogits(AsTensor, Logits):
     smaller workspace saves memory and costs time. If many rows fit into the workspace, a GPU
     computes the logits of several whole rows at a time. If only few rows fit into the workspace, a
     GPU computes some columns of all rows at a time. A small head computes all logits at once. On an
-    NVIDIA GPU, most losses over a 16-bit head with D of at most 128 write no logits to memory
+    NVIDIA GPU, most losses over a 16-bit head with D ≤ 128 write no logits to memory
     (docs/heads.md). Small heads are an exception.
 
     `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
@@ -106,9 +106,9 @@ class LinearLogits(AsTensor, Logits):
 
     Rows that a loss ignores are dropped before the GEMMs, unless the logits are materialised. The
     number of rows that are not ignored is computed on the GPU. The host waits once for this number.
-    If the logits of whole rows are computed at a time, the first GEMM is queued before the host
-    waits. With `drop_ignored=False`, the host never waits, and ignored rows cost as much time as
-    other rows. In a CUDA graph, ignored rows are not dropped, because the host must not wait.
+    If chunks consist of whole rows, the first GEMM is queued before the host waits. With
+    `drop_ignored=False`, the host never waits, and ignored rows cost as much time as other rows. In
+    a CUDA graph, ignored rows are not dropped, because the host must not wait.
 
     If `weight` is a DTensor sharded by rows, `hidden` must be a DTensor on the same mesh. In a
     loss, each rank then computes only the logits that belong to its own rows of the weight, as with
@@ -166,7 +166,8 @@ class LinearLogits(AsTensor, Logits):
         """Explains how a loss such as cross_entropy over these logits is computed.
 
         The explanation names the split of the logits, the memory that the logits take, and the
-        number of GEMMs. If the tensors are on the device "meta", the explanation is for a GPU.
+        number of GEMMs. For tensors on the device "meta", the explanation describes the computation
+        on a GPU.
 
         >>> print(LinearLogits(hidden, weight, workspace=64 << 20).explain())
         """

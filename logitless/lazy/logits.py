@@ -1,6 +1,6 @@
 """Lazy logits: a tensor whose values are not computed until they are needed.
 
-A fused head returns a `LazyLogits`, a tensor with a shape, a dtype and a history in autograd. Until
+A fused head returns a `LazyLogits`, a tensor with a shape, a dtype and an autograd history. Until
 the values are needed, a `LazyLogits` holds `hidden`, `weight` and `bias` instead of the values.
 Losses of logitless and of torch.nn.functional over lazy logits are computed chunk by chunk
 (heads/). Functions that reduce over the vocabulary, such as argmax, are computed chunk by chunk
@@ -295,7 +295,7 @@ leave_to_python(LazyLogits.__torch_function__, LazyLogits.__torch_dispatch__)
 def checked_hook(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     """Returns a hook that calls `hook`.
 
-    The result raises if `hook` replaces an incomplete gradient.
+    The returned hook raises if `hook` replaces an incomplete gradient.
     """
 
     @functools.wraps(hook)
@@ -336,7 +336,7 @@ class UnscaledLogits(Source):
         return self.recipe.answers.evaluate(self, loss, reduction, row_weight)
 
     def computed(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        """Evaluates a loss from the head's tensors, which takes at least one GEMM."""
+        """Evaluates a loss from the head's tensors. The evaluation takes at least one GEMM."""
         grad = torch.is_grad_enabled()
         if reduction != "none":
             return LazyReducedLoss.apply(

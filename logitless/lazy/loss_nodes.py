@@ -84,7 +84,7 @@ class OfValues:
     inputs: tuple[RowInput, ...]  # the recipe's inputs
 
     def of_values(self) -> Any:
-        """Returns the same loss as a function of the recipe's values."""
+        """Returns a loss that takes the recipe's values instead of the head's logits."""
         raise NotImplementedError
 
 

@@ -52,7 +52,7 @@ def _mass(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
 
 
 def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction, **options):
-    """Returns F.cross_entropy or F.nll_loss for lazy values other than logits, like probabilities.
+    """Computes F.cross_entropy or F.nll_loss of lazy values such as probabilities.
 
     PyTorch's own function runs on some rows at a time.
     """
@@ -79,7 +79,7 @@ def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction,
 
 
 def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
-    """Returns F.cross_entropy with class probabilities as target.
+    """Computes F.cross_entropy for a target that holds class probabilities.
 
     With reduction="mean", the mean is over all rows.
     """
@@ -95,7 +95,7 @@ def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
 def unlogged(z: LazyLogits) -> LazyLogits:
     """Turns lazy log-probabilities z = log_softmax(logits) back into lazy logits.
 
-    log_softmax(z) equals z. So if the values of z are computed, they are used as logits unchanged.
+    log_softmax(z) equals z. So the values of z, once computed, are also valid logits.
     """
     return values.changed(z, Op(lambda t: t, pull=lambda d: d, projects=True), log=False)
 
@@ -145,10 +145,10 @@ def loss_of_values(function: Callable):
 
 
 def _lazy_kl_div(input: Tensor, target: Tensor, log_target: bool):
-    """Returns F.kl_div with reduction="sum", if input and target are lazy results of log_softmax.
+    """Computes F.kl_div with reduction="sum" for two lazy results of log_softmax.
 
     In all other cases, the result is NotImplemented. The result is also NotImplemented if both
-    input and target need a gradient.
+    `input` and `target` need a gradient.
     """
     if not (isinstance(input, LazyLogits) and isinstance(target, LazyLogits)):
         return NotImplemented

@@ -2,17 +2,18 @@
 
 A trainer computes its loss from the logits. Then the trainer computes metrics, such as the accuracy
 and the entropy, from the same logits. A metric of lazy logits takes one GEMM. A loss with its
-gradients takes about three times as long. The scores of a row are its entropy, its logsumexp, its
-argmax and the log-probability of its label. A loss that also computes the scores of each row takes
-1.016 times the time of the loss alone (benchmarks/results/h200/loss-and-scores.md). So losses
-compute scores only for heads whose metrics are read:
+gradients takes about three times as long as a metric. The scores of a row are its entropy, its
+logsumexp, its argmax and the log-probability of its label. A loss that also computes the scores of
+each row takes 1.016 times as long as the loss alone (benchmarks/results/h200/loss-and-scores.md).
+So losses compute scores only for heads whose metrics are read:
 
 1. At first, losses over the logits of a head compute no scores. For each call of the head,
    `Answers` counts the rows of the losses, and the rows of the metrics that follow. If the metrics
    read at least half as many rows as the losses, the head is added to `_READ`.
 2. From then on, losses over the logits of this head compute scores, and store the scores in a
-   `Table`. Metrics of these logits and of their views are read from the Table. The rows that a loss
-   ignored have no scores in the Table. The first metric computes the scores of the ignored rows.
+   `Table`. Metrics of these logits and of their views are read from the `Table`. The rows that a
+   loss ignored have no scores in the `Table`. The first metric computes the scores of the ignored
+   rows.
 
 Training and evaluation are counted separately, because many trainers read metrics only in
 evaluations.
@@ -34,8 +35,7 @@ from ..losses.statistics import NO_CLASS, SCORES, Read, Scores, score
 from .recipe import Recipe
 
 # The heads whose metrics are read after a loss. The outer key is True for training and False for
-# evaluation. The inner value is the number of calls of the head since a metric was last read from
-# scores.
+# evaluation. The inner value counts the calls of the head since a metric last used the scores.
 _READ: dict[bool, "weakref.WeakKeyDictionary[nn.Module, int]"] = {
     True: weakref.WeakKeyDictionary(),
     False: weakref.WeakKeyDictionary(),
@@ -48,7 +48,7 @@ UNKNOWN = -1  # the label of rows without scores
 
 
 class Options(NamedTuple):
-    """The options of a softmax. A Table holds scores only for the options of its loss."""
+    """The options of a softmax. A `Table` holds scores only for the options of its loss."""
 
     temperature: float
     softcap: float | None
@@ -56,7 +56,7 @@ class Options(NamedTuple):
 
     @staticmethod
     def of(reading: Reading) -> "Options | None":
-        """Returns the options of a Reading, or None if each row has its own temperature."""
+        """Returns the options of a `Reading`, or None if each row has its own temperature."""
         if reading.temperature is None:
             return None
         return Options(reading.temperature, reading.softcap, reading.invariant)
@@ -72,7 +72,7 @@ class Table:
         self.seen: Any = lambda: None  # weak reference to `places`, if all its rows have scores
 
     def put(self, places: Tensor, label: Tensor, vocab: int, scores: Scores) -> None:
-        """For each i, copies label[i] and the scores at index i to row places[i] of the Table.
+        """For each i, copies label[i] and the scores at index i to row places[i] of the `Table`.
 
         If the new label of a row is not in [0, vocab), the row keeps its old label and scores.
         `places` can contain a row several times, with different labels. So a scatter first chooses
@@ -96,7 +96,7 @@ class Answers:
     def __init__(self, head: Head, trains: bool):
         self.module, self.trains, self.rows = weakref.ref(head.module), trains, head.rows
         self.tables: dict[Options, Table] = {}
-        self.losses: dict[Options, int] = {}  # number of rows of losses without scores
+        self.losses: dict[Options, int] = {}  # number of rows in losses that compute no scores
         self.read: dict[Options, int] = {}  # number of rows that metrics read after these losses
         self.cell: Any = lambda: None  # a weak reference to the cell of the head's own logits
 
@@ -107,12 +107,12 @@ class Answers:
         `places` holds the index of each row (class Recipe), or is None if losses over these logits
         compute no scores.
 
-        With drop_ignored=False, the host must never wait. Such a head has no Answers, because the
+        With drop_ignored=False, the host must never wait. Such a head has no `Answers`, because the
         host would have to wait until the device has counted the rows without scores. An FSDP module
-        has no Answers, because computing missing scores would gather the module's weight. All ranks
-        must take part in this gather, but some ranks may have no missing scores. With deterministic
-        algorithms, no head has Answers, because the bits of a loss can change if the loss also
-        computes scores.
+        has no `Answers`, because computing missing scores would gather the module's weight. All
+        ranks must take part in this gather, but some ranks may have no missing scores. With
+        deterministic algorithms, no head has `Answers`, because the bits of a loss can change if
+        the loss also computes scores.
         """
         module, device = head.module, head.device
         if module is None or hasattr(type(module), "unshard") or not head.drop_ignored:
@@ -156,7 +156,7 @@ class Answers:
         return ScoredCrossEntropy(reading, loss.label_smoothing, loss.z_loss)
 
     def keep(self, recipe: Recipe, reading: Reading, scores: Sequence[Tensor]) -> None:
-        """Adds the scores of a loss to the Table."""
+        """Adds the scores of a loss to the `Table`."""
         options, label = Options.of(reading), reading.label
         assert options is not None
         assert label is not None
@@ -171,7 +171,7 @@ class Answers:
     # --- metrics
 
     def statistics(self, recipe: Recipe, loss: Read) -> tuple[Tensor, ...] | None:
-        """Reads the statistics of `loss` from the Table. Returns None if this is not possible."""
+        """Reads the statistics of `loss` from the `Table`. Returns None if this is not possible."""
         reading, options = loss.reading, Options.of(loss.reading)
         scored = set(reading.wants) <= set(SCORES) and reading.ids_per_row <= 1
         if not scored or options is None or not may_wait(recipe.device):
@@ -217,18 +217,18 @@ class Answers:
     def complete(
         self, table: Table, recipe: Recipe, options: Options, ids: Tensor | None, ignored: Any
     ) -> tuple[Scores, Tensor | None, Scores | None]:
-        """Computes the scores that `recipe` needs and the Table lacks, except for ignored rows.
+        """Computes the scores that `recipe` needs and the `Table` lacks, except for ignored rows.
 
-        If `ids` is given, a row needs the scores for its id. The Table lacks these scores if the
-        row has another label in the Table. Returns (known, at, scores). `scores` holds the computed
-        scores, and `at` holds the indices of their rows. `known` holds the scores of all other
-        rows. If no scores were computed, `at` and `scores` are None. Computed scores are added only
-        to the Table. In `known`, a row has the scores for one label, but `recipe` can contain the
-        row several times, with different ids.
+        If `ids` is given, a row needs the scores for its id. The `Table` lacks these scores if the
+        row has another label in the `Table`. Returns (known, at, scores). `scores` holds the
+        computed scores, and `at` holds the indices of their rows. `known` holds the scores of all
+        other rows. If no scores were computed, `at` and `scores` are None. Computed scores are
+        added to the `Table`, but not to `known`. The reason is that `known` holds the scores for
+        only one id per row, but `recipe` can contain a row several times with different ids.
 
-        A metric without `ids` can be computed from many small views. So if `recipe` has less than
-        half of the head call's rows, the missing scores of all rows are computed at once. Then the
-        host waits only once for all views.
+        A trainer may compute a metric without `ids` for many small views, one after the other. So
+        if `recipe` has less than half of the head call's rows, the missing scores of all rows are
+        computed at once. Then the host waits only once for all views.
         """
         known = table.scores
         if ids is None and (table.complete or table.seen() is recipe.places):
@@ -247,7 +247,7 @@ class Answers:
 
 
 def tensors_of(scores: Scores) -> list[Tensor]:
-    """Returns the scores that the Table holds: all scores except the rank."""
+    """Returns the scores that the `Table` holds: all scores except the rank of the label."""
     return [getattr(scores, name) for name in SCORES]
 
 
@@ -257,7 +257,10 @@ def places_of(recipe: Recipe) -> Tensor:
 
 
 def missing(table: Table, recipe: Recipe, ids: Tensor | None, ignored: Tensor | None) -> Tensor:
-    """Returns the rows of `recipe` that have no scores in the Table. The host waits for the GPU."""
+    """Returns the rows of `recipe` that have no scores in the `Table`.
+
+    The host waits for the GPU.
+    """
     label = table.label[places_of(recipe)]
     rows = label == UNKNOWN
     if ids is not None:  # an id out of range can be equal to UNKNOWN
@@ -268,7 +271,7 @@ def missing(table: Table, recipe: Recipe, ids: Tensor | None, ignored: Tensor | 
 def fill(table: Table, recipe: Recipe, options: Options, at: Tensor, ids: Tensor | None) -> Scores:
     """Computes the scores of those rows of `recipe` whose indices are in `at`.
 
-    If a row had no scores in the Table, its scores are added to the Table.
+    If a row had no scores in the `Table`, its scores are added to the `Table`.
     """
     head = recipe.constant_head()
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])[at]

@@ -2,7 +2,7 @@
 
 `resize_token_embeddings` and adapters can replace the head of a model, and other code can replace
 the forward of the head. So the hooks find the head before each forward of the model, and fuse the
-head again if needed. A Guard also counts the calls of its head, and warns if a training forward
+head again if needed. A `Guard` also counts the calls of its head, and warns if a training forward
 never called the head.
 """
 
@@ -172,7 +172,7 @@ class Hooks:
     def check(self, model: nn.Module) -> None:
         """Warns once if the logits of the last training forward were plain.
 
-        There is no warning for an uncalled head if the model called another of its fused heads.
+        A head that was not called gives no warning if the model called another fused head.
         """
         before = model.__dict__.get(CALLS) or [-1] * len(self.guards)
         for guard, calls in zip(self.guards, before, strict=True):

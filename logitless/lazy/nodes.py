@@ -1,8 +1,8 @@
 """The autograd nodes of heads and of operations on lazy logits. Losses are in loss_nodes.py.
 
-Backward passes a LazyGradient (gradient.py) from node to node. An operation that materialised the
-logits passes a plain tensor instead of a LazyGradient. A node that gets no gradient computes
-nothing in backward.
+In backward, a LazyGradient (gradient.py) is passed from node to node. An operation that
+materialised the logits passes a plain tensor instead of a LazyGradient. A node that gets no
+gradient computes nothing in backward.
 """
 
 from collections.abc import Callable
@@ -105,7 +105,7 @@ class LazyHead(Node):
             bias=None if bias is None else bias.detach(),
             low_rank=None if low_rank is None else low_rank.detach(),
         )  # fmt: skip
-        # On a GPU, the Watch checks for writes to the weight only after `passed` is set. Backward
+        # On a GPU, the `Watch` checks for writes to the weight only after `passed` is set. Backward
         # sets `passed`. Logits for inference (`Recipe.inference`) have no backward, so their
         # `passed` is set here.
         ctx.watch = Watch(detached.weight, passed=inference)
@@ -128,7 +128,7 @@ class LazyHead(Node):
         if g is None:
             return (None,) * 9
         if any(joint.root is ctx.watch for joint in shares_of(g)):
-            g.refuse_shared()  # this call raises, because g is incomplete (see Joint)
+            g.refuse_shared()  # this call raises, because g is incomplete (see `Joint`)
         parts, of_values = split(g)
         if of_values is not None:
             tensors = ctx.saved_tensors
@@ -201,7 +201,7 @@ class LazyOp(Node):
         ctx.likes, ctx.back, ctx.op, ctx.anchor = [*map(described, arguments)], back, op, anchor
         first = arguments[0].recipe
         ctx.joint = Joint(op.name, first.watch)
-        # False if the result has the columns of all ranks, and the arguments do not
+        # False if the arguments have only the columns of this rank, and the result has all columns
         same_ranks = recipe.shard is first.shard
         function = op.function if same_ranks else None
         new = arguments[0].derived(recipe, function, arguments, op.is_view)
@@ -235,8 +235,8 @@ class LazyOp(Node):
                 lambda compute=compute, i=i: zeros_if_none(pulled(compute())[i], ctx.likes[i])
                 for compute in computes_of(g)
             )
-            # All arguments that need a gradient have the same `hidden`, `weight` and `bias`.
-            # `parts` holds the gradients through all of these arguments. So only the first argument
+            # All arguments that need a gradient have the same `hidden`, `weight` and `bias`. The
+            # gradients in `parts` are sums over all of these arguments. So only the first argument
             # gets `parts`. Otherwise, the gradients would be counted several times.
             own_parts = parts if i == needed[0] else NO_PARTS
             results[i] = gradient_of(

@@ -29,8 +29,8 @@ class Cell:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.values: Tensor | None = None
-        # Whether the values may have been changed. A write, or other code that shares the memory,
-        # can change the values.
+        # Whether the values may have been changed, by a write or by other code that shares the
+        # memory.
         self.exposed = False
 
     def keep(self, values: Tensor) -> None:
@@ -47,8 +47,8 @@ class Cell:
 class Record:
     """Holds the autograd graph of an operation after the operation's result has been computed.
 
-    The operation's autograd node and the `Origin` of its result refer to the same Record. A Record
-    holds no values.
+    The operation's autograd node and the `Origin` of its result refer to the same `Record`. A
+    `Record` holds no values.
     """
 
     def __init__(self, needs: Sequence[bool], formulas: Sequence[Formula]):
@@ -90,7 +90,7 @@ def recorded(
 
 
 class Filled(torch.autograd.Function):
-    """Returns `values`. Backward passes the gradient to `blank`, a leaf without memory."""
+    """Returns `values`. In backward, the gradient goes to `blank`, a leaf without memory."""
 
     @staticmethod
     def forward(ctx, blank, values):
@@ -134,7 +134,7 @@ class Origin:
 
     @property
     def reads_exposed(self) -> bool:
-        """Whether these logits are a view of `exposed` logits, and so must be read from memory."""
+        """Whether these logits are a view of `exposed` logits. Such a view is read from memory."""
         return self.is_view and self.bases[0].exposed
 
     @property
@@ -229,7 +229,7 @@ class Origin:
 
     @property
     def root(self) -> "Origin":
-        """The Origin at the start of the chain of views, or `self` if `self` is not a view."""
+        """The `Origin` at the start of the chain of views, or `self` if `self` is not a view."""
         return self.bases[0].root if self.is_view else self
 
     def register(self) -> None:
@@ -268,8 +268,8 @@ class Origin:
         """Returns the values as a writable tensor, in the memory that all views share.
 
         A write to this tensor changes all views. Returns None if the logits, their bases and their
-        views do not all share one memory. Also returns None if a read-only view or array shares the
-        memory. If these logits are a view, the returned tensor can be non-contiguous.
+        views do not all share the same memory. Also returns None if a read-only view or array
+        shares the memory. If these logits are a view, the returned tensor can be non-contiguous.
         """
         top = self.top()
         if not top.owns_memory():

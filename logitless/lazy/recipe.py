@@ -88,7 +88,7 @@ class Recipe:
     needs: tuple[bool, bool, bool, bool]  # whether each of head.tensors needs a gradient
     formula: Formula
     versions: tuple[int, ...]  # `_version` of head.tensors when the logits were created
-    # Detects writes to the weight. All logits derived from one call of a head share one Watch.
+    # Detects writes to the weight. All logits derived from one call of a head share one `Watch`.
     watch: Watch | Watches
     trains: bool = False  # whether the logits were created in a training forward
     # Whether these are logits for inference. A fused head creates logits for inference if gradients
@@ -99,8 +99,8 @@ class Recipe:
     axis: int | None = None  # the dimension of the vocabulary; None for the last dimension
     shard: Any = None  # a VocabShard if weight and bias hold only the rows of this rank
     # Holds scores that losses computed over the logits of one head call (class Answers in
-    # metrics_after_loss.py). None if the head call has no Answers, or if a tensor of the head was
-    # replaced after the call. Selecting or reordering rows of `hidden` keeps the Answers.
+    # metrics_after_loss.py). None if the head call has no `Answers`, or if a tensor of the head was
+    # replaced after the call. Selecting or reordering rows of `hidden` keeps the `Answers`.
     answers: Any = None
     # (..., 1), the index of each row among the rows of the head call. None if losses compute no
     # scores.
@@ -125,12 +125,12 @@ class Recipe:
 
     @property
     def direct(self) -> Direct | None:
-        """The formula if the formula is `Direct`, else None."""
+        """The formula, or None if the formula is not `Direct`."""
         return self.formula if isinstance(self.formula, Direct) else None
 
     @property
     def logits(self) -> Direct | None:
-        """The formula if the formula only applies a scale and a softcap, else None."""
+        """The formula, or None if the formula contains more than a scale and a softcap."""
         return None if self.direct is None or self.direct.log else self.direct
 
     @property
@@ -159,7 +159,7 @@ class Recipe:
     # --- other recipes
 
     def with_head(self, **tensors: Tensor | None) -> "Recipe":
-        """Returns a recipe with other fields of the head, such as `hidden`, `weight` or `bias`."""
+        """Returns a copy of the recipe, with new fields of the head, such as a new `hidden`."""
         head = self.head.replace(**tensors)  # pyright: ignore[reportArgumentType]
         names = ("hidden", "weight", "bias", "low_rank")
         pairs = zip(names, head.tensors, self.versions, strict=True)

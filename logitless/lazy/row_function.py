@@ -75,7 +75,7 @@ class RowFunction(RowLoss, OfValues):
 
     multiple_outputs: ClassVar[bool] = True
 
-    function: Callable[..., Any]  # maps the values of n rows and row_inputs to tensors
+    function: Callable[..., Any]  # (values of n rows, *row_inputs) → tensors
     recipe: Recipe | None  # None if x holds values instead of the head's logits
     row_inputs: tuple[Tensor, ...]
 

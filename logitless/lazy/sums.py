@@ -88,8 +88,8 @@ def _joined(first: Recipe, second: Recipe) -> Head | None:
 
     The matrices of several adapters are copied into one `low_rank`. The result is None if this
     `low_rank` would be wider than a quarter of the weight. The result is also None if the dtypes of
-    the heads do not fit together, or if the first logits are scaled. The second head must not have
-    a quantised weight or a `low_rank` of its own.
+    the heads cannot be combined, or if the first logits are scaled. The second head must not have a
+    quantised weight or a `low_rank` of its own.
     """
     x, y = first.head, second.head
     scale, dtype = second.logits.pre, x.hidden.dtype  # pyright: ignore[reportOptionalMemberAccess]
@@ -120,8 +120,8 @@ def _joined(first: Recipe, second: Recipe) -> Head | None:
 class LazySum(Node):
     """The autograd node of x + y, where x and y are the lazy logits of two heads.
 
-    `recipe` is the recipe of the sum. The last columns of the sum's `low_rank` are the weight of
-    y's head.
+    `recipe` is the recipe of the sum. The last columns of `low_rank` in this recipe are the weight
+    of y's head.
     """
 
     @staticmethod
@@ -140,7 +140,7 @@ class LazySum(Node):
         if g is None:
             return None, None, None
         if any(joint.root is ctx.watch for joint in shares_of(g)):
-            g.refuse_shared()  # this call raises, because g is incomplete (see Joint)
+            g.refuse_shared()  # this call raises, because g is incomplete (see `Joint`)
         parts, of_values = split(g)
         gradients = []
         pairs = zip(ctx.likes, LazySum.divided(ctx, parts), strict=True)

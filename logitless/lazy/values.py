@@ -162,13 +162,13 @@ def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
 
 
 def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
-    """Returns logits + other as the logits of a changed head, or NotImplemented.
+    """Returns `logits + other` as the logits of a changed head, or NotImplemented.
 
     `other` must be a number, a tensor with one number per column, or the lazy logits of another
     head (sums.py). A number or a tensor is added to the head's bias. For scaled logits, the bias
-    would have to be other / scale. In 16 bits, both other / scale and the rounded product (other /
-    scale) · scale can overflow. So a number or a tensor cannot be added to scaled logits in this
-    way.
+    would have to be `other / scale`. In 16 bits, `other / scale` can overflow, and so can the
+    rounded product `(other / scale) * scale`. So a number or a tensor cannot be added to scaled
+    logits in this way.
     """
     if isinstance(other, LazyLogits):
         summable = alpha == 1 and is_summable(z) and is_summable(other)
@@ -204,9 +204,9 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
     """Returns logits with `value` in the masked columns.
 
     The rows of the weight that belong to masked columns become 0. The bias of a masked column
-    becomes value / pre, because the formula multiplies the head's logits by `pre`. Setting rows to
-    0 needs a copy of the weight. If the weight is larger than the logits, the weight is not copied.
-    The mask then becomes part of the formula.
+    becomes `value / pre`, because the formula multiplies the head's logits by `pre`. Setting rows
+    to 0 needs a copy of the weight. If the weight is larger than the logits, the weight is not
+    copied. The mask then becomes part of the formula.
     """
     columns, recipe, value = _per_column(mask, z), z.recipe, number(value)
     if columns is None or value is None or not _takes_columns(z):
@@ -215,8 +215,8 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
     if columns.dtype != torch.bool or head is None:
         return NotImplemented
     _, weight, bias, low_rank = head.tensors
-    # In 16 bits, both value / pre and the rounded product (value / pre) · pre can overflow. So
-    # finite values are accepted only up to ±`most`.
+    # In 16 bits, `value / pre` can overflow, and so can the rounded product `(value / pre) * pre`.
+    # So finite values are accepted only up to ±`most`.
     most = torch.finfo(z.dtype).max * (1 if pre == 1 else 0.5 * min(pre, 1))
     inside = abs(value) <= most or abs(value) == torch.inf
     fixed = is_quantized(weight) or is_freed(weight)

@@ -7,7 +7,7 @@ from torch import Tensor
 class Watch:
     """Detects writes to a weight, even if they do not change the weight's version counter.
 
-    Some optimisers write to the weight through `.data` or through an address. Such writes do not
+    Some optimisers write to the weight through `.data` or through a raw pointer. Such writes do not
     change the version counter. So about 32 x 32 numbers of the weight are copied when the logits
     are created. On a CPU, the copied numbers are compared with the weight before each use of the
     logits. On other devices, the copied numbers are compared only after a backward, because the

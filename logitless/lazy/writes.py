@@ -1,4 +1,4 @@
-"""Operations that write to logits for inference (class Recipe), and change values in memory."""
+"""Operations that write to logits for inference (class Recipe), by changing values in memory."""
 
 from typing import Any
 

@@ -107,9 +107,9 @@ _SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))
 
 
 def row_index(index: Any, ids: Tensor) -> tuple:
-    """Returns the index as a tuple. Slices replace an Ellipsis in the index.
+    """Returns the index as a tuple, with slices instead of an Ellipsis.
 
-    Raises if the index selects some of the K ids of a row.
+    Raises if an entry of the index selects among the K ids of a row.
     """
     entries = index if isinstance(index, tuple) else (index,)
     entries = [entry if isinstance(entry, _SIMPLE) else _array(entry) for entry in entries]

@@ -4,10 +4,10 @@ Most trainers of TRL do not call the model's head. TRL has its own fused head, w
 hidden states by the weight of the model's head. TRL's fused head consists of two autograd
 functions. One function returns log-probabilities, entropies and other statistics of tokens. The
 other function returns divergences from a teacher. `use_in_trl` replaces each function by a
-`Switch`. Inside the forward of an adapted model, the Switch calls this library. Everywhere else,
-the Switch calls TRL's own function. All other code of TRL runs unchanged. TRL's code still chooses
-the rows, the scale and the softcap of the logits. TRL's code also computes the metrics, and the
-auxiliary loss of mixture-of-experts models.
+`Switch`. Inside the forward of an adapted model, the `Switch` calls this library. Everywhere else,
+the `Switch` calls TRL's own function. All other code of TRL runs unchanged. TRL's code still
+chooses the rows, the scale and the softcap of the logits. TRL's code also computes the metrics, and
+the auxiliary loss of mixture-of-experts models.
 
 Other trainers of TRL call the model's head, and compute log-probabilities from the logits. On a
 GPU, these trainers call a kernel of TRL. This kernel would materialise lazy logits. So a
@@ -42,7 +42,7 @@ from .computed import (
 
 T = TypeVar("T")
 
-# Keys in the __dict__ of an adapted model or trainer. The value of USE is a Use. The value of SET
+# Keys in the __dict__ of an adapted model or trainer. The value of USE is a `Use`. The value of SET
 # maps the name of each replaced attribute to the pair (our function, old value).
 USE, SET = "_logitless_trl", "_logitless_trl_set"
 # Names in TRL: two autograd functions, a kernel, and the functions that call the kernel.
@@ -87,7 +87,7 @@ def use_in_trl(model: T, **options) -> T:
 
 
 def unuse_in_trl(model: T) -> T:
-    """Undoes `use_in_trl`. The trainer or the model calls TRL's own functions again."""
+    """Undoes `use_in_trl`. Afterwards, TRL's own functions are called again."""
     _check_installed()
     for owner in _owners(model):
         owner.__dict__.pop(USE, None)
@@ -96,7 +96,7 @@ def unuse_in_trl(model: T) -> T:
             # our function only calls TRL's function.
             if owner.__dict__.get(name) is ours:
                 _put_back(owner, name, below)
-    if not _uses:  # no Use is left
+    if not _uses:  # no `Use` is left
         while _switches:
             names, name, switch = _switches.pop()
             if names.get(name) is switch:
@@ -105,7 +105,7 @@ def unuse_in_trl(model: T) -> T:
 
 
 class Use:
-    """The settings of one call of `use_in_trl`. Copies of a model share the Use of the model."""
+    """The settings of one call of `use_in_trl`. Copies of a model share the `Use` of the model."""
 
     def __init__(self, options: dict, sums_its_loss: bool):
         self.options, self.sums_its_loss = options, sums_its_loss
@@ -138,7 +138,7 @@ class LogitsSwitch(Switch):
 
 
 class Seam(NamedTuple):
-    """A global variable of TRL that holds a function. `set` replaces the function by a Switch."""
+    """A global variable of TRL that holds a function. `set` replaces the function by a `Switch`."""
 
     names: dict  # globals of a module of TRL
     name: str
@@ -260,7 +260,7 @@ def _words(code: types.CodeType | None) -> set[str]:
     if code is None:
         return set()
     # Python stores the keywords of a call as one tuple in `co_consts`. If the call also has
-    # **arguments, each keyword is a separate string.
+    # `**arguments`, each keyword is a separate string.
     groups = [c if isinstance(c, tuple) else (c,) for c in code.co_consts]
     keywords = {word for words in groups for word in words if isinstance(word, str)}
     return {*code.co_varnames, *code.co_names} | keywords
@@ -268,7 +268,7 @@ def _words(code: types.CodeType | None) -> set[str]:
 
 @contextmanager
 def _computed_by_us(use: Use, model: nn.Module, **how) -> Iterator[None]:
-    """Inside this context manager, each Switch calls this library."""
+    """Inside this context manager, each `Switch` calls this library."""
     guard = _guard_of(model)
     options = use.options if guard is None else {**guard.options, **use.options}
     token = _call.set(Call(options, **how))
@@ -281,9 +281,9 @@ def _computed_by_us(use: Use, model: nn.Module, **how) -> Iterator[None]:
 
 
 def _guard_of(model: nn.Module) -> Guard | None:
-    """Returns the Guard (lazy/model_hooks.py) of a fused model or of the model inside a PEFT model.
+    """Returns the `Guard` (lazy/model_hooks.py) of a fused model, or None.
 
-    Returns None if neither of the two models is fused.
+    If the model is a PEFT model, the model inside can be the fused model.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
     guards = [g for each in (model, inner) for g in each.__dict__.get(GUARD, ()) if g.active]

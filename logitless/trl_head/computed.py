@@ -177,7 +177,7 @@ def _logits(
     if not autocasts(hidden.device):
         weight = weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)
-    if scale <= 0:  # `scale` divides the temperature, which must stay positive
+    if scale <= 0:  # the temperature is divided by `scale`, and must stay positive
         hidden, bias, scale = hidden * scale, None if bias is None else bias * scale, 1.0
     return LinearLogits(hidden, weight, bias, **options), scale
 
@@ -194,11 +194,11 @@ def _transformed(
 
 
 class LogprobsOfSum(torch.autograd.Function):
-    """Returns the log-probabilities of tokens. Backward passes one number to `loss`.
+    """Returns the log-probabilities of tokens. The backward computes only the gradient of `loss`.
 
     All tokens in `mask` must have the same upstream gradient g, as in TRL's SFTTrainer. If `mask`
     is None, all tokens must have the same upstream gradient. `loss` is minus the sum of the
-    log-probabilities, so backward passes -g to `loss`. The forward that computed `loss` has already
+    log-probabilities, so the gradient of `loss` is -g. The forward that computed `loss` has already
     computed the gradients of `loss`. So backward does not compute the logits again.
     """
 

@@ -35,7 +35,7 @@ from .lazy_steps import run
 REFUSALS = re.compile(
     r"must not be written to|read-only|must not be differentiated twice|before the step, or keep"
     r"|must not be changed, because|view was created inside a custom Function"
-    r"|log-probabilities of lazy logits must not be read|joined must not be changed"
+    r"|log-probabilities of lazy logits must not be read|lazy argument of .* must not be changed"
     r"|must not be modified in place before the result is used"
 )
 # Errors of plain logits that depend on what PyTorch's functions save, and how they lay out memory.
