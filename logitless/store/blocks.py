@@ -30,7 +30,7 @@ _recent: deque["weakref.ref[Blocks]"] = deque()
 class Blocks:
     """Reads the tensors of a file.
 
-    The tensors are the `size` bytes of the file that start at byte `start`.
+    The tensors begin at byte `start` of the file, and take `size` bytes in total.
     """
 
     def __init__(self, path: Path, start: int, size: int, checked: bool):

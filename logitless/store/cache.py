@@ -98,7 +98,7 @@ class Cache:
                 try:
                     self._fetch(listed, fetch)
                 except (FileNotFoundError, PermissionError):
-                    raise  # not recorded: the fetch fails at once in every process
+                    raise  # not recorded, because every process gets this error at once
                 except OSError as error:
                     failed = path.with_name(f"{path.name}.failed")
                     _replace(failed, f"{uuid.uuid4()}\n{error}")
@@ -138,8 +138,8 @@ class Cache:
                 file.flush()
                 os.fsync(file.fileno())
             # Without the lock, `_has_room` of another process could list the name `part` just
-            # before the file is renamed. Then `_has_room` would delete nothing, but count the size
-            # of the file as free.
+            # before the file is renamed. Then `_has_room` would count the size of the file as free,
+            # although the file still exists.
             with Lock(self.folder / "cache.lock", wait=True):
                 os.replace(part, path)
         finally:

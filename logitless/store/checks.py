@@ -341,6 +341,6 @@ def is_open(closed: bool, is_mine: bool) -> None:
         raise ValueError("a writer must be open to add documents, got a closed writer.")
     if not is_mine:
         raise ValueError(
-            "a writer must be used by the process that opened it, got a process that was forked"
-            " later. Open a writer with its own part= in each process."
+            "a writer must be used by the process that opened it, got a forked process."
+            " Open a writer with its own part= in each process."
         )

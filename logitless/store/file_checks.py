@@ -145,8 +145,8 @@ def shard_starts(path: Any, starts: Tensor, tokens: int) -> None:
 def shard_slots(path: Any, slots: Tensor, lengths: dict[str, tuple[int, int]]) -> None:
     """Checks the column `slots` of sampled targets.
 
-    `lengths` maps the name of each column of ids to two numbers: the length of the column, and the
-    length that this column needs for all slots.
+    `lengths` maps the name of each column of ids to the actual length and the expected length of
+    the column.
     """
     if int(slots[0]) != 0 or not bool((slots[1:] >= slots[:-1]).all()):
         refuse(path, "have slots that start at 0 and never decrease", "other slots")

@@ -32,7 +32,8 @@ from .rows import Pieces, decoding_of, empty_pieces, table_of
 from .shard import Shard, shards_of
 from .verify import Report, verify
 
-LIKELY = (16, 4)  # if the hash of the next 16 or 4 tokens is in the index, a document likely starts
+# A document likely starts where the hash of the next 16 or 4 tokens is in the index.
+LIKELY = (16, 4)
 SLOTS = 1 << 19  # number of slots that are read and decoded at once
 
 
@@ -92,8 +93,8 @@ class Store:
         `order` lists the numbers of the documents in the order in which you will read them. Without
         `order`, `prefetch` expects that you read the documents from the first to the last. While
         you read a shard, the next `ahead` shards are fetched. `mixed` is the number of shards whose
-        documents are mixed in this order. If the cache has no room for (ahead + mixed) shards,
-        fewer than `ahead` shards are fetched. For a local store, `prefetch` only checks its
+        documents are shuffled together in this order. If the cache has no room for (ahead + mixed)
+        shards, fewer than `ahead` shards are fetched. For a local store, `prefetch` only checks its
         arguments. If you read the shards in ascending order, the next 2 shards are fetched even
         without a call of `prefetch`.
         """
@@ -243,8 +244,8 @@ class Store:
         `matches` are the documents that were found from left to right.
 
         If all tokens after these documents are padding, the result is `matches`. Otherwise, this
-        method searches for other documents that fill the row. Raises KeyError if no documents fill
-        the row.
+        method searches for other documents that fill the row. Raises KeyError if there are no such
+        documents.
         """
         begin, end = row * width, (row + 1) * width
         at = begin + sum(match.length for match in matches)

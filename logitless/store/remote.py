@@ -90,7 +90,7 @@ class Remote:
         return parts._replace(path=f"{parts.path.rstrip('/')}/{name}").geturl()
 
     def read(self, name: str, parsed: Callable[[str, bytes], Result]) -> Result:
-        """Reads a whole file into memory, and returns parsed(address, bytes).
+        """Reads a whole file into memory, and returns the result of `parsed(address, bytes)`.
 
         If `parsed` raises a ValueError, the file is read again. Raises FileNotFoundError if the
         file does not exist.
@@ -158,7 +158,7 @@ class Remote:
         done: str = "read",
         attempts: int | None = None,
     ) -> Result:
-        """Returns the result of `attempt`, and repeats an attempt that fails.
+        """Calls `attempt` until a call succeeds, and returns the result of this call.
 
         An error is raised at once if another attempt would fail too, for example if the file does
         not exist.

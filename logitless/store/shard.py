@@ -157,9 +157,8 @@ class Shard:
 
         Rows of sampled targets have different lengths in the shard.
 
-        The column `slots` holds the first slot of each document, but not of each row. The first
-        slot of a span is computed from `draws`, which is read from the first row of the document
-        on.
+        The column `slots` holds only the first slot of each document. To compute the first slot of
+        a span, `draws` is read from the first row of the span's document.
         """
         size, offset = self.header.sizes()["draws"], self.entries["draws"].begin
         documents = [bisect.bisect_right(self._spans, a) - 1 for a, _ in spans]
@@ -239,7 +238,7 @@ def write_shard(
     }  # fmt: skip
     # The checksums depend on the order of the columns in the file. So the columns are sorted here
     # as in `safetensors.write`, widest dtype first. `crc` is added last, and is also the last
-    # column in the file. The reason is that no dtype is narrower than uint8, and that the sort in
+    # column in the file, because no dtype is narrower than uint8 and the sort in
     # `safetensors.write` is stable.
     columns = dict(sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize))
     columns["crc"] = checksums(columns.values())

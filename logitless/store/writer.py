@@ -34,9 +34,9 @@ from .upload import Uploads, destination
 # memory. These bytes count towards `shard_bytes`, because a shard of very short documents would
 # otherwise take too much memory.
 PER_DOCUMENT = 512
-# `add` does not encode short documents, of up to SHORT tokens, if their targets are on the CPU.
-# These documents are encoded together when their shard is written. This is faster, because PyTorch
-# encodes a few hundred rows in the same time as a few rows.
+# `add` does not encode documents of at most SHORT tokens if their targets are on the CPU. These
+# documents are encoded together when their shard is written. Encoding documents together is faster,
+# because PyTorch encodes a few hundred rows in the same time as a few rows.
 SHORT = 64
 
 
@@ -50,8 +50,8 @@ class Writer:
     again resumes a run that was killed.
 
     Several processes can write to one store at the same time, each with its own `part`. By default,
-    `part` is the environment variable RANK, which torchrun sets. A second writer with the same
-    `part` is refused while the first writer is open.
+    `part` is the environment variable RANK, which torchrun sets. While a writer is open, opening
+    another writer with the same `part` raises an error.
 
     `upload` is an address such as s3://bucket/targets. With `upload`, each full shard is also
     uploaded in the background, and `close` waits for the uploads. `close` raises an OSError if a
@@ -168,7 +168,7 @@ class Writer:
 
     @on_cpu
     def extend(self, tokens: Any, starts: Sequence[int], targets: SparseTargets) -> int:
-        """Adds several documents at once, which is faster than `add` for short documents.
+        """Adds several documents at once. For short documents, `extend` is faster than `add`.
 
         `tokens` and `targets` hold all documents, one after the other. `starts` lists the position
         of each document's first token in `tokens`, and then the total number of tokens. Returns the
@@ -327,8 +327,8 @@ def recover(path: str | os.PathLike) -> int:
     """Moves documents of killed writers from journals to shards.
 
     Returns the number of documents in the store. A new writer with the `part` of a killed writer
-    also recovers the documents of the killed writer. So `recover` is needed only if you will not
-    open such a writer.
+    also recovers the documents of the killed writer. Call `recover` if you will not open such a
+    writer.
     """
     path = Path(path)
     fields = asdict(header_of(path))
