@@ -133,7 +133,7 @@ class _File:
             into, place = into[done:], place + done
 
     def __del__(self):
-        if hasattr(self, "number"):  # absent if os.open failed
+        if hasattr(self, "number"):  # `number` is missing if os.open failed
             os.close(self.number)
 
 

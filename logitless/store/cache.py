@@ -51,7 +51,7 @@ class Cache:
         checks.cache_bytes(self.limit)
         checks.cache_folder(self.folder)
         for path in self._files():
-            if path.suffix == ".part":  # left by a process that ended during a fetch
+            if path.suffix == ".part":  # a process that was killed can leave such a file
                 self._deleted(path)
 
     def use(self, listed: Listed) -> bool:
@@ -161,7 +161,7 @@ class Cache:
         """Deletes files if needed, and returns whether `size` more bytes fit below the limit."""
         files = []
         for path in self._files():
-            with contextlib.suppress(FileNotFoundError):  # deleted by another process
+            with contextlib.suppress(FileNotFoundError):  # another process deleted the file
                 status = path.stat()
                 files.append((status.st_mtime_ns, status.st_size, path))
         room = self.limit - sum(of_file for _, of_file, _ in files)

@@ -1,7 +1,7 @@
 """Checks the arguments of Writer, Store, capture and the training functions.
 
-The errors have the form `<argument> must <rule>, got <value>.` store/server_checks.py checks the
-output of inference servers, and store/file_checks.py checks files.
+The errors have the form `<argument> must <rule>, got <value>.` The module store/server_checks.py
+checks the output of inference servers, and store/file_checks.py checks files.
 """
 
 from collections.abc import Mapping

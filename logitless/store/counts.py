@@ -8,7 +8,7 @@ bits of a row without slots are 0.
 
 In memory, all rows have the same size. The column `ids` holds n numbers per row: first the distinct
 ids, and then zeros. In a shard, only the distinct ids are stored, one row after the other
-(`compact` and `expand`). store/format.py describes the columns of a shard.
+(`compact` and `expand`). The file store/format.py describes the columns of a shard.
 """
 
 import functools

@@ -36,8 +36,8 @@ def header_fields(where: object, text: str | bytes, kind: type) -> dict:
 def same_header(where: object, got: Any, want: Any, of: object, advice: str = "") -> None:
     """Checks that the header `got` equals the header `want`.
 
-    The error message names `where`, the file or store with the header `got`. The message also names
-    `of`, the file, store or writer with the header `want`.
+    `where` is the file or store with the header `got`. `of` is the file, store or writer with the
+    header `want`. The error message names `where` and `of`.
     """
     for field in dataclasses.fields(want):
         expected, value = getattr(want, field.name), getattr(got, field.name)

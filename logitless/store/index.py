@@ -12,7 +12,7 @@ All documents with the same prefix share one entry for this prefix. If one of th
 exactly as long as the prefix, the entry holds the number of this document. If two documents share
 exactly their first l tokens, their prefixes of length l + 1 differ in the last token. So the two
 prefixes have different hashes. A search (store/lookup.py) finds candidates by their hashes, and
-then compares the tokens of these candidates only.
+then compares only the tokens of these candidates.
 
 The hash of tokens[a:b] is computed from the length b - a and from this sum mod 2^64:
 
@@ -52,7 +52,7 @@ class Hashes:
 
 
 def hash_of(tokens: list[int]) -> int:
-    """Computes the hash of a whole list of tokens. This is faster than `Hashes` for short lists."""
+    """Computes the hash of a list of tokens. For short lists, `hash_of` is faster than `Hashes`."""
     h = 0
     for token in reversed(tokens):
         h = h * BASE + token + 1 & 2**64 - 1

@@ -1,4 +1,4 @@
-"""Writes stores as parquet files, which dataset viewers can show, and reads such files.
+"""Converts stores to parquet files and back. Dataset viewers can show parquet files.
 
 Each row of a parquet file is one document:
 

@@ -1,8 +1,8 @@
 """Reads the documents of a store by their numbers, and the targets of batches by their tokens.
 
-store/lookup.py finds documents by tokens, store/shard.py reads the files, and store/training.py
-combines the targets of a batch with a loss. store/remote_shard.py reads the files of a remote
-store.
+The module store/lookup.py finds documents by their tokens. The module store/shard.py reads shards,
+and store/remote_shard.py reads the shards of a remote store. The module store/training.py combines
+the targets of a batch with a loss.
 """
 
 import bisect

@@ -80,7 +80,7 @@ class Remote:
         if self.is_http:
             checks.http_options(self.options)
         else:
-            _ = self._system  # raises now if a package is missing
+            _ = self._system  # raises an error if a package is missing
 
     def address(self, name: str) -> str:
         """Returns the address of a file. A query at the end of the folder's address is kept."""
@@ -158,7 +158,7 @@ class Remote:
         done: str = "read",
         attempts: int | None = None,
     ) -> Result:
-        """Calls `attempt` until a call succeeds, and returns the result of this call.
+        """Calls `attempt` up to `attempts` times, until a call succeeds, and returns its result.
 
         An error is raised at once if another attempt would fail too, for example if the file does
         not exist.

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class RemoteFiles:
-    """The files of a remote store: its store.index, the cache, and the threads that prefetch."""
+    """Reads the files of a remote store, with a cache and with threads that prefetch shards."""
 
     def __init__(self, remote: Remote, cache: Cache):
         self.remote, self.cache = remote, cache
@@ -132,7 +132,7 @@ class RemoteShard(Shard):
         self.files.prefetch.reading(self.number)
 
         def read_file(path: Path) -> Result:
-            shard, self._of_cache = self._of_cache, None  # remains None if the file is damaged
+            shard, self._of_cache = self._of_cache, None  # stays None if the file is damaged
             if shard is None:
                 shard = Shard(path, self.header)
                 checks.same_starts(path, torch.equal(shard.starts, self.starts))

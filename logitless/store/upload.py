@@ -146,7 +146,7 @@ def _recorded(record: Path, url: str) -> set[str]:
     found = set()
     with contextlib.suppress(FileNotFoundError):
         for line in record.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):  # the part of a line that a killed writer left
+            with contextlib.suppress(ValueError):  # a killed writer can leave a part of a line
                 fields = json.loads(line)
                 if isinstance(fields, dict) and fields.get("url") == url:
                     found.add(str(fields.get("name")))
