@@ -163,5 +163,5 @@ def _as_bytes(numbers: list[Any]) -> Tensor:
 
 
 def checksum_bytes(size: int) -> int:
-    """Returns the size in bytes of the checksums for tensors of `size` bytes in total."""
+    """Returns the total size of the checksums in bytes. `size` is the total size of the tensors."""
     return 4 * -(-size // BLOCK)

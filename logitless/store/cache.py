@@ -64,7 +64,7 @@ class Cache:
 
     @contextlib.contextmanager
     def reading(self, listed: Listed, fetch: Callable[[Listed, Any], None]) -> Iterator[Path]:
-        """Yields the path of a file. The file is not deleted inside the with block.
+        """Yields the path of a file. The file is not deleted inside the `with` block.
 
         If the cache does not have the file, `fetch` writes the bytes of the file into an open local
         file.

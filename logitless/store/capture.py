@@ -183,7 +183,7 @@ def _launch(
     logits = getattr(output, "logits", output)
     header = writer.header
     checks.logits_of_batch(logits, ids, header.vocab_size)
-    if logits.shape[-1] > header.vocab_size:  # the other columns are padding of the head
+    if logits.shape[-1] > header.vocab_size:  # the last columns are padding
         logits = logits[..., : header.vocab_size]
     if header.sampled:
         how = {"generator": generator, "temperature": header.temperature}

@@ -333,7 +333,7 @@ def rows_of_teacher(rows: dict[str, Tensor]) -> None:
     """
     fine = rows["top"].isfinite() if "top" in rows else (rows["draws"] != 0).any(-1)
     if not bool(fine.all()):
-        raise ValueError("model must return a finite largest logit in each row, got NaN or inf.")
+        raise ValueError("model must return rows whose largest logit is finite, got NaN or inf.")
 
 
 def is_open(closed: bool, is_mine: bool) -> None:

@@ -153,9 +153,9 @@ def pad_documents(
 ) -> dict[str, Any]:
     """Pads documents on the right, and returns a batch.
 
-    `documents` are items of `Documents`. The batch has input_ids, attention_mask and labels of
-    shape (B, T), and targets with one row per token. Padding tokens have the label -100, and all
-    their slots are masked.
+    `documents` is a list of (tokens, targets), as a `Documents` dataset yields them. The batch has
+    input_ids, attention_mask and labels of shape (B, T), and targets with one row per token.
+    Padding tokens have the label -100, and all their slots are masked.
     """
     checks.some_documents(documents)
     lengths = torch.tensor([len(tokens) for tokens, _ in documents])

@@ -263,7 +263,7 @@ _Hit = tuple[int, int, bool]
 def _first_that_agree(
     tokens: Tensor, proposed: Sequence[tuple[int, list[Match]]]
 ) -> list[Match | None]:
-    """Returns, for each start, the first candidate that equals `tokens` at the start, or None.
+    """Returns, for each start, the first candidate that matches `tokens` at this start, or None.
 
     The first candidates of all starts are compared together. Then the second candidates of the
     remaining starts are compared, and so on.

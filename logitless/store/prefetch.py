@@ -51,7 +51,7 @@ class Prefetch:
         self._start(self._upcoming(-1))
 
     def _fitting(self, ahead: int, mixed: int = 1) -> int:
-        """Reduces `ahead`, if the cache has no room for (ahead + mixed) shards."""
+        """Returns `ahead`, or less if the cache has no room for (ahead + mixed) shards."""
         return max(0, min(ahead, self.room - mixed))
 
     def reading(self, number: int) -> None:

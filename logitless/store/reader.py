@@ -43,13 +43,13 @@ class Store:
     Rows are read from the files only when they are needed. To refuse a store that was captured with
     another tokenizer, pass the `tokenizer_hash` of your tokenizer as `tokenizer`.
 
-    `path` is a local folder, or an address such as s3://bucket/targets. From an address, whole
-    shards are fetched into the folder `cache`. The files in this folder take at most `cache_bytes`
-    bytes (64 GiB by default). By default, `cache` is the folder that the environment variable
-    LOGITLESS_CACHE names, or ~/.cache/logitless. A request that fails is repeated, up to `attempts`
-    attempts in total (5 by default). A request over http or https fails if the server sends nothing
-    for `timeout` seconds (60 by default). `storage_options` are the keyword arguments of fsspec's
-    file system. For http and https, `storage_options` is `{"headers": {...}}`.
+    `path` is a local folder, or an address such as s3://bucket/targets. If `path` is an address,
+    whole shards are fetched into the folder `cache`. The files in this folder take at most
+    `cache_bytes` bytes (64 GiB by default). By default, `cache` is the folder that the environment
+    variable LOGITLESS_CACHE names, or ~/.cache/logitless. A request that fails is repeated, up to
+    `attempts` attempts in total (5 by default). A request over http or https fails if the server
+    sends nothing for `timeout` seconds (60 by default). `storage_options` are the keyword arguments
+    of fsspec's file system. For http and https, `storage_options` is `{"headers": {...}}`.
 
     >>> store = Store("targets")
     >>> tokens, targets = store[0]  # targets[i] describes the token after tokens[i]
@@ -186,7 +186,7 @@ class Store:
 
     @on_cpu
     def verify(self) -> Report:
-        """Checks that the store is intact and plausible. A report that lists problems is falsy."""
+        """Checks the files and rows of the store. A report that lists problems is falsy."""
         return verify(self)
 
     def _of_lengths(self, flat: Tensor, lengths: list[list[int]], width: int) -> list["Span"]:

@@ -33,7 +33,8 @@ NEAR, GROWTH = 223, 0.4  # codes above NEAR mean (NEAR · 2^(GROWTH · (code - N
 PER_OCTAVE, LOWEST = 32, -288  # a unit is 2^((step + LOWEST) / 32) nats; step is 0 to 255
 TRIED = 8  # number of units to try after the first unit; each is 2 % larger than the one before
 AT_ONCE = 1 << 16  # largest number of tensor elements in a pass that tries several units
-FAR_MASS = 2.0**-17  # largest mass beyond NEAR units, with the smallest of the TRIED units
+# With the smallest of the TRIED units, the slots beyond NEAR units have at most this total mass.
+FAR_MASS = 2.0**-17
 NEGLIGIBLE = 2.0**-20  # a row keeps its first unit if the divergence is at most this many nats
 
 Pieces = Mapping[str, Sequence[Any]]  # the bytes of a column, in one or several parts

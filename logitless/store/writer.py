@@ -1,7 +1,7 @@
 """Writes a store: documents are appended to a journal, and a full journal becomes a shard.
 
-store/journal.py describes the journal, store/shard.py writes shards, and store/format.py describes
-the layout of a store.
+The module store/journal.py writes the journal, and store/shard.py writes shards. The layout of a
+store is described in store/format.py.
 """
 
 import hashlib
@@ -91,7 +91,7 @@ class Writer:
         checks.shard_bytes(shard_bytes)
         remote = None if upload is None else destination(upload, storage_options)
         self.path, self.rank, self.shard_bytes = Path(path), rank, shard_bytes
-        self.closed, self.written = True, 0.0  # `written`: bytes of all rows added
+        self.closed, self.written = True, 0.0  # `written` counts the bytes of all added rows
         created(self.path)
         existing = write_header(self.path, header)
         advice = "; pass the store's value, or write to another folder"
