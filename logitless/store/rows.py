@@ -231,7 +231,7 @@ class Decoding:
             self._masked(begin, logprobs)
 
     def _far(self, units: Tensor, codes: Tensor) -> int:
-        """Converts the codes in `units` to distances in units, in place.
+        """Replaces each code in the tensor `units` by its distance, in units.
 
         Returns the largest code.
 
