@@ -30,7 +30,7 @@ _recent: deque["weakref.ref[Blocks]"] = deque()
 class Blocks:
     """Reads the tensors of a file.
 
-    The tensors are the `size` bytes of the file that start at byte `start`.
+    The tensors begin at byte `start` of the file, and take `size` bytes in total.
     """
 
     def __init__(self, path: Path, start: int, size: int, checked: bool):
@@ -133,7 +133,7 @@ class _File:
             into, place = into[done:], place + done
 
     def __del__(self):
-        if hasattr(self, "number"):  # absent if os.open failed
+        if hasattr(self, "number"):  # `number` is missing if os.open failed
             os.close(self.number)
 
 
@@ -163,5 +163,5 @@ def _as_bytes(numbers: list[Any]) -> Tensor:
 
 
 def checksum_bytes(size: int) -> int:
-    """Returns the size in bytes of the checksums for tensors of `size` bytes in total."""
+    """Returns the total size of the checksums in bytes. `size` is the total size of the tensors."""
     return 4 * -(-size // BLOCK)

@@ -51,7 +51,7 @@ class Cache:
         checks.cache_bytes(self.limit)
         checks.cache_folder(self.folder)
         for path in self._files():
-            if path.suffix == ".part":  # left by a process that ended during a fetch
+            if path.suffix == ".part":  # a process that was killed can leave such a file
                 self._deleted(path)
 
     def use(self, listed: Listed) -> bool:
@@ -64,7 +64,7 @@ class Cache:
 
     @contextlib.contextmanager
     def reading(self, listed: Listed, fetch: Callable[[Listed, Any], None]) -> Iterator[Path]:
-        """Yields the path of a file. The file is not deleted inside the with block.
+        """Yields the path of a file. The file is not deleted inside the `with` block.
 
         If the cache does not have the file, `fetch` writes the bytes of the file into an open local
         file.
@@ -98,7 +98,7 @@ class Cache:
                 try:
                     self._fetch(listed, fetch)
                 except (FileNotFoundError, PermissionError):
-                    raise  # not recorded: the fetch fails at once in every process
+                    raise  # not recorded, because every process gets this error at once
                 except OSError as error:
                     failed = path.with_name(f"{path.name}.failed")
                     _replace(failed, f"{uuid.uuid4()}\n{error}")
@@ -138,8 +138,8 @@ class Cache:
                 file.flush()
                 os.fsync(file.fileno())
             # Without the lock, `_has_room` of another process could list the name `part` just
-            # before the file is renamed. Then `_has_room` would delete nothing, but count the size
-            # of the file as free.
+            # before the file is renamed. Then `_has_room` would count the size of the file as free,
+            # although the file still exists.
             with Lock(self.folder / "cache.lock", wait=True):
                 os.replace(part, path)
         finally:
@@ -161,7 +161,7 @@ class Cache:
         """Deletes files if needed, and returns whether `size` more bytes fit below the limit."""
         files = []
         for path in self._files():
-            with contextlib.suppress(FileNotFoundError):  # deleted by another process
+            with contextlib.suppress(FileNotFoundError):  # another process deleted the file
                 status = path.stat()
                 files.append((status.st_mtime_ns, status.st_size, path))
         room = self.limit - sum(of_file for _, of_file, _ in files)

@@ -173,8 +173,7 @@ def _launch(
 ) -> _Pending:
     """Starts the model on a batch without waiting for the device.
 
-    A copy of the tokens stays on the CPU, because copying the tokens back from the device would
-    wait for the device.
+    A copy of the tokens stays on the CPU. So the tokens are not copied back from the device.
     """
     tokens, device = inputs["input_ids"].cpu(), next(model.parameters()).device
     inputs = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
@@ -184,7 +183,7 @@ def _launch(
     logits = getattr(output, "logits", output)
     header = writer.header
     checks.logits_of_batch(logits, ids, header.vocab_size)
-    if logits.shape[-1] > header.vocab_size:  # the other columns are padding of the head
+    if logits.shape[-1] > header.vocab_size:  # the last columns are padding
         logits = logits[..., : header.vocab_size]
     if header.sampled:
         how = {"generator": generator, "temperature": header.temperature}

@@ -1,7 +1,7 @@
 """Checks the arguments of Writer, Store, capture and the training functions.
 
-The errors have the form `<argument> must <rule>, got <value>.` store/server_checks.py checks the
-output of inference servers, and store/file_checks.py checks files.
+The errors have the form `<argument> must <rule>, got <value>.` The module store/server_checks.py
+checks the output of inference servers, and store/file_checks.py checks files.
 """
 
 from collections.abc import Mapping
@@ -333,7 +333,7 @@ def rows_of_teacher(rows: dict[str, Tensor]) -> None:
     """
     fine = rows["top"].isfinite() if "top" in rows else (rows["draws"] != 0).any(-1)
     if not bool(fine.all()):
-        raise ValueError("model must return a finite largest logit in each row, got NaN or inf.")
+        raise ValueError("model must return rows whose largest logit is finite, got NaN or inf.")
 
 
 def is_open(closed: bool, is_mine: bool) -> None:
@@ -341,6 +341,6 @@ def is_open(closed: bool, is_mine: bool) -> None:
         raise ValueError("a writer must be open to add documents, got a closed writer.")
     if not is_mine:
         raise ValueError(
-            "a writer must be used by the process that opened it, got a process that was forked"
-            " later. Open a writer with its own part= in each process."
+            "a writer must be used by the process that opened it, got a forked process."
+            " Open a writer with its own part= in each process."
         )

@@ -3,11 +3,12 @@
 `capture_sampled` draws n ids per row, and the weight of an id is count / n. The n draws of a row
 are sorted by their ids. Bit j of the column `draws` is 1 if draw j is the first draw of its id. So
 the number of bits that are 1 is the number of distinct ids. The count of an id is the distance from
-its bit to the next bit that is 1. All bits of a row without slots are 0.
+its bit to the next bit that is 1. The count of the last id is the distance from its bit to bit n.
+All bits of a row without slots are 0.
 
 In memory, all rows have the same size. The column `ids` holds n numbers per row: first the distinct
 ids, and then zeros. In a shard, only the distinct ids are stored, one row after the other
-(`compact` and `expand`). store/format.py describes the columns of a shard.
+(`compact` and `expand`). The file store/format.py describes the columns of a shard.
 """
 
 import functools
@@ -81,7 +82,7 @@ class CountsDecoding:
 
 @functools.lru_cache
 def _logprobs(n: int) -> Tensor:
-    """Returns the log-weight of every count from 0 to n, bit for bit as in `capture_sampled`."""
+    """Returns log(c / n) for each count c from 0 to n, as computed by `capture_sampled`."""
     return logprobs_of_counts(torch.arange(n + 1), n).float()
 
 
@@ -119,7 +120,7 @@ def compact(rows: Table, starts: Tensor, header: Header) -> Table:
 
 
 def expand(draws: Tensor, ids: Tensor, header: Header) -> Table:
-    """Inverts `compact`: returns the rows in memory. `ids` holds the distinct ids of all rows."""
+    """Inverts `compact`, and returns rows in memory. `ids` holds the distinct ids of all rows."""
     padded = torch.zeros(len(draws), header.k, dtype=header.id_dtype)
     padded[_inside(slots_of(draws), header.k)] = ids.to(header.id_dtype)
     return {"ids": padded, "draws": draws}

@@ -131,10 +131,10 @@ class Documents(IterableDataset):
         return {**self._place._asdict(), **self._fixed()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues after the last document that was read before `state_dict` was called.
+        """Restores the position in the epoch.
 
-        This applies only to the next iteration. Later iterations read whole epochs. Call
-        `set_epoch` before each of these epochs.
+        The next iteration continues after the last document that was read before `state_dict` was
+        called. Later iterations read whole epochs. Call `set_epoch` before each of these epochs.
         """
         checks.state_of_documents(state, self._fixed())
         self._place = self._resumed = Place(state["epoch"], state["position"])
@@ -153,17 +153,17 @@ def pad_documents(
 ) -> dict[str, Any]:
     """Pads documents on the right, and returns a batch.
 
-    `documents` are items of `Documents`. The batch has input_ids, attention_mask and labels of
-    shape (B, T), and targets with one row per token. Padding tokens have the label -100, and all
-    their slots are masked.
+    `documents` is a list of (tokens, targets), as a `Documents` dataset yields them. The batch has
+    input_ids, attention_mask and labels of shape (B, T), and targets with one row per token.
+    Padding tokens have the label -100, and all their slots are masked.
     """
     checks.some_documents(documents)
     lengths = torch.tensor([len(tokens) for tokens, _ in documents])
     first = torch.cumsum(lengths, 0) - lengths
     place = torch.arange(int(lengths.max()))
     is_token = place < lengths[:, None]
-    # `pad_token` and an empty row are appended after the tokens and rows of all documents. The
-    # index `at` selects this token and this row for padding.
+    # `pad_token` and an empty row are appended after the tokens and rows of all documents. For
+    # padding, `at` is the index of this token and this row.
     at = torch.where(is_token, first[:, None] + place, lengths.sum())
     tokens = torch.cat([*(tokens for tokens, _ in documents), torch.tensor([pad_token])])[at]
     rows = [targets for _, targets in documents]

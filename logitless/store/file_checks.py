@@ -36,8 +36,8 @@ def header_fields(where: object, text: str | bytes, kind: type) -> dict:
 def same_header(where: object, got: Any, want: Any, of: object, advice: str = "") -> None:
     """Checks that the header `got` equals the header `want`.
 
-    The error message names `where`, the file or store with the header `got`. The message also names
-    `of`, the file, store or writer with the header `want`.
+    `where` is the file or store with the header `got`. `of` is the file, store or writer with the
+    header `want`. The error message names `where` and `of`.
     """
     for field in dataclasses.fields(want):
         expected, value = getattr(want, field.name), getattr(got, field.name)
@@ -145,8 +145,8 @@ def shard_starts(path: Any, starts: Tensor, tokens: int) -> None:
 def shard_slots(path: Any, slots: Tensor, lengths: dict[str, tuple[int, int]]) -> None:
     """Checks the column `slots` of sampled targets.
 
-    `lengths` maps the name of each column of ids to two numbers: the length of the column, and the
-    length that this column needs for all slots.
+    `lengths` maps the name of each column of ids to the actual length and the expected length of
+    the column.
     """
     if int(slots[0]) != 0 or not bool((slots[1:] >= slots[:-1]).all()):
         refuse(path, "have slots that start at 0 and never decrease", "other slots")

@@ -43,7 +43,7 @@ def write_header(path: Path, header: Header) -> Header:
 
 
 def _write(file: Path, text: str) -> None:
-    """Writes a whole file or nothing. After the call, the file survives a loss of power."""
+    """Writes a file atomically. After the call, the file survives a loss of power."""
     unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
     try:
         with open(unfinished, "w") as f:

@@ -92,7 +92,7 @@ from . import checks, file_checks
 
 FORMAT, VERSION, OLDER = "logitless.store", "2", ("1",)
 BLOCK = 4096  # bytes per checksum
-DISTINCT = 0.3  # assumed distinct ids per draw, to estimate the size of a store before a capture
+DISTINCT = 0.3  # assumed number of distinct ids per draw, for estimates of a store's size
 WIDTHS = {32: torch.uint32, 16: torch.uint16, 8: torch.uint8, 4: None, 2: None, 1: None}
 # Fields are computed in signed dtypes, because PyTorch lacks many operations on uint32 and uint16.
 SIGNED = {32: torch.int32, 16: torch.int16}
@@ -132,7 +132,7 @@ class Header:
 
     @property
     def sampled(self) -> bool:
-        """Whether the rows are sampled targets, whose values are counts of draws."""
+        """Whether the rows are sampled targets. Such rows hold counts of draws."""
         return self.values == "counts"
 
     @property
@@ -143,8 +143,8 @@ class Header:
     def layout(self) -> Layout:
         """Returns, for each column in memory, the dtype and the shape of one row.
 
-        The columns of a shard have the same dtypes and shapes, except with values="counts"
-        (store/counts.py).
+        The columns of a shard have the same dtypes and shapes as the columns in memory. With
+        values="counts", the columns of a shard differ (store/counts.py).
         """
         return _layout(self)
 
@@ -157,7 +157,7 @@ class Header:
         return sum(self.sizes().values())
 
     def token_bytes(self, distinct: float | None = None) -> float:
-        """Returns the number of bytes of a token and its row in a shard, including checksums.
+        """Returns the number of bytes that a token and its row take in a shard, with checksums.
 
         With values="counts", `distinct` is the mean number of distinct ids per row. The default is
         DISTINCT times the number of draws. The columns `starts`, `slots`, `index.hash` and
@@ -210,7 +210,7 @@ def packed_length(n: int, width: int) -> int:
 
 
 def pack(x: Tensor, bits: int) -> dict[int, Tensor]:
-    """Cuts integers of shape (..., n) into fields, and returns {width: tensor of these fields}."""
+    """Cuts each integer of `x`, of shape (..., n), into fields. Returns one tensor per width."""
     fields, shift = {}, 0
     for width, dtype in widths(bits):
         field = x >> shift & (1 << width) - 1

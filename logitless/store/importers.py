@@ -4,11 +4,10 @@ In the output of both servers, entry t is the predicted distribution of token t.
 is None. Row i of a store is the distribution of token i + 1, so row i is the server's entry i + 1.
 A row is masked if the server returned no entry for it. The row of a document's last token is
 usually masked. If the log-probabilities of the prompt were not requested, the rows of the prompt
-are masked too. The row of the prompt's last token is then an exception, because this row is entry 0
-of the completion.
+are masked too, except the row of the prompt's last token. This row is entry 0 of the completion.
 
-Entry t of vLLM's output always contains token t, because vLLM adds token t to the entry if token t
-is not among the k most probable tokens. If entry t does not contain token t, the entry belongs to
+vLLM adds token t to entry t if token t is not among the k most probable tokens. So entry t of
+vLLM's output always contains token t. If entry t does not contain token t, the entry belongs to
 another token or to another prompt, and an error is raised.
 """
 
@@ -213,8 +212,8 @@ def _by_id(name: str, place: int, entry: Any) -> dict[int, float]:
 def _by_id_in_json(entry: dict) -> dict[int, float] | None:
     """Returns {id: log-probability} for an entry in the usual JSON form.
 
-    Returns None if the entry has another form. This function is a fast path, because it checks all
-    numbers of an entry at once. Checking each number separately takes several times as long.
+    Returns None if the entry has another form. This function is fast, because it checks all numbers
+    of an entry at once. Checking each number separately takes several times as long.
     """
     try:
         ids, logprobs = list(entry), list(entry.values())

@@ -12,9 +12,9 @@ All documents with the same prefix share one entry for this prefix. If one of th
 exactly as long as the prefix, the entry holds the number of this document. If two documents share
 exactly their first l tokens, their prefixes of length l + 1 differ in the last token. So the two
 prefixes have different hashes. A search (store/lookup.py) finds candidates by their hashes, and
-then compares the tokens of these candidates only.
+then compares only the tokens of these candidates.
 
-The hash of tokens[a:b] mixes the length b - a with this sum mod 2^64:
+The hash of tokens[a:b] is computed from the length b - a and from this sum mod 2^64:
 
     Σ (tokens[i] + 1) · BASE^(i - a)    for i from a to b - 1
 
@@ -52,7 +52,7 @@ class Hashes:
 
 
 def hash_of(tokens: list[int]) -> int:
-    """Computes the hash of a whole list of tokens. This is faster than `Hashes` for short lists."""
+    """Computes the hash of a list of tokens. For short lists, `hash_of` is faster than `Hashes`."""
     h = 0
     for token in reversed(tokens):
         h = h * BASE + token + 1 & 2**64 - 1
@@ -106,8 +106,8 @@ def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     hashes, by_hash = hashed(begin[place], length).sort(stable=True)
     place, length = place[by_hash], length[by_hash]
     # If several entries have the same hash, only the first entry is kept. The sort is stable, and
-    # `entries` lists whole documents first. So if one of these entries is for a whole document,
-    # this entry is kept.
+    # `entries` lists whole documents first. So an entry for a whole document takes precedence over
+    # the other entries.
     kept = torch.ones(len(hashes), dtype=torch.bool)
     kept[1:] = hashes[1:] != hashes[:-1]
     place, length = place[kept], length[kept]
@@ -128,7 +128,7 @@ def _sorted(tokens: Tensor, starts: Tensor) -> Tensor:
 
 
 def _shared(hashed: Hashes, begin: Tensor, lengths: Tensor) -> Tensor:
-    """Returns, for each document, the length of the longest prefix that the next document shares.
+    """Returns the number of first tokens that each document shares with the next document.
 
     `begin` and `lengths` describe the documents in sorted order. Each number is found by bisection.
     """

@@ -10,8 +10,8 @@
     ...           the rows, column by column, encoded as in a shard (store/format.py)
 
 `Writer.add` does not encode the rows of a short document whose targets are on the CPU. The rows of
-such documents are encoded together when their shard is written. The record of such a document has a
-k of at least 1, and holds the rows in this form:
+such documents are encoded together when their shard is written. In the record of such a document, k
+is at least 1, and the rows have this form:
 
     8 n k bytes   ids; negative if the slot is masked
     4 n k bytes   log-probabilities, fp32

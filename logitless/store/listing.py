@@ -2,7 +2,7 @@
 
 To open a remote store, a reader reads only this file. To find documents by their tokens, a reader
 needs a second file, store-HASH.lookup, which is fetched at the first lookup. Both files are in the
-safetensors format. store.index has these tensors:
+safetensors format. The file store.index has these tensors:
 
     files    U8   JSON with the store's header, and with the name, the size and the SHA-256 of each
                   shard and of the lookup file; each shard also has its number of documents, its

@@ -9,9 +9,10 @@ from . import file_checks
 
 
 class Lock:
-    """Holds a lock on a file until `release`, the end of a `with` block, or the object's deletion.
+    """Holds a lock on a file.
 
-    The system releases the lock when the process ends, even if the process is killed. A forked
+    The lock is released by `release`, at the end of a `with` block, or when the object is deleted.
+    The system also releases the lock when the process ends, even if the process is killed. A forked
     process does not inherit the lock. The forked process closes its copy of the descriptor
     immediately, because a lock is held as long as any copy of its descriptor is open. If the file
     is already locked, the constructor raises an error. With `wait=True`, the constructor waits
@@ -41,7 +42,7 @@ class Lock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this process took the lock. False in a process that was forked later."""
+        """Whether this process took the lock. A process that is forked later gets False."""
         return self.owner == os.getpid()
 
     def release(self) -> None:

@@ -9,10 +9,10 @@ The *prefix* of length n at a position is the next n tokens of the batch. The se
 position looks up the hashes of several prefixes in the index: the next 1, 4, 16, 64, ... tokens,
 and the whole searched range. The longest prefix whose hash is in the index is tried first. Suppose
 that this prefix has n tokens. If several documents of a shard share these n tokens, all prefixes of
-n + 1 to 4 n tokens are looked up too. The index contains such a longer prefix in two cases: the
-prefix is a whole document, or its last token is the first token in which two documents differ. The
-number of comparisons grows with the number of shards, but not with the number of documents that
-share a prefix.
+n + 1 to 4 n tokens are looked up too. The index contains such a longer prefix in two cases. In the
+first case, the prefix is a whole document. In the second case, another document shares all tokens
+of the prefix except the last token. The number of comparisons grows with the number of shards, but
+not with the number of documents that share a prefix.
 """
 
 import bisect
@@ -31,7 +31,7 @@ FEW = 64  # for up to this many tokens, Python computes a hash faster than PyTor
 
 
 class Match(NamedTuple):
-    """A document of the store that matches, or may match, at a position in a batch."""
+    """A document that matches at a position in a batch, or a candidate for a match."""
 
     shard: Any  # the shard.Shard that holds the document
     document: int  # number of the document within its shard
@@ -88,7 +88,7 @@ class Index:
         return _first_that_agree(tokens, [(0, candidates)])[0]
 
     def documents(self, tokens: Tensor, starts: Tensor) -> list[Match | None]:
-        """Returns, for each range between two starts, the document with these tokens, or None."""
+        """Returns, for each i, the document with tokens[starts[i] : starts[i + 1]], or None."""
         lengths, begins = starts.diff(), starts.tolist()
         proposed: list[tuple[int, list[Match]]] = [(begin, []) for begin in begins[:-1]]
         for at, entries in self._hits(Hashes(tokens)(starts[:-1], lengths)):
@@ -158,8 +158,9 @@ class Index:
     def likely_starts(self, hashes: Hashes, total: int, length: int) -> list[int]:
         """Returns the positions where the hash of the next `length` tokens is in the index.
 
-        `length` is 4 or 16, and `total` is the number of tokens. The result is [] if there are more
-        than total / length such positions, for example in a repetitive text.
+        `length` is 4 or 16, and `total` is the number of tokens. A repetitive text can have very
+        many of these positions. If there are more than (total / length) positions, the result is
+        [].
         """
         places = torch.arange(max(total - length + 1, 0))
         wanted = hashes(places, torch.full_like(places, length))
@@ -213,11 +214,12 @@ class Index:
     ) -> list[Match]:
         """Returns the candidates, sorted from the longest match to the shortest match.
 
-        For each shard, only one candidate of `limit` or more tokens is returned: the document with
-        the longest index entry in `hits`. Suppose that another document of the shard shares this
-        entry. If both documents have the same first `limit` tokens, it is enough to return one of
-        them. If the documents differ in these tokens, the index has a longer entry for the other
-        document. This longer entry is not in `hits`, so the other document does not match.
+        For each shard, at most one candidate with `limit` or more tokens is returned. This
+        candidate is the document with the longest index entry in `hits`. Suppose that another
+        document of the shard shares this entry. If both documents have the same first `limit`
+        tokens, it is enough to return one of them. If the documents differ in these tokens, the
+        index has a longer entry for the other document. This longer entry is not in `hits`, so the
+        other document does not match.
         """
         cut_off, ending = {}, {}
         for length, entry, alone in sorted(hits, key=lambda hit: -hit[0]):
@@ -261,7 +263,7 @@ _Hit = tuple[int, int, bool]
 def _first_that_agree(
     tokens: Tensor, proposed: Sequence[tuple[int, list[Match]]]
 ) -> list[Match | None]:
-    """Returns, for each start, the first candidate that equals `tokens` at the start, or None.
+    """Returns, for each start, the first candidate that matches `tokens` at this start, or None.
 
     The first candidates of all starts are compared together. Then the second candidates of the
     remaining starts are compared, and so on.

@@ -1,4 +1,4 @@
-"""Writes stores as parquet files, which dataset viewers can show, and reads such files.
+"""Converts stores to parquet files and back. Dataset viewers can show parquet files.
 
 Each row of a parquet file is one document:
 
@@ -147,7 +147,7 @@ def _list(pa: Any, offsets: Tensor, values: Any) -> Any:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """Yields a temporary path. If the with block succeeds, the file is renamed to `path`."""
+    """Yields a temporary path. If the `with` block succeeds, the file is renamed to `path`."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         yield unfinished

@@ -51,7 +51,7 @@ class Prefetch:
         self._start(self._upcoming(-1))
 
     def _fitting(self, ahead: int, mixed: int = 1) -> int:
-        """Reduces `ahead`, if the cache has no room for (ahead + mixed) shards."""
+        """Returns `ahead`, or less if the cache has no room for (ahead + mixed) shards."""
         return max(0, min(ahead, self.room - mixed))
 
     def reading(self, number: int) -> None:
@@ -101,7 +101,7 @@ class Prefetch:
 
 
 def without_repetitions(numbers: Tensor) -> Tensor:
-    """Removes each shard number that is also one of the NEARBY numbers before it.
+    """Removes each number that also occurs among the NEARBY numbers before it.
 
     `numbers` holds the shard number of each document. If the documents of a few shards are shuffled
     together, the result has each of these shards once.
@@ -115,7 +115,7 @@ def without_repetitions(numbers: Tensor) -> Tensor:
 
 def _fetch(fetch: Callable[[int], None], number: int, fetching: set[int]) -> None:
     try:
-        with contextlib.suppress(Exception):  # the reader repeats the fetch, and raises its error
+        with contextlib.suppress(Exception):  # the reader fetches again, and raises the error
             fetch(number)
     finally:
         fetching.discard(number)

@@ -1,8 +1,8 @@
 """Reads the documents of a store by their numbers, and the targets of batches by their tokens.
 
-store/lookup.py finds documents by tokens, store/shard.py reads the files, and store/training.py
-combines the targets of a batch with a loss. store/remote_shard.py reads the files of a remote
-store.
+The module store/lookup.py finds documents by their tokens. The module store/shard.py reads shards,
+and store/remote_shard.py reads the shards of a remote store. The module store/training.py combines
+the targets of a batch with a loss.
 """
 
 import bisect
@@ -32,7 +32,8 @@ from .rows import Pieces, decoding_of, empty_pieces, table_of
 from .shard import Shard, shards_of
 from .verify import Report, verify
 
-LIKELY = (16, 4)  # if the hash of the next 16 or 4 tokens is in the index, a document likely starts
+# A document likely starts where the hash of the next 16 or 4 tokens is in the index.
+LIKELY = (16, 4)
 SLOTS = 1 << 19  # number of slots that are read and decoded at once
 
 
@@ -42,13 +43,13 @@ class Store:
     Rows are read from the files only when they are needed. To refuse a store that was captured with
     another tokenizer, pass the `tokenizer_hash` of your tokenizer as `tokenizer`.
 
-    `path` is a local folder, or an address such as s3://bucket/targets. From an address, whole
-    shards are fetched into the folder `cache`. The files in this folder take at most `cache_bytes`
-    bytes (64 GiB by default). By default, `cache` is the folder that the environment variable
-    LOGITLESS_CACHE names, or ~/.cache/logitless. A request that fails is repeated, up to `attempts`
-    attempts in total (5 by default). A request over http or https fails if the server sends nothing
-    for `timeout` seconds (60 by default). `storage_options` are the keyword arguments of fsspec's
-    file system. For http and https, `storage_options` is `{"headers": {...}}`.
+    `path` is a local folder, or an address such as s3://bucket/targets. If `path` is an address,
+    whole shards are fetched into the folder `cache`. The files in this folder take at most
+    `cache_bytes` bytes (64 GiB by default). By default, `cache` is the folder that the environment
+    variable LOGITLESS_CACHE names, or ~/.cache/logitless. A request that fails is repeated, up to
+    `attempts` attempts in total (5 by default). A request over http or https fails if the server
+    sends nothing for `timeout` seconds (60 by default). `storage_options` are the keyword arguments
+    of fsspec's file system. For http and https, `storage_options` is `{"headers": {...}}`.
 
     >>> store = Store("targets")
     >>> tokens, targets = store[0]  # targets[i] describes the token after tokens[i]
@@ -92,8 +93,8 @@ class Store:
         `order` lists the numbers of the documents in the order in which you will read them. Without
         `order`, `prefetch` expects that you read the documents from the first to the last. While
         you read a shard, the next `ahead` shards are fetched. `mixed` is the number of shards whose
-        documents are mixed in this order. If the cache has no room for (ahead + mixed) shards,
-        fewer than `ahead` shards are fetched. For a local store, `prefetch` only checks its
+        documents are shuffled together in this order. If the cache has no room for (ahead + mixed)
+        shards, fewer than `ahead` shards are fetched. For a local store, `prefetch` only checks its
         arguments. If you read the shards in ascending order, the next 2 shards are fetched even
         without a call of `prefetch`.
         """
@@ -185,7 +186,7 @@ class Store:
 
     @on_cpu
     def verify(self) -> Report:
-        """Checks that the store is intact and plausible. A report that lists problems is falsy."""
+        """Checks the files and rows of the store. A report that lists problems is falsy."""
         return verify(self)
 
     def _of_lengths(self, flat: Tensor, lengths: list[list[int]], width: int) -> list["Span"]:
@@ -243,8 +244,8 @@ class Store:
         `matches` are the documents that were found from left to right.
 
         If all tokens after these documents are padding, the result is `matches`. Otherwise, this
-        method searches for other documents that fill the row. Raises KeyError if no documents fill
-        the row.
+        method searches for other documents that fill the row. Raises KeyError if there are no such
+        documents.
         """
         begin, end = row * width, (row + 1) * width
         at = begin + sum(match.length for match in matches)

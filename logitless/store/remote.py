@@ -80,7 +80,7 @@ class Remote:
         if self.is_http:
             checks.http_options(self.options)
         else:
-            _ = self._system  # raises now if a package is missing
+            _ = self._system  # raises an error if a package is missing
 
     def address(self, name: str) -> str:
         """Returns the address of a file. A query at the end of the folder's address is kept."""
@@ -90,7 +90,7 @@ class Remote:
         return parts._replace(path=f"{parts.path.rstrip('/')}/{name}").geturl()
 
     def read(self, name: str, parsed: Callable[[str, bytes], Result]) -> Result:
-        """Reads a whole file into memory, and returns parsed(address, bytes).
+        """Reads a whole file into memory, and returns the result of `parsed(address, bytes)`.
 
         If `parsed` raises a ValueError, the file is read again. Raises FileNotFoundError if the
         file does not exist.
@@ -158,7 +158,7 @@ class Remote:
         done: str = "read",
         attempts: int | None = None,
     ) -> Result:
-        """Returns the result of `attempt`, and repeats an attempt that fails.
+        """Calls `attempt` up to `attempts` times, until a call succeeds, and returns its result.
 
         An error is raised at once if another attempt would fail too, for example if the file does
         not exist.

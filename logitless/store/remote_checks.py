@@ -45,7 +45,7 @@ def local_options(given: dict[str, Any]) -> None:
 
 
 def missing_package(url: str, missing: str) -> ModuleNotFoundError:
-    """Returns the error for an address that needs a package that is not installed."""
+    """Returns the error for an address whose package is not installed."""
     return ModuleNotFoundError(
         f"{url} must be read with fsspec and its package for this protocol, got an import error"
         f" ({missing.rstrip('.')}). Run pip install 'logitless[remote]', or in a clone"

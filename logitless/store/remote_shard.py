@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class RemoteFiles:
-    """The files of a remote store: its store.index, the cache, and the threads that prefetch."""
+    """Reads the files of a remote store, with a cache and with threads that prefetch shards."""
 
     def __init__(self, remote: Remote, cache: Cache):
         self.remote, self.cache = remote, cache
@@ -35,7 +35,7 @@ class RemoteFiles:
         largest = max((shard.file.bytes for shard in shards), default=1)
         checks.cache_bytes(cache.limit, max(largest, self.listing.lookup.bytes))
         # A prefetch makes only one attempt. If this attempt fails, the reader fetches the file
-        # itself, with all of its attempts.
+        # itself, and makes several attempts.
         once = functools.partial(remote.fetch, attempts=1)
         self.prefetch = Prefetch(
             len(shards),
@@ -48,7 +48,7 @@ class RemoteFiles:
         return [RemoteShard(self, number) for number in range(len(self.listing.shards))]
 
     def from_cache(self, listed: Listed, read: Callable[[Path], Result]) -> Result:
-        """Returns read(path) for a file in the cache.
+        """Calls `read` with the path of a file in the cache, and returns the result.
 
         If bytes of the file have changed in the cache, `read` raises a ValueError. Then the file is
         fetched once more.
@@ -70,7 +70,7 @@ class RemoteFiles:
     def index_of(self, number: int) -> tuple[Tensor, Tensor]:
         """Returns the columns index.hash and index.doc of a shard.
 
-        The first call reads the columns of all shards. Each call drops the columns that it returns,
+        The first call reads the columns of all shards. The returned columns are not kept here,
         because the reader's index keeps a sorted copy.
         """
         if number not in self._lookup:
@@ -132,7 +132,7 @@ class RemoteShard(Shard):
         self.files.prefetch.reading(self.number)
 
         def read_file(path: Path) -> Result:
-            shard, self._of_cache = self._of_cache, None  # remains None if the file is damaged
+            shard, self._of_cache = self._of_cache, None  # stays None if the file is damaged
             if shard is None:
                 shard = Shard(path, self.header)
                 checks.same_starts(path, torch.equal(shard.starts, self.starts))

@@ -33,7 +33,8 @@ NEAR, GROWTH = 223, 0.4  # codes above NEAR mean (NEAR · 2^(GROWTH · (code - N
 PER_OCTAVE, LOWEST = 32, -288  # a unit is 2^((step + LOWEST) / 32) nats; step is 0 to 255
 TRIED = 8  # number of units to try after the first unit; each is 2 % larger than the one before
 AT_ONCE = 1 << 16  # largest number of tensor elements in a pass that tries several units
-FAR_MASS = 2.0**-17  # the smallest of the TRIED units leaves at most this mass beyond NEAR units
+# With the smallest of the TRIED units, the slots beyond NEAR units have at most this total mass.
+FAR_MASS = 2.0**-17
 NEGLIGIBLE = 2.0**-20  # a row keeps its first unit if the divergence is at most this many nats
 
 Pieces = Mapping[str, Sequence[Any]]  # the bytes of a column, in one or several parts
@@ -85,7 +86,7 @@ def _ordered(targets: SparseTargets, k: int, sorted_: bool) -> tuple[Tensor, Ten
 
 
 def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
-    """Returns fp16 codes, and the distances below `top` after encoding and decoding."""
+    """Encodes the distances `below` as fp16 codes. Returns the columns and rounded distances."""
     codes = below.clamp_max(torch.finfo(torch.float16).max).half()
     rounded = codes.float()
     codes = codes.masked_fill(zero, torch.inf).masked_fill(~valid, torch.nan)
@@ -93,15 +94,15 @@ def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
 
 
 def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
-    """Returns 8-bit codes, and the distances below `top` after encoding and decoding.
+    """Encodes the distances `below` as 8-bit codes. Returns the columns and rounded distances.
 
     The first unit of a row is the smallest unit for which all slots are at most NEAR units below
     `top`. The row uses this unit if the divergence of the decoded row from the exact row is at most
     NEGLIGIBLE. Otherwise, TRIED other units are tried too, and the row uses the unit with the
-    smallest divergence. The smallest of these units is chosen so that the slots beyond NEAR units
-    have a total mass of at most FAR_MASS. Trying several units reduces the divergence, because most
-    of a row's mass is in a few slots. For some units, the rounding errors of all these slots are
-    small.
+    smallest divergence. With the smallest of these units, the slots that are more than NEAR units
+    below `top` have a total mass of at most FAR_MASS. Trying several units reduces the divergence,
+    because most of a row's mass is in a few slots. For some units, the rounding errors of all these
+    slots are small.
     """
     p = torch.softmax(logprobs.clamp_min(torch.finfo(torch.float32).min), -1)
     beyond = p.flip(-1).cumsum(-1).flip(-1) <= FAR_MASS
@@ -124,10 +125,10 @@ def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
     """
     below, p = below[:, None], p[:, None]
     off = below - _codes(below, _unit(steps)[..., None])[1]
-    # `off` is the rounding error of each distance. So log p̂ = log p + off - log Σ p e^off for the
-    # decoded row p̂. `off` is limited to 80, so that e^off does not overflow. The limit does not
-    # change the choice of the unit. Where `off` is above 80, either p is 0, or the divergence is so
-    # large that another unit is chosen.
+    # `off` is the rounding error of each distance. So the decoded row p̂ satisfies
+    # log p̂ = log p + off - log Σ p e^off. `off` is limited to 80, so that e^off does not overflow.
+    # The limit does not change the choice of the unit. Where `off` is above 80, either p is 0, or
+    # the divergence is so large that another unit is chosen.
     return (p * off.clamp_max(80.0).exp_()).sum(-1).log_() - (p * off).sum(-1)
 
 
@@ -171,8 +172,8 @@ def recoded(table: Table, header: Header) -> Table:
 def reencoded(targets: SparseTargets, header: Header, step: Tensor | None) -> Table:
     """Encodes targets that were decoded from a store, without rounding them again.
 
-    `step` is the column `step` of the rows, or None with values="f16". Decoding the result gives
-    exactly `targets`.
+    `step` holds the column `step` of the stored rows, and is None with values="f16". Decoding the
+    result gives exactly `targets`.
     """
     ids, logprobs, valid = _ordered(targets, header.k, sorted_=True)
     top, logprobs = logprobs[:, 0], logprobs.masked_fill(~valid, -torch.inf)
@@ -194,8 +195,8 @@ class Decoding:
     """Decodes rows into targets part by part. Each call of `add` decodes one part.
 
     The tensors of the targets are allocated once, for all rows. All other tensors have the size of
-    one part, so that the next part can reuse their memory. This is faster, because allocating
-    memory takes longer than filling it.
+    one part, so that the next part can reuse their memory. Reusing memory is faster, because
+    allocating memory takes longer than filling it.
     """
 
     def __init__(self, rows: int, header: Header, near: int = NEAR):
@@ -230,7 +231,7 @@ class Decoding:
             self._masked(begin, logprobs)
 
     def _far(self, units: Tensor, codes: Tensor) -> int:
-        """Converts the codes in `units` to distances in units, in place.
+        """Replaces each code in the tensor `units` by its distance, in units.
 
         Returns the largest code.
 
@@ -246,7 +247,7 @@ class Decoding:
         return most
 
     def _masked(self, begin: int, logprobs: Tensor) -> None:
-        """Masks slots with a log-probability of NaN, and whole rows whose first slot is NaN."""
+        """Masks the slots whose value is NaN. If the first slot is NaN, masks the whole row."""
         mask = ~logprobs.isnan()
         mask &= mask[:, :1].clone()
         if bool(mask.all()):
@@ -267,7 +268,7 @@ def _all_units() -> Tensor:
 
 @functools.lru_cache
 def _units_of_codes(near: int) -> Tensor:
-    """Returns the distance in units that each code stands for.
+    """Returns a table of 256 distances, in units. Entry c is the distance of code c.
 
     For ZERO, the code of probability 0, the distance is inf. For EMPTY, the code of a masked slot,
     the distance is NaN.

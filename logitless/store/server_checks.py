@@ -33,8 +33,8 @@ def is_list(name: str, value: Any) -> Any:
 
 def is_entry(name: str, place: int, value: Any) -> None:
     if not hasattr(value, "items"):
-        got = f"{type(value).__name__} at place {place}"
-        raise ValueError(f"{name} must have an object of ids and log-probabilities, got {got}.")
+        got = f"{type(value).__name__} at position {place}"
+        raise ValueError(f"{name} must map ids to log-probabilities, got {got}.")
 
 
 def is_pair(name: str, value: Any) -> None:
@@ -66,7 +66,7 @@ def logprob(name: str, place: int, value: Any) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or math.isnan(value):
         raise ValueError(
-            f"{name} must hold logarithms of probabilities, got {value!r:.50} at place {place}."
+            f"{name} must hold logarithms of probabilities, got {value!r:.50} at position {place}."
         )
     return float(value)
 
@@ -107,15 +107,15 @@ def entries(name: str, tokens: list[int], rows: list | None, is_prompt: bool) ->
     for place in range(int(is_prompt), len(tokens)):
         token, row = tokens[place], rows[place]
         if row is None:
-            raise ValueError(f"{name} must have a distribution at place {place}, got None.")
+            raise ValueError(f"{name} must have a distribution at position {place}, got None.")
         if token not in row:
             raise ValueError(
-                f"{name} must include token {token} of the text at place {place}, got"
+                f"{name} must include token {token}, the token of the text at position {place}, got"
                 f" {list(row)[:5]}. The entries belong to another text, or the entries are shifted."
             )
         if max(row.values()) > 1e-3:
             raise ValueError(
-                f"{name} must hold logarithms of probabilities, got {max(row.values())} at place"
+                f"{name} must hold logarithms of probabilities, got {max(row.values())} at position"
                 f" {place}."
             )
 
@@ -124,7 +124,7 @@ def masses(name: str, mass: Tensor) -> None:
     if bool((mass > 1.01).any()):
         place = int((mass > 1.01).nonzero()[0])
         raise ValueError(
-            f"{name} must have probabilities that add up to at most 1 at each place, got"
-            f" {float(mass[place]):.4g} after the token at place {place}. Are the entries"
+            f"{name} must have probabilities that add up to at most 1 at each position, got"
+            f" {float(mass[place]):.4g} after the token at position {place}. Are the entries"
             " probabilities instead of logarithms?"
         )

@@ -2,8 +2,8 @@
 
 A shard is a file of documents. A shard never changes after it is written.
 
-store/format.py describes the columns of the file. store/blocks.py reads the bytes of the file, and
-targets/safetensors.py reads the header.
+The columns of the file are described in store/format.py. The module store/blocks.py reads the bytes
+of the file, and targets/safetensors.py reads the header.
 """
 
 import bisect
@@ -157,9 +157,8 @@ class Shard:
 
         Rows of sampled targets have different lengths in the shard.
 
-        The column `slots` holds the first slot of each document, but not of each row. The first
-        slot of a span is computed from `draws`, which is read from the first row of the document
-        on.
+        The column `slots` holds only the first slot of each document. To compute the first slot of
+        a span, `draws` is read from the first row of the span's document.
         """
         size, offset = self.header.sizes()["draws"], self.entries["draws"].begin
         documents = [bisect.bisect_right(self._spans, a) - 1 for a, _ in spans]
@@ -227,7 +226,7 @@ class Shard:
 def write_shard(
     path: Path, header: Header, tokens: Tensor, starts: Tensor, rows: Mapping[str, Tensor]
 ) -> None:
-    """Writes a whole shard or nothing. After the call, the shard survives a loss of power."""
+    """Writes a shard atomically. After the call, the shard survives a loss of power."""
     columns = compact(dict(rows), starts, header) if header.sampled else dict(rows)
     columns |= {f"tokens.{w}": field for w, field in pack(tokens, header.bits).items()}
     columns["starts"] = starts
@@ -238,9 +237,9 @@ def write_shard(
         "sha256": digest_of(columns),
     }  # fmt: skip
     # The checksums depend on the order of the columns in the file. So the columns are sorted here
-    # as in `safetensors.write`, widest dtype first. `crc` is added last, and is also the last
-    # column in the file. The reason is that no dtype is narrower than uint8, and that the sort in
-    # `safetensors.write` is stable.
+    # as in `safetensors.write`, widest dtype first. The column `crc` is added last. The sort in
+    # `safetensors.write` keeps `crc` at the end, because this sort is stable and no dtype is
+    # narrower than uint8.
     columns = dict(sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize))
     columns["crc"] = checksums(columns.values())
     safetensors.write(path, columns, metadata, durable=True)

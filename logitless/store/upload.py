@@ -30,7 +30,7 @@ ATTEMPTS = 8  # attempts per file; the waits between the attempts take one minut
 
 
 def destination(url: str, options: Mapping[str, Any] | None = None) -> Remote:
-    """Checks the address of uploads, and returns the folder at this address."""
+    """Checks the address for uploads, and returns the folder at this address."""
     checks.upload_address(url, is_address(url))
     remote = Remote(url, attempts=ATTEMPTS, options=options, argument="upload")
     checks.can_write(url, remote.is_http)
@@ -109,10 +109,10 @@ class Uploads:
     def _at_address(self, records: Iterable[Path]) -> set[str]:
         """Returns the names of all shards that are known to be at the address.
 
-        A shard is at the address if the address's store.index lists the shard. If only `records`
-        list a shard, the size of the file at the address is compared with the size of the local
-        file. Raises if the address has another store, because the upload would replace the files of
-        that store.
+        A shard is at the address if the store.index at the address lists the shard. `records` are
+        RANK.uploaded files. If only these files list a shard, the size of the file at the address
+        is compared with the size of the local file. Raises if the address has another store,
+        because the upload would replace the files of that store.
         """
         found = {*self._uploaded, *self._listed()}
         for name in set().union(*(_recorded(record, self.remote.url) for record in records)):
@@ -123,7 +123,7 @@ class Uploads:
         return found
 
     def _listed(self) -> set[str]:
-        """Returns the names of the shards in the address's store.index."""
+        """Returns the names of the shards in the store.index at the address."""
         try:
             listing = self.remote.read(INDEX, Listing.of_bytes)
         except FileNotFoundError:
@@ -146,7 +146,7 @@ def _recorded(record: Path, url: str) -> set[str]:
     found = set()
     with contextlib.suppress(FileNotFoundError):
         for line in record.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):  # the part of a line that a killed writer left
+            with contextlib.suppress(ValueError):  # a killed writer can leave a part of a line
                 fields = json.loads(line)
                 if isinstance(fields, dict) and fields.get("url") == url:
                     found.add(str(fields.get("name")))

@@ -19,8 +19,8 @@ from .shard import Shard
 
 ROWS = 8192  # number of rows that are decoded at once
 OFFSETS = (-1, 0, 1)
-# Rows count as shifted if the mean log-probability at another offset exceeds the mean at offset 0
-# by more than this many standard errors.
+# Rows count as shifted if another offset has a higher mean log-probability than offset 0. The
+# difference counts only if it is larger than this many standard errors.
 CERTAIN = 5.0
 # The largest sum of a row's probabilities that counts as valid. SparseTargets accepts the same sum
 # for K = 2^16, the largest K.

@@ -1,7 +1,7 @@
 """Writes a store: documents are appended to a journal, and a full journal becomes a shard.
 
-store/journal.py describes the journal, store/shard.py writes shards, and store/format.py describes
-the layout of a store.
+The module store/journal.py writes the journal, and store/shard.py writes shards. The layout of a
+store is described in store/format.py.
 """
 
 import hashlib
@@ -34,24 +34,24 @@ from .upload import Uploads, destination
 # memory. These bytes count towards `shard_bytes`, because a shard of very short documents would
 # otherwise take too much memory.
 PER_DOCUMENT = 512
-# `add` does not encode short documents, of up to SHORT tokens, if their targets are on the CPU.
-# These documents are encoded together when their shard is written. This is faster, because PyTorch
-# encodes a few hundred rows in the same time as a few rows.
+# `add` does not encode documents of at most SHORT tokens if their targets are on the CPU. These
+# documents are encoded together when their shard is written. Encoding documents together is faster,
+# because PyTorch encodes a few hundred rows in the same time as a few rows.
 SHORT = 64
 
 
 class Writer:
     """Appends documents to a store. The store is created if it does not exist.
 
-    If the process is killed after `add` has returned, the document is not lost, because the next
-    writer with the same `part` recovers the document. Readers find the document after its shard is
-    full, after `flush`, or after the end of the `with` block. From then on, the document also
-    survives a loss of power. Adding a document again does nothing. So running the same program
-    again resumes a run that was killed.
+    The document is not lost if the process is killed after `add` has returned. The next writer with
+    the same `part` recovers the document. Readers find the document after its shard is full, after
+    `flush`, or after the end of the `with` block. From then on, the document also survives a loss
+    of power. Adding a document again does nothing. So running the same program again resumes a run
+    that was killed.
 
     Several processes can write to one store at the same time, each with its own `part`. By default,
-    `part` is the environment variable RANK, which torchrun sets. A second writer with the same
-    `part` is refused while the first writer is open.
+    `part` is the environment variable RANK, which torchrun sets. While a writer is open, opening
+    another writer with the same `part` raises an error.
 
     `upload` is an address such as s3://bucket/targets. With `upload`, each full shard is also
     uploaded in the background, and `close` waits for the uploads. `close` raises an OSError if a
@@ -91,7 +91,7 @@ class Writer:
         checks.shard_bytes(shard_bytes)
         remote = None if upload is None else destination(upload, storage_options)
         self.path, self.rank, self.shard_bytes = Path(path), rank, shard_bytes
-        self.closed, self.written = True, 0.0  # `written`: bytes of all rows added
+        self.closed, self.written = True, 0.0  # `written` counts the bytes of all added rows
         created(self.path)
         existing = write_header(self.path, header)
         advice = "; pass the store's value, or write to another folder"
@@ -168,7 +168,7 @@ class Writer:
 
     @on_cpu
     def extend(self, tokens: Any, starts: Sequence[int], targets: SparseTargets) -> int:
-        """Adds several documents at once, which is faster than `add` for short documents.
+        """Adds several documents at once. For short documents, `extend` is faster than `add`.
 
         `tokens` and `targets` hold all documents, one after the other. `starts` lists the position
         of each document's first token in `tokens`, and then the total number of tokens. Returns the
@@ -327,8 +327,8 @@ def recover(path: str | os.PathLike) -> int:
     """Moves documents of killed writers from journals to shards.
 
     Returns the number of documents in the store. A new writer with the `part` of a killed writer
-    also recovers the documents of the killed writer. So `recover` is needed only if you will not
-    open such a writer.
+    also recovers the documents of the killed writer. Call `recover` if you will not open such a
+    writer.
     """
     path = Path(path)
     fields = asdict(header_of(path))

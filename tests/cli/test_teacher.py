@@ -199,13 +199,13 @@ def test_numbers_that_cannot_be(option, capsys):
     [
         (lambda o: o.update(choices=[]), "have a list of completions in its choices, got none"),
         (lambda o: o["choices"][0]["prompt_logprobs"][1].update({"3": {"logprob": None}}),
-         "must hold logarithms of probabilities, got None at place 1"),
+         "must hold logarithms of probabilities, got None at position 1"),
         (lambda o: o["choices"][0]["prompt_logprobs"].__setitem__(1, [1]),
-         "must have an object of ids and log-probabilities, got list at place 1"),
+         "must map ids to log-probabilities, got list at position 1"),
         (lambda o: o["choices"][0]["prompt_logprobs"][1].update(three={"logprob": -1.0}),
          "must name tokens by their ids, got 'three'"),
         (lambda o: o.update(prompt_token_ids=[1.5] * 5), "must have whole numbers as token ids"),
-        (lambda o: o.update(prompt_token_ids=[60] * 5), "must include token 60 of the text at"),
+        (lambda o: o.update(prompt_token_ids=[60] * 5), "must include token 60, the token of the"),
     ],
 )  # fmt: skip
 def test_bad_outputs_are_named_by_their_line(change, message, answers, tmp_path, capsys):

@@ -182,7 +182,7 @@ class TestCapture:
                 capture(model, [], writer, softcap=1.0)
         nn.init.constant_(model.embed.weight, torch.nan)
         with open_writer(tmp_path / "b") as writer, pytest.raises(
-            ValueError, match="must return a finite largest logit in each row, got NaN or inf"
+            ValueError, match="must return rows whose largest logit is finite, got NaN or inf"
         ):  # fmt: skip
             capture(model, [[[1, 2, 3]]], writer, head="head")
 

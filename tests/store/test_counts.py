@@ -291,7 +291,7 @@ def test_capture(tmp_path):
         teacher[1].bias[0] = torch.nan
     with (
         open_writer(tmp_path / "t", vocab=40, n=12) as writer,
-        pytest.raises(ValueError, match="model must return a finite largest logit in each row"),
+        pytest.raises(ValueError, match="model must return rows whose largest logit is finite"),
     ):
         ll.store.capture(teacher, [batch], writer, head="1")
     with (

@@ -121,20 +121,20 @@ class TestServers:
             ),
             (
                 lambda o: o.prompt_logprobs.__setitem__(3, None),
-                "must have a distribution at place 3, got None",
+                "must have a distribution at position 3, got None",
             ),
             (
                 lambda o: o.prompt_logprobs.reverse() or o.prompt_logprobs.insert(0, None) or
                 o.prompt_logprobs.pop(),
-                "must include token 3 of the text at place 1, got .* another text, or the entries",
+                "must include token 3, the token of the text at position 1, got .* another text",
             ),
             (
                 lambda o: o.prompt_logprobs[2].update({3: SimpleNamespace(logprob=0.9)}),
-                "must hold logarithms of probabilities, got 0.9 at place 2",
+                "must hold logarithms of probabilities, got 0.9 at position 2",
             ),
             (
                 lambda o: o.prompt_logprobs[2].update({3: SimpleNamespace(logprob=-0.01)}),
-                "must have probabilities that add up to at most 1 at each place, got",
+                "must have probabilities that add up to at most 1 at each position, got",
             ),
         ],
     )  # fmt: skip
@@ -227,7 +227,7 @@ class TestCompletions:
             ({"choices": 5}, "must have a list of completions in its choices, got int"),
             ({"prompt_logprobs": [None, {"3": None}]}, "must hold logarithms of .*, got None"),
             ({"prompt_logprobs": [None, {"3": "x"}]}, "must hold logarithms of prob.*, got 'x' at"),
-            ({"prompt_logprobs": [None, [3]]}, "must have an object of ids and .*, got list at pl"),
+            ({"prompt_logprobs": [None, [3]]}, "must map ids to log-probabilities, got list at po"),
             ({"prompt_logprobs": [None, {"three": -1.0}]}, "must name tokens by their ids, got"),
             ({"prompt_logprobs": {"a": 1}}, "prompt_logprobs must be a list, got dict"),
             ({"prompt_logprobs": [None, {"3": math.nan}]}, "must hold logarithms of .*, got nan"),

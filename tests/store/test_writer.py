@@ -325,9 +325,7 @@ class TestLock:
         os.close(answer)
         try:
             said = os.read(answers, 1000).decode()
-            assert (
-                "must be used by the process that opened it, got a process that was forked" in said
-            )
+            assert "must be used by the process that opened it, got a forked process" in said
             writer.add(*document(4))  # the other process has closed its copy, and not the lock
             message = "got another open writer in this process: call its close"
             with pytest.raises(ValueError, match=message):
