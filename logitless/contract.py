@@ -187,8 +187,8 @@ class Partials(NamedTuple):
 
 # Fields of Partials.state. In the comments, y is z · temperature, m is the max of y over the set of
 # columns, and d is y - m. The order of the fields is fixed, and the fields that most losses need
-# come first. Partials.state ends after the last field that a requested statistic needs. An earlier
-# field that no requested statistic needs is undefined.
+# come first. Partials.state ends after the last field that a requested statistic needs. All fields
+# before the end are allocated. An allocated field that is not needed has undefined values.
 M = 0  # max y
 S = 1  # Σ e^(d / temperature)
 Y_LABEL = 2  # y at the label; 0 if the label is outside these columns
@@ -197,7 +197,7 @@ ARG = 4  # the lowest column whose y is m, stored as bits (see as_bits); needed 
 S1 = 5  # Σ e^d; needed by "logprob_t1" at a temperature other than 1
 C = 6  # Σ v (y - ref); needed by "total" and "log_total"
 N = 7  # Σ v; needed by "total" and "log_total"
-REF = 8  # the number `ref` in C, close to the mean of y; subtracting `ref` avoids cancellation
+REF = 8  # `ref`, a number close to the mean of y; C subtracts `ref` to avoid cancellation
 PART = 9
 
 
@@ -222,9 +222,9 @@ def sums_of(wants: tuple[str, ...], at_temperature_1: bool) -> Sums:
 def part_width(entropy: bool, argmax: bool, second: bool, total: bool) -> int:
     """Returns the number of fields of Partials.state. The arguments are the flags of Sums.
 
-    Partials.state ends with the last field that is needed. An earlier field that is not needed has
-    undefined values. Ranks send the undefined values too, so that the gathered tensors have the
-    same layout.
+    Partials.state ends with the last field that is needed. All fields before the end are allocated.
+    An allocated field that is not needed has undefined values. Ranks send the undefined values too,
+    so that the gathered tensors have the same layout.
     """
     if total:
         return PART
@@ -344,10 +344,10 @@ class Pair(NamedTuple):
 
 
 # The number of values saved per row for a loss against a dense teacher. The first two values are
-# the max and the sum of exponentials of the student's logits. The next two values are the same for
-# the teacher's logits. For "tvd", the fifth value is a ratio of two masses. For all other losses,
-# the fifth value is a mean under the student's probabilities. eager/pair.py defines this mean for
-# each loss.
+# the max and the sum of exponentials of the student's logits. The next two values are the max and
+# the sum of exponentials of the teacher's logits. For "tvd", the fifth value is a ratio of two
+# masses. For all other losses, the fifth value is an expectation under the student's probabilities.
+# eager/pair.py defines this expectation for each loss.
 PAIR_STATE = 5
 
 # The kinds of `Pair` whose loss needs two passes over the logits. The first pass computes the

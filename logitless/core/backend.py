@@ -87,9 +87,10 @@ class Backend(Protocol):
         ...
 
     def with_repeats(self, state: Tensor, ids: Tensor) -> Tensor:
-        """Returns the state. If this backend reads the field REPEATS, the field is filled.
+        """Returns the state with the field REPEATS filled in.
 
-        REPEATS is 1 if two ids of the row are equal, and 0 otherwise.
+        A backend that does not read REPEATS returns the state unchanged. REPEATS is 1 if two ids of
+        the row are equal, and 0 otherwise.
         """
         ...
 
@@ -101,8 +102,8 @@ class Backend(Protocol):
 
         The signature of the function is (x, reading, coefficients, factor, into, mean=False). The
         function writes the gradient to `into` and returns -log p of each row's label. If one pass
-        over these logits is not possible, the function returns None. The property itself is None if
-        the backend has no such function.
+        over these logits is not possible, the function returns None. A backend without such a
+        function returns None for this property.
         """
         ...
 

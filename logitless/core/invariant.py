@@ -63,7 +63,10 @@ def is_invariant() -> bool:
 
 
 def uncompiled(function: Callable) -> Callable:
-    """Returns a function that torch.compile does not compile. A call breaks the graph."""
+    """Returns a function that torch.compile does not compile.
+
+    If compiled code calls the returned function, torch.compile breaks the graph.
+    """
     return torch.compiler.disable(function, reason="ll.invariant() is active")  # pyright: ignore
 
 

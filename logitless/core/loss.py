@@ -8,10 +8,10 @@ use autograd:
     backward(backend, x, saved, upstream) returns the gradient of the logits.
 
 The first output is the value of the loss. The value is weighted and reduced. All further outputs
-are called `extras`. The extras are results per row. They have no gradient, and are neither weighted
-nor reduced. The result of a loss is the value, or a tuple (value, *extras). If `multiple_outputs`
-is True, there are no extras. All outputs are then results per row. No output is reduced, and every
-floating-point output is differentiable.
+are called `extras`. The extras are results per row. Extras have no gradient, and are neither
+weighted nor reduced. The result of a loss is the value, or a tuple (value, *extras). If
+`multiple_outputs` is True, there are no extras. All outputs are then results per row. No output is
+reduced, and every floating-point output is differentiable.
 
 Most losses need only statistics of each row. A loss over statistics implements two methods. `value`
 computes outputs from statistics. `coefficients` computes the coefficients of the backward formula
@@ -60,8 +60,8 @@ class RowLoss:
     # The names of the extras. The extras "argmax" and "rank" are int64. `extras` is None if the
     # number of extras is known only after forward.
     extras: ClassVar[tuple[str, ...] | None] = ()
-    # Whether the labels are always class ids. If this flag is False, the labels are class ids only
-    # if a requested statistic reads the logit at the label.
+    # Whether the labels are always class ids. If this flag is False, the labels can also be a mask
+    # of rows (see `reads_label` in call.py).
     labels_are_ids: ClassVar[bool] = False
     # Whether forward computes and saves the gradient, for an upstream gradient of 1.
     saves_gradient: ClassVar[bool] = False
@@ -121,7 +121,7 @@ class RowLoss:
         saved: Saved,
         upstream: Upstream,
         factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
-        into: Tensor | None = None,  # x itself, memory (..., V) or (N, V), or None for a new tensor
+        into: Tensor | None = None,  # output (..., V) or (N, V), can be x; None means a new tensor
     ) -> Tensor:
         coefficients, gain = self.coefficients(saved, upstream)
         return backend.gradient(x, self.reading, saved[0], coefficients, gain, factor, into)

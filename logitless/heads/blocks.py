@@ -122,7 +122,7 @@ class Blocks:
 
 
 class ReadsNoLogits:
-    """Wraps a backend. Only functions that do not read logits are available."""
+    """Wraps a backend. This class has only those functions of the backend that read no logits."""
 
     one_pass = None  # one pass is not possible, because a gradient needs statistics of whole rows
 
@@ -144,8 +144,7 @@ class BlockBackend(ReadsNoLogits):
     def read(self, x: Blocks, reading: Reading) -> Statistics:
         """Returns the statistics of whole rows.
 
-        To save memory, the partial statistics are merged each time WAITING `Partials` are in
-        memory.
+        To save memory, the partial statistics are merged after every few blocks (see `WAITING`).
         """
         x.keep()
         waiting = []
@@ -198,7 +197,7 @@ class BlockSums(GradientSums):
         # Whether each element of the weight's gradient is written only once.
         self.written_once = into is None and chunks == 1
         self.hidden_sum: Sum | SumInPlace | None = None
-        self.low_rank_sum: Sum | None = None  # the gradient of the R columns for `low_rank`
+        self.low_rank_sum: Sum | None = None  # gradient of the R columns that multiply `low_rank`
 
     def free_memory(self) -> Tensor | None:
         """Returns the memory of the weight's gradient, or None if this memory cannot hold logits.

@@ -99,7 +99,10 @@ class Chunks:
         return self.head.backend()
 
     def gradients(self, needs: Needs, into: Tensor | None = None) -> GradientSums:
-        """Allocates the sums of the gradients over chunks. The method `tiles` adds to the sums."""
+        """Allocates the sums of the gradients over chunks.
+
+        The method `tiles` adds the gradients of each chunk to these sums.
+        """
         all_rows = self.index is None
         return GradientSums(
             self.head, self.hidden, needs, len(self.slices), all_rows, self.blocks, into
