@@ -6,12 +6,13 @@ row statistics share:
 
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
-In this formula, z are the logits after softcap and temperature (see Reading), p = softmax(z), and v
-are the class weights. Let y = z · temperature be the logits before the division by the temperature.
-The gradient of y_i is dz_i / temperature. A loss that also uses the log-probability of the label at
-temperature 1 has one more coefficient, d. Such a loss adds the term d ([i = label] - p1_i) to the
-gradient of y_i, where p1 = softmax(y). The backward multiplies the whole gradient by the upstream
-gradient.
+In this formula, z are the logits after softcap and temperature (see `Reading`), p = softmax(z), and
+v are the class weights. Let y = z · temperature be the logits before the division by the
+temperature. The gradient of y_i is dz_i / temperature. The backward multiplies the whole gradient
+by the upstream gradient.
+
+A loss that also uses the log-probability of the label at temperature 1 has one more coefficient, d.
+Such a loss adds the term d ([i = label] - p1_i) to the gradient of y_i, where p1 = softmax(y).
 """
 
 import math
@@ -90,7 +91,7 @@ class Reading(NamedTuple):
         return sums_of(self.wants, self.at_temperature_1)
 
     def fold_scale(self, scale: float, softcap: float | None) -> "Reading":
-        """Returns a Reading that first multiplies the logits x by `scale`. The argument `softcap`
+        """Returns a `Reading` that first multiplies the logits x by `scale`. The argument `softcap`
         applies to scale · x, and replaces the softcap of `self`.
         """
         if scale == 1:
@@ -143,7 +144,7 @@ class RowStats(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """The statistics that a Reading requests. A statistic that is not requested is None.
+    """The statistics that a `Reading` requests. A statistic that is not requested is None.
 
     `state` holds the numbers that the backward reads.
     """
@@ -163,7 +164,7 @@ class Statistics(NamedTuple):
 
 
 # Fields of Statistics.state, one number per row. A field with the note "only with X" is written
-# only if the Reading requests the statistic X.
+# only if the `Reading` requests the statistic X.
 SHIFT = 0  # max y, where y = z · temperature; 0 if the max is infinite
 LOG_S = 1  # log Σ e^((y - shift) / temperature)
 LOG_S1 = 2  # log Σ e^(y - shift); only with "logprob_t1"
@@ -220,7 +221,7 @@ def sums_of(wants: tuple[str, ...], at_temperature_1: bool) -> Sums:
 
 
 def part_width(entropy: bool, argmax: bool, second: bool, total: bool) -> int:
-    """Returns the number of fields of Partials.state. The arguments are the flags of Sums.
+    """Returns the number of fields of Partials.state. The arguments are the flags of `Sums`.
 
     Partials.state ends with the last field that is needed. All fields before the end are allocated.
     An allocated field that is not needed has undefined values. Ranks send the undefined values too,
@@ -319,9 +320,9 @@ LOG_ROUNDING = math.log(2.0**-6)
 
 
 def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
-    """Returns the divergence to compute, and its β. Only JSD has a β; for others, β is None.
+    """Returns the divergence to compute, and its β.
 
-    JSD is replaced by forward KL at β = 0, and by reverse KL at β = 1.
+    Only JSD has a β. For all other divergences, β is None. JSD is replaced by forward KL at β = 0, and by reverse KL at β = 1.
     """
     if divergence == "jsd":
         return {0.0: ("forward_kl", None), 1.0: ("reverse_kl", None)}.get(beta, (divergence, beta))

@@ -251,8 +251,8 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draws ids at random. Returns the distinct ids of each row, their log-weights, and a mask.
 
-        If the columns are sharded over ranks, x holds the columns from `start` on, and `join` is an
-        all-gather.
+        If the columns are sharded over ranks, `start` is the id of the first column of x, and
+        `join` is an all-gather.
         """
         ...
 

@@ -34,7 +34,7 @@ _ARGUMENTS = {
     "label_name": "str label_name",
 }
 _STRUCTS: dict[str, Any] = {"reading": Reading, "slots": Slots, "pair": Pair}
-# The field `invariant` of a Reading is not an argument of the operators.
+# The field `invariant` of a `Reading` is not an argument of the operators.
 _FIELDS = {
     Reading: tuple(name for name in Reading._fields if name != "invariant"),
     Slots: Slots._fields,

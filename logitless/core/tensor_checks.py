@@ -176,7 +176,7 @@ def overwritable(x: Tensor, owner: Tensor) -> None:
     """
     if any(t.retains_grad and not t.is_leaf for t in (x, owner)):
         raise ValueError(
-            "logits must not retain grad (retain_grad was called) for inplace=True, because the "
+            "logits must not retain grad (retain_grad was called) if inplace=True, because the "
             "gradient overwrites the logits."
         )
     if x.numel() == 0:  # the strides of an empty tensor are arbitrary
@@ -185,7 +185,7 @@ def overwritable(x: Tensor, owner: Tensor) -> None:
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach:
             raise ValueError(
-                "logits must not have elements that share memory for inplace=True, "
+                "logits must not have elements that share memory if inplace=True, "
                 f"got shape {_shape(x)} with strides {tuple(x.stride())}."
             )
         reach += (size - 1) * stride

@@ -1,7 +1,7 @@
 """Computes a loss over a head in blocks of columns: first all statistics, then all gradients.
 
 The methods of a loss get a `Blocks` instead of a tensor of logits, and a `BlockBackend` as the
-backend. So every loss whose statistics can be merged works on blocks without changes. If the logits
+backend. So a loss whose statistics can be merged needs no additional code for blocks. If the logits
 of a block are kept in memory, they are computed only once. Otherwise, they are computed once for
 the statistics, and again for the gradient. Statistics are computed from the first block to the
 last. Gradients are computed from the last block to the first. So the first rows of the weight's

@@ -18,9 +18,9 @@ then computed only once. The kept logits stay in the memory of the weight's grad
 gradient is computed (blocks.py). In the formulas below, `kept` is the fraction of the logits that
 are kept.
 
-    Chunks of n rows and all columns cost 3 + SUM_ROWS / n.
-    Blocks of all rows and c columns cost 4 + STATISTICS_COST - kept + SUM_ROWS / c.
-    Blocks of n rows and c columns cost 4 + STATISTICS_COST + SUM_ROWS / c + SUM_ROWS / n.
+    Chunks with n rows and all columns cost 3 + SUM_ROWS / n.
+    Blocks with all rows and c columns cost 4 + STATISTICS_COST - kept + SUM_ROWS / c.
+    Blocks with n rows and c columns cost 4 + STATISTICS_COST + SUM_ROWS / c + SUM_ROWS / n.
 """
 
 import contextlib
@@ -68,7 +68,8 @@ ON_CHIP_VOCAB = {128: 1 << 31}
 # on the chip only if its loss has at most ON_CHIP_PAIRS pairs.
 ON_CHIP_PAIRS = 1 << 19
 
-SPARE_EVERY = 64  # n rows of fp32 logits need the memory of n + n // 64 + 2 rows of 16-bit logits
+# A chunk of n rows with fp32 logits takes the memory of n + n // 64 + 2 rows of 16-bit logits.
+SPARE_EVERY = 64
 
 
 class Cut(NamedTuple):
@@ -275,7 +276,7 @@ class Slot(NamedTuple):
 
 @functools.lru_cache(1024)
 def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
-    """Returns the size of a chunk's memory, and the slots of the chunk (see Slot).
+    """Returns the size of a chunk's memory, and the slots of the chunk (see `Slot`).
 
     The size is given as a number of rows of logits in the dtype of `hidden`.
 

@@ -208,8 +208,8 @@ def clear_padding(dz: Tensor) -> None:
         dz.as_strided((len(dz), step), (step, 1))[:, width:] = 0
 
 
-# Sum and SumInPlace take the same arguments. `total` is the tensor that holds the sum. `count` is
-# the number of matrix products in the sum. If `fresh` is True, the first product overwrites
+# `Sum` and `SumInPlace` take the same arguments. `total` is the tensor that holds the sum. `count`
+# is the number of matrix products in the sum. If `fresh` is True, the first product overwrites
 # `total`.
 
 
