@@ -322,7 +322,8 @@ LOG_ROUNDING = math.log(2.0**-6)
 def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
     """Returns the divergence to compute, and its β.
 
-    Only JSD has a β. For all other divergences, β is None. JSD is replaced by forward KL at β = 0, and by reverse KL at β = 1.
+    Only JSD has a β. For all other divergences, β is None. JSD is replaced by forward KL at β = 0,
+    and by reverse KL at β = 1.
     """
     if divergence == "jsd":
         return {0.0: ("forward_kl", None), 1.0: ("reverse_kl", None)}.get(beta, (divergence, beta))

@@ -78,7 +78,8 @@ class Sampled(NamedTuple):
 
 
 def uniforms_of(logits: Any, n: int, generator: torch.Generator | None) -> Tensor:
-    """Returns n uniform numbers per row of the logits, in ascending order, as fp64 (N, n).
+    """Returns n uniform numbers per row of the logits, in ascending order, as an fp64 tensor (N,
+    n).
 
     Sorting would be slow. Instead, the function draws n + 1 exponential random numbers per row, and
     computes their cumulative sums. The first n sums, divided by the last sum, have the distribution

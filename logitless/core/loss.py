@@ -22,7 +22,7 @@ logits of whole rows overrides `forward` and `backward`.
 statistics. ColumnBackend (parallel/rank_merge.py) merges the statistics of several ranks.
 BlockBackend (heads/blocks.py) merges the statistics of several blocks of columns. OnChipBackend
 (heads/on_chip.py) merges the statistics of several ranges of columns, for a head whose D is small.
-See Backend in backend.py.
+See `Backend` in backend.py.
 
 `flatten` returns the tensors that backward reads, and the loss without tensors. `rebuild` puts the
 tensors back into the loss. `map_tensors` applies a different function to each of three kinds of
@@ -85,7 +85,7 @@ class RowLoss:
         raise NotImplementedError
 
     def coefficients(self, saved: Saved, upstream: Upstream) -> tuple[Coefficients, Tensor]:
-        """Returns the coefficients of the backward formula, and a factor for the coefficients.
+        """Returns the coefficients of the backward formula, and a factor that multiplies them.
 
         The factor is one number or one number per row, and is usually the upstream gradient.
         """
@@ -129,7 +129,7 @@ class RowLoss:
     def value_and_gradient(
         self, backend: Backend, x: Tensor, factor: Tensor | None, into: Tensor
     ) -> tuple[tuple[Tensor, ...], Tensor, Saved]:
-        """Returns forward's outputs, the gradient of x, and forward's saved tensors.
+        """Returns the outputs of forward, the gradient of x, and the tensors that forward saved.
 
         The gradient is for an upstream gradient of 1. If `factor` is not None, the gradient is
         multiplied by `factor`.
@@ -183,9 +183,10 @@ class RowLoss:
 
         The result is differentiable.
 
-        "mean" divides by the sum of `mass`. If `mass` is None, "mean" divides by the number of rows
-        that are not ignored. If `values` is the tuple of all outputs, only the first output is
-        reduced. The result is then (value, *extras), or only the value if there are no extras.
+        The reduction "mean" divides by the sum of `mass`. If `mass` is None, the divisor is the
+        number of rows that are not ignored. If `values` is the tuple of all outputs, only the first
+        output is reduced. The result is then (value, *extras), or only the value if there are no
+        extras.
         """
         if isinstance(values, tuple):
             value, *extras = values
