@@ -124,7 +124,7 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
     limit = workspace or default_workspace(row, device) * (3 if work.wide else 2) // 2
     room = limit // row
     if work.wide:
-        room = (room - 2) * SPARE_EVERY // (SPARE_EVERY + 1)  # spare_rows also need memory
+        room = (room - 2) * SPARE_EVERY // (SPARE_EVERY + 1)  # `spare_rows` also need memory
     best = Cut(max(room, 1))
     least = extra_cost(work, best, device) - MIN_GAIN
     if workspace is None or least <= 0 or not work.merges:
@@ -311,5 +311,5 @@ def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
 
 
 def spare_rows(rows: int) -> int:
-    """Returns how many extra rows of memory a chunk of `rows` rows with fp32 logits needs."""
+    """Returns the number of extra rows of memory, for a chunk of `rows` rows with fp32 logits."""
     return rows // SPARE_EVERY + 2
