@@ -260,8 +260,8 @@ A = 0  # a
 B = 1  # b
 G_LABEL = 2  # g_label
 G_TOTAL = 3  # g_c
-# The coefficient that replaces `a` in the columns of the ids. A loss with A_IDS needs the statistic
-# "tail" and has no B.
+# The coefficient that replaces `a` in the columns of the ids. A loss with the coefficient A_IDS
+# needs the statistic "tail", and has no coefficient B.
 A_IDS = 4
 D_LOGPROB_T1 = 5  # d, the gradient of logprob_t1
 COEFFICIENTS = 6

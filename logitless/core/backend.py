@@ -158,7 +158,7 @@ class Backend(Protocol):
         ...
 
     def scale_(self, x: Tensor, g: Tensor) -> None:
-        """Multiplies x in place by g. g is a scalar tensor, or holds one number per row."""
+        """Multiplies x in place by g, a scalar tensor or a tensor with one number per row."""
         ...
 
     def scale_two_(self, x: Tensor, y: Tensor, g: Tensor) -> None:

@@ -83,8 +83,8 @@ class Blocks:
         self.shape, self.device = (len(self.h), len(chunks.weight)), self.h.device
         self.kept: dict[int, int] = {}  # maps a kept block to its slot (see choose_cut.kept_blocks)
         self.kept_in: Tensor | None = None
-        # Maps each slot of memory to the block whose logits are in this slot. The key None stands
-        # for the workspace.
+        # Maps each slot of memory to the block whose logits are in this slot. The workspace has the
+        # key None.
         self.holds: dict[int | None, int] = {}
 
     def keep(self) -> None:

@@ -75,7 +75,7 @@ class Kept:
 
     @staticmethod
     def of(ctx, call: Call) -> tuple[tuple[Tensor, ...], "Kept"]:
-        """Computes the forward of an autograd function.
+        """Runs the forward of an autograd function.
 
         Returns the outputs, and a `Kept` for backward.
         """

@@ -211,7 +211,7 @@ class Kept:
 
     @staticmethod
     def of(ctx, call: Call) -> tuple[Any, "Kept"]:
-        """Computes the forward of an autograd function.
+        """Runs the forward of an autograd function.
 
         Returns the result and a `Kept` for backward. The result is the value, or (value, *extras).
         """
