@@ -6,12 +6,13 @@ row statistics share:
 
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
-In this formula, z are the logits after softcap and temperature (see Reading), p = softmax(z), and v
-are the class weights. Let y = z · temperature be the logits before the division by the temperature.
-The gradient of y_i is dz_i / temperature. A loss that also uses the log-probability of the label at
-temperature 1 has one more coefficient, d. Such a loss adds the term d ([i = label] - p1_i) to the
-gradient of y_i, where p1 = softmax(y). The backward multiplies the whole gradient by the upstream
-gradient.
+In this formula, z are the logits after softcap and temperature (see `Reading`), p = softmax(z), and
+v are the class weights. Let y = z · temperature be the logits before the division by the
+temperature. The gradient of y_i is dz_i / temperature. The backward multiplies the whole gradient
+by the upstream gradient.
+
+A loss that also uses the log-probability of the label at temperature 1 has one more coefficient, d.
+Such a loss adds the term d ([i = label] - p1_i) to the gradient of y_i, where p1 = softmax(y).
 """
 
 import math
@@ -90,7 +91,7 @@ class Reading(NamedTuple):
         return sums_of(self.wants, self.at_temperature_1)
 
     def fold_scale(self, scale: float, softcap: float | None) -> "Reading":
-        """Returns a Reading that first multiplies the logits x by `scale`. The argument `softcap`
+        """Returns a `Reading` that first multiplies the logits x by `scale`. The argument `softcap`
         applies to scale · x, and replaces the softcap of `self`.
         """
         if scale == 1:
@@ -143,7 +144,7 @@ class RowStats(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """The statistics that a Reading requests. A statistic that is not requested is None.
+    """The statistics that a `Reading` requests. A statistic that is not requested is None.
 
     `state` holds the numbers that the backward reads.
     """
@@ -163,7 +164,7 @@ class Statistics(NamedTuple):
 
 
 # Fields of Statistics.state, one number per row. A field with the note "only with X" is written
-# only if the Reading requests the statistic X.
+# only if the `Reading` requests the statistic X.
 SHIFT = 0  # max y, where y = z · temperature; 0 if the max is infinite
 LOG_S = 1  # log Σ e^((y - shift) / temperature)
 LOG_S1 = 2  # log Σ e^(y - shift); only with "logprob_t1"
@@ -187,8 +188,8 @@ class Partials(NamedTuple):
 
 # Fields of Partials.state. In the comments, y is z · temperature, m is the max of y over the set of
 # columns, and d is y - m. The order of the fields is fixed, and the fields that most losses need
-# come first. Partials.state ends after the last field that a requested statistic needs. An earlier
-# field that no requested statistic needs is undefined.
+# come first. Partials.state ends after the last field that a requested statistic needs. All fields
+# before the end are allocated. An allocated field that is not needed has undefined values.
 M = 0  # max y
 S = 1  # Σ e^(d / temperature)
 Y_LABEL = 2  # y at the label; 0 if the label is outside these columns
@@ -197,7 +198,7 @@ ARG = 4  # the lowest column whose y is m, stored as bits (see as_bits); needed 
 S1 = 5  # Σ e^d; needed by "logprob_t1" at a temperature other than 1
 C = 6  # Σ v (y - ref); needed by "total" and "log_total"
 N = 7  # Σ v; needed by "total" and "log_total"
-REF = 8  # the number `ref` in C, close to the mean of y; subtracting `ref` avoids cancellation
+REF = 8  # `ref`, a number close to the mean of y; C subtracts `ref` to avoid cancellation
 PART = 9
 
 
@@ -220,11 +221,11 @@ def sums_of(wants: tuple[str, ...], at_temperature_1: bool) -> Sums:
 
 
 def part_width(entropy: bool, argmax: bool, second: bool, total: bool) -> int:
-    """Returns the number of fields of Partials.state. The arguments are the flags of Sums.
+    """Returns the number of fields of Partials.state. The arguments are the flags of `Sums`.
 
-    Partials.state ends with the last field that is needed. An earlier field that is not needed has
-    undefined values. Ranks send the undefined values too, so that the gathered tensors have the
-    same layout.
+    Partials.state ends with the last field that is needed. All fields before the end are allocated.
+    An allocated field that is not needed has undefined values. Ranks send the undefined values too,
+    so that the gathered tensors have the same layout.
     """
     if total:
         return PART
@@ -259,8 +260,8 @@ A = 0  # a
 B = 1  # b
 G_LABEL = 2  # g_label
 G_TOTAL = 3  # g_c
-# The coefficient that replaces `a` in the columns of the ids. A loss with A_IDS needs the statistic
-# "tail" and has no B.
+# The coefficient that replaces `a` in the columns of the ids. A loss with the coefficient A_IDS
+# needs the statistic "tail", and has no coefficient B.
 A_IDS = 4
 D_LOGPROB_T1 = 5  # d, the gradient of logprob_t1
 COEFFICIENTS = 6
@@ -319,9 +320,10 @@ LOG_ROUNDING = math.log(2.0**-6)
 
 
 def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
-    """Returns the divergence to compute, and its β. Only JSD has a β; for others, β is None.
+    """Returns the divergence to compute, and its β.
 
-    JSD is replaced by forward KL at β = 0, and by reverse KL at β = 1.
+    Only JSD has a β. For all other divergences, β is None. JSD is replaced by forward KL at β = 0,
+    and by reverse KL at β = 1.
     """
     if divergence == "jsd":
         return {0.0: ("forward_kl", None), 1.0: ("reverse_kl", None)}.get(beta, (divergence, beta))
@@ -344,10 +346,10 @@ class Pair(NamedTuple):
 
 
 # The number of values saved per row for a loss against a dense teacher. The first two values are
-# the max and the sum of exponentials of the student's logits. The next two values are the same for
-# the teacher's logits. For "tvd", the fifth value is a ratio of two masses. For all other losses,
-# the fifth value is a mean under the student's probabilities. eager/pair.py defines this mean for
-# each loss.
+# the max and the sum of exponentials of the student's logits. The next two values are the max and
+# the sum of exponentials of the teacher's logits. For "tvd", the fifth value is a ratio of two
+# masses. For all other losses, the fifth value is an expectation under the student's probabilities.
+# eager/pair.py defines this expectation for each loss.
 PAIR_STATE = 5
 
 # The kinds of `Pair` whose loss needs two passes over the logits. The first pass computes the

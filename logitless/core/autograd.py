@@ -28,7 +28,10 @@ class Node(torch.autograd.Function):
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raises if a tensor has a tangent. Call this function only in forward mode."""
+    """Raises if a tensor has a tangent.
+
+    Call this function only if forward-mode differentiation is active.
+    """
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         tensor_checks.only_in_reverse()
 

@@ -87,9 +87,10 @@ class Backend(Protocol):
         ...
 
     def with_repeats(self, state: Tensor, ids: Tensor) -> Tensor:
-        """Returns the state. If this backend reads the field REPEATS, the field is filled.
+        """Returns the state with the field REPEATS filled in.
 
-        REPEATS is 1 if two ids of the row are equal, and 0 otherwise.
+        A backend that does not read REPEATS returns the state unchanged. REPEATS is 1 if two ids of
+        the row are equal, and 0 otherwise.
         """
         ...
 
@@ -101,8 +102,8 @@ class Backend(Protocol):
 
         The signature of the function is (x, reading, coefficients, factor, into, mean=False). The
         function writes the gradient to `into` and returns -log p of each row's label. If one pass
-        over these logits is not possible, the function returns None. The property itself is None if
-        the backend has no such function.
+        over these logits is not possible, the function returns None. A backend without such a
+        function returns None for this property.
         """
         ...
 
@@ -157,7 +158,7 @@ class Backend(Protocol):
         ...
 
     def scale_(self, x: Tensor, g: Tensor) -> None:
-        """Multiplies x in place by g. g is a scalar tensor, or holds one number per row."""
+        """Multiplies x in place by g, a scalar tensor or a tensor with one number per row."""
         ...
 
     def scale_two_(self, x: Tensor, y: Tensor, g: Tensor) -> None:
@@ -250,8 +251,8 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draws ids at random. Returns the distinct ids of each row, their log-weights, and a mask.
 
-        If the columns are sharded over ranks, x holds the columns from `start` on, and `join` is an
-        all-gather.
+        If the columns are sharded over ranks, `start` is the id of the first column of x, and
+        `join` is an all-gather.
         """
         ...
 

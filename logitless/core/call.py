@@ -1,11 +1,11 @@
-"""The first steps of every call: check arguments, detect transforms.
+"""The first steps of every call: checks of the arguments, and detection of transforms.
 
-Checks read shapes, dtypes, devices and Python numbers. In a training loop, these properties are
-usually the same in every step. Therefore `check_once` checks each combination of shapes, dtypes,
-devices and numbers only once. Each folder with public functions has its own file of checks, for
-example losses/checks.py. Only `check_values` reads the values of tensors. Tensors on a CPU are
-always read, because reading them needs no synchronisation. Tensors on a GPU are read only if
-LOGITLESS_CHECK=1 is set.
+Most checks read only the shapes, dtypes and devices of tensors, and Python numbers. In a training
+loop, these properties are usually the same in every step. Therefore `check_once` checks each
+combination of shapes, dtypes, devices and numbers only once. Each folder with public functions has
+its own file of checks, for example losses/checks.py. Only `check_values` reads the values of
+tensors. Tensors on a CPU are always read, because reading them needs no synchronisation. Tensors on
+a GPU are read only if LOGITLESS_CHECK=1 is set.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Captures of a teacher: the most probable ids of each row, or ids that are drawn at random.
 
 A `Capture` computes its results from the logits of some rows. The method `capture` of a Source
-(source.py) calls the Capture for one chunk of rows at a time, and joins the results of all rows.
+(source.py) calls the `Capture` for one chunk of rows at a time, and joins the results of all rows.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..eager.sampled import Sampling
 
-Captured = tuple[Tensor, ...]  # the results of a Capture; each has the leading shape of the logits
+Captured = tuple[Tensor, ...]  # results of a `Capture`, each in the leading shape of the logits
 
 
 class Capture(Protocol):
@@ -78,7 +78,8 @@ class Sampled(NamedTuple):
 
 
 def uniforms_of(logits: Any, n: int, generator: torch.Generator | None) -> Tensor:
-    """Returns n uniform numbers per row of the logits, in ascending order, as fp64 (N, n).
+    """Returns n uniform numbers per row of the logits, in ascending order, as an fp64 tensor (N,
+    n).
 
     Sorting would be slow. Instead, the function draws n + 1 exponential random numbers per row, and
     computes their cumulative sums. The first n sums, divided by the last sum, have the distribution

@@ -305,6 +305,6 @@ def finish(
 
 # torch.autograd.Function.apply contains code that is needed only under torch.func. Under
 # torch.func, `evaluate_traced` is called instead of the two functions below. So the two functions
-# use the `apply` of Function's base class, which is faster.
+# use the faster `apply` of the base class of torch.autograd.Function.
 _gradient_in_forward = super(torch.autograd.Function, GradientInForward).apply  # pyright: ignore[reportAttributeAccessIssue]
 _gradient_in_backward = super(torch.autograd.Function, GradientInBackward).apply  # pyright: ignore[reportAttributeAccessIssue]

@@ -101,9 +101,9 @@ class GradientInPlace(Node):
         mean, reading = reduction == "mean", loss.reading
         mass = loss.mass(backend, logits.dtype) if mean else None
         share = backend.share(reading, mass, rows_in(shape[:-1]), logits) if mean else None
-        # The gradient of a mean is divided by the number of rows. Such a small number can underflow
-        # in fp16. So forward overwrites fp16 logits with the gradient of the sum. Backward
-        # multiplies this gradient by `share`, the factor that turns the sum into the mean.
+        # The gradient of a mean is divided by the number of rows, and can therefore underflow in
+        # fp16. So forward overwrites fp16 logits with the gradient of the sum. Backward multiplies
+        # this gradient by `share`, the factor that turns the sum into the mean.
         ctx.share = share if logits.dtype == torch.float16 else None
         factor = None
         if row_weight is not None:

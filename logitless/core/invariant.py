@@ -12,8 +12,8 @@ uses. Inside `invariant`, every split depends only on the vocabulary, the dtype 
 - The GEMMs of a head add the terms of each sum in a fixed order (kernels/row_gemm.py,
   eager/row_gemm.py).
 
-The field `invariant` of a `Reading` (contract.py) holds the setting. The Reading is part of a loss,
-and autograd nodes keep the loss. So backward uses the setting that was active in forward.
+The field `invariant` of a `Reading` (contract.py) holds the setting. The `Reading` is part of a
+loss, and autograd nodes keep the loss. So backward uses the setting that was active in forward.
 """
 
 import contextlib
@@ -63,7 +63,10 @@ def is_invariant() -> bool:
 
 
 def uncompiled(function: Callable) -> Callable:
-    """Returns a function that torch.compile does not compile. A call breaks the graph."""
+    """Returns a function that torch.compile does not compile.
+
+    If compiled code calls the returned function, torch.compile breaks the graph.
+    """
     return torch.compiler.disable(function, reason="ll.invariant() is active")  # pyright: ignore
 
 

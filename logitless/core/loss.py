@@ -8,10 +8,10 @@ use autograd:
     backward(backend, x, saved, upstream) returns the gradient of the logits.
 
 The first output is the value of the loss. The value is weighted and reduced. All further outputs
-are called `extras`. The extras are results per row. They have no gradient, and are neither weighted
-nor reduced. The result of a loss is the value, or a tuple (value, *extras). If `multiple_outputs`
-is True, there are no extras. All outputs are then results per row. No output is reduced, and every
-floating-point output is differentiable.
+are called `extras`. The extras are results per row. Extras have no gradient, and are neither
+weighted nor reduced. The result of a loss is the value, or a tuple (value, *extras). If
+`multiple_outputs` is True, there are no extras. All outputs are then results per row. No output is
+reduced, and every floating-point output is differentiable.
 
 Most losses need only statistics of each row. A loss over statistics implements two methods. `value`
 computes outputs from statistics. `coefficients` computes the coefficients of the backward formula
@@ -22,7 +22,7 @@ logits of whole rows overrides `forward` and `backward`.
 statistics. ColumnBackend (parallel/rank_merge.py) merges the statistics of several ranks.
 BlockBackend (heads/blocks.py) merges the statistics of several blocks of columns. OnChipBackend
 (heads/on_chip.py) merges the statistics of several ranges of columns, for a head whose D is small.
-See Backend in backend.py.
+See `Backend` in backend.py.
 
 `flatten` returns the tensors that backward reads, and the loss without tensors. `rebuild` puts the
 tensors back into the loss. `map_tensors` applies a different function to each of three kinds of
@@ -60,8 +60,8 @@ class RowLoss:
     # The names of the extras. The extras "argmax" and "rank" are int64. `extras` is None if the
     # number of extras is known only after forward.
     extras: ClassVar[tuple[str, ...] | None] = ()
-    # Whether the labels are always class ids. If this flag is False, the labels are class ids only
-    # if a requested statistic reads the logit at the label.
+    # Whether the labels are always class ids. If this flag is False, the labels can also be a mask
+    # of rows (see `reads_label` in call.py).
     labels_are_ids: ClassVar[bool] = False
     # Whether forward computes and saves the gradient, for an upstream gradient of 1.
     saves_gradient: ClassVar[bool] = False
@@ -85,7 +85,7 @@ class RowLoss:
         raise NotImplementedError
 
     def coefficients(self, saved: Saved, upstream: Upstream) -> tuple[Coefficients, Tensor]:
-        """Returns the coefficients of the backward formula, and a factor for the coefficients.
+        """Returns the coefficients of the backward formula, and a factor that multiplies them.
 
         The factor is one number or one number per row, and is usually the upstream gradient.
         """
@@ -121,7 +121,7 @@ class RowLoss:
         saved: Saved,
         upstream: Upstream,
         factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
-        into: Tensor | None = None,  # x itself, memory (..., V) or (N, V), or None for a new tensor
+        into: Tensor | None = None,  # output (..., V) or (N, V), can be x; None means a new tensor
     ) -> Tensor:
         coefficients, gain = self.coefficients(saved, upstream)
         return backend.gradient(x, self.reading, saved[0], coefficients, gain, factor, into)
@@ -129,7 +129,7 @@ class RowLoss:
     def value_and_gradient(
         self, backend: Backend, x: Tensor, factor: Tensor | None, into: Tensor
     ) -> tuple[tuple[Tensor, ...], Tensor, Saved]:
-        """Returns forward's outputs, the gradient of x, and forward's saved tensors.
+        """Returns the outputs of forward, the gradient of x, and the tensors that forward saved.
 
         The gradient is for an upstream gradient of 1. If `factor` is not None, the gradient is
         multiplied by `factor`.
@@ -183,9 +183,10 @@ class RowLoss:
 
         The result is differentiable.
 
-        "mean" divides by the sum of `mass`. If `mass` is None, "mean" divides by the number of rows
-        that are not ignored. If `values` is the tuple of all outputs, only the first output is
-        reduced. The result is then (value, *extras), or only the value if there are no extras.
+        The reduction "mean" divides by the sum of `mass`. If `mass` is None, the divisor is the
+        number of rows that are not ignored. If `values` is the tuple of all outputs, only the first
+        output is reduced. The result is then (value, *extras), or only the value if there are no
+        extras.
         """
         if isinstance(values, tuple):
             value, *extras = values

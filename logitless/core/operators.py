@@ -34,7 +34,7 @@ _ARGUMENTS = {
     "label_name": "str label_name",
 }
 _STRUCTS: dict[str, Any] = {"reading": Reading, "slots": Slots, "pair": Pair}
-# The field `invariant` of a Reading is not an argument of the operators.
+# The field `invariant` of a `Reading` is not an argument of the operators.
 _FIELDS = {
     Reading: tuple(name for name in Reading._fields if name != "invariant"),
     Slots: Slots._fields,
@@ -111,7 +111,8 @@ class Operator:
         outputs, saved = loss.forward(backend_of(x), x)
         saved = [x.new_empty(0) if t is None else t for t in saved]
         # An operator must not return a tensor that another call also returns. A saved tensor with
-        # one row can be a cached constant, which every call returns. So such tensors are cloned.
+        # one row can be a cached constant that several calls share. So saved tensors with one row
+        # are cloned.
         saved = [t.clone() if t.shape[:1] == (1,) else t for t in saved]
         return [*outputs, *saved]
 

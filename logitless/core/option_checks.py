@@ -83,9 +83,9 @@ def workspace(value: Any) -> None:
 
 
 def logits_dtype(value: Any) -> None:
-    """Checks that logits can have this dtype.
+    """Checks the option `logits_dtype`, the dtype of the logits.
 
-    heads/checks.py checks that the dtype fits the dtype of the hidden states.
+    heads/checks.py also compares this dtype with the dtype of the hidden states.
     """
     if value is not None and value not in LOGITS_DTYPES:
         names = ", ".join(map(str, LOGITS_DTYPES))

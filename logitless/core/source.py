@@ -34,7 +34,7 @@ class Logits:
     """Base class of the public classes that represent logits (..., V)."""
 
     # Every loss reads these attributes several times. Reading a slot takes less time than reading a
-    # property. help() lists slots and properties.
+    # property, and help() lists slots too.
     __slots__ = ("_source", "device", "dtype", "requires_grad", "shape")
     shape: torch.Size
     """The shape (..., V) of the logits."""
@@ -68,7 +68,7 @@ class Source:
     hidden: Tensor | None = None  # the hidden states (..., D), if the source is a head
     over_ranks = False  # whether the source is one rank's shard of the logits
     exists = False  # whether the logits are in memory as a whole
-    spread = False  # whether the source holds DTensors; if so, source_of returns a Shard
+    spread = False  # whether the source holds DTensors; if so, `source_of` returns a `Shard`
 
     def dim(self) -> int:
         return len(self.shape)
@@ -107,7 +107,7 @@ class Source:
     def in_columns(self, shard: Any) -> "Source":
         """Returns a source that represents all columns, but computes only the columns of this rank.
 
-        `shard` is the Shard (parallel/shard.py) that wraps this source.
+        `shard` is the `Shard` (parallel/shard.py) that wraps this source.
         """
         raise TypeError(f"source must be logits or a LinearLogits, got {type(self).__name__}.")
 

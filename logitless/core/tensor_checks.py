@@ -48,11 +48,11 @@ def some_logits(x: Any, name: str) -> None:
 
 
 def placed(name: str, x: Any, dim: int) -> None:
-    """Checks that a DTensor is replicated, or sharded only once, on dimension `dim`."""
+    """Checks that a DTensor is replicated, or has a single placement Shard(dim)."""
     sharded = [p for p in x.placements if not p.is_replicate()]
     if sharded and (len(sharded) > 1 or not is_shard(sharded[0], dim)):
         raise TypeError(
-            f"{name} must be replicated, or sharded once, on dimension {dim} (the vocabulary),"
+            f"{name} must be replicated, or have a single placement Shard({dim}) (the vocabulary),"
             f" got a DTensor of placements {x.placements}; redistribute the DTensor."
         )
 
@@ -176,7 +176,7 @@ def overwritable(x: Tensor, owner: Tensor) -> None:
     """
     if any(t.retains_grad and not t.is_leaf for t in (x, owner)):
         raise ValueError(
-            "logits must not retain grad (retain_grad was called) for inplace=True, because the "
+            "logits must not retain grad (retain_grad was called) if inplace=True, because the "
             "gradient overwrites the logits."
         )
     if x.numel() == 0:  # the strides of an empty tensor are arbitrary
@@ -185,7 +185,7 @@ def overwritable(x: Tensor, owner: Tensor) -> None:
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach:
             raise ValueError(
-                "logits must not have elements that share memory for inplace=True, "
+                "logits must not have elements that share memory if inplace=True, "
                 f"got shape {_shape(x)} with strides {tuple(x.stride())}."
             )
         reach += (size - 1) * stride
@@ -290,7 +290,7 @@ def slots(name: str, t: Any, of: str, x: Tensor) -> None:
 
 
 def of_ids(name: str, x: Any) -> None:
-    """Checks that logits gathered at K ids per row are not sharded over ranks."""
+    """Raises if logits (..., K), gathered at K ids per row, are sharded over ranks."""
     if is_over_ranks(x):
         raise TypeError(
             f"{name} must not be sharded over ranks, got {type(x).__name__}; for a vocabulary that "

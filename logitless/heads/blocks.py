@@ -1,7 +1,7 @@
 """Computes a loss over a head in blocks of columns: first all statistics, then all gradients.
 
 The methods of a loss get a `Blocks` instead of a tensor of logits, and a `BlockBackend` as the
-backend. So every loss whose statistics can be merged works on blocks without changes. If the logits
+backend. So a loss whose statistics can be merged needs no additional code for blocks. If the logits
 of a block are kept in memory, they are computed only once. Otherwise, they are computed once for
 the statistics, and again for the gradient. Statistics are computed from the first block to the
 last. Gradients are computed from the last block to the first. So the first rows of the weight's
@@ -83,8 +83,8 @@ class Blocks:
         self.shape, self.device = (len(self.h), len(chunks.weight)), self.h.device
         self.kept: dict[int, int] = {}  # maps a kept block to its slot (see choose_cut.kept_blocks)
         self.kept_in: Tensor | None = None
-        # Maps each slot of memory to the block whose logits are in this slot. The key None stands
-        # for the workspace.
+        # Maps each slot of memory to the block whose logits are in this slot. The workspace has the
+        # key None.
         self.holds: dict[int | None, int] = {}
 
     def keep(self) -> None:
@@ -122,7 +122,7 @@ class Blocks:
 
 
 class ReadsNoLogits:
-    """Wraps a backend. Only functions that do not read logits are available."""
+    """Wraps a backend. This class has only those functions of the backend that read no logits."""
 
     one_pass = None  # one pass is not possible, because a gradient needs statistics of whole rows
 
@@ -144,8 +144,7 @@ class BlockBackend(ReadsNoLogits):
     def read(self, x: Blocks, reading: Reading) -> Statistics:
         """Returns the statistics of whole rows.
 
-        To save memory, the partial statistics are merged each time WAITING `Partials` are in
-        memory.
+        To save memory, the partial statistics are merged after every few blocks (see `WAITING`).
         """
         x.keep()
         waiting = []
@@ -198,7 +197,7 @@ class BlockSums(GradientSums):
         # Whether each element of the weight's gradient is written only once.
         self.written_once = into is None and chunks == 1
         self.hidden_sum: Sum | SumInPlace | None = None
-        self.low_rank_sum: Sum | None = None  # the gradient of the R columns for `low_rank`
+        self.low_rank_sum: Sum | None = None  # gradient of the R columns that multiply `low_rank`
 
     def free_memory(self) -> Tensor | None:
         """Returns the memory of the weight's gradient, or None if this memory cannot hold logits.

@@ -12,14 +12,15 @@ row of the weight's gradient is written only once. Only the gradient of `hidden`
 over blocks. The gradient of `hidden` is smaller than the weight's gradient.
 
 The unit of all costs is the time of one GEMM over all logits. Reading and writing the sum of the
-weight's gradient takes as long as a GEMM over SUM_ROWS rows. STATISTICS_COST is the cost of reading
-the logits a second time. A split by columns computes some logits only once. These logits are kept
-in the memory of the weight's gradient until their own gradient is computed (blocks.py). In the
-formulas below, `kept` is the fraction of the logits that are computed only once.
+weight's gradient takes as long as a GEMM over SUM_ROWS rows. STATISTICS_COST is the time to read
+the logits a second time and to merge statistics. A split by columns can keep some logits, which are
+then computed only once. The kept logits stay in the memory of the weight's gradient until their own
+gradient is computed (blocks.py). In the formulas below, `kept` is the fraction of the logits that
+are kept.
 
-    Chunks of n rows and all columns cost 3 + SUM_ROWS / n.
-    Blocks of all rows and c columns cost 4 + STATISTICS_COST - kept + SUM_ROWS / c.
-    Blocks of n rows and c columns cost 4 + STATISTICS_COST + SUM_ROWS / c + SUM_ROWS / n.
+    Chunks with n rows and all columns cost 3 + SUM_ROWS / n.
+    Blocks with all rows and c columns cost 4 + STATISTICS_COST - kept + SUM_ROWS / c.
+    Blocks with n rows and c columns cost 4 + STATISTICS_COST + SUM_ROWS / c + SUM_ROWS / n.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ PACK = 8
 # SUM_ROWS was measured on an H200 with workspaces of 64 to 256 MiB (docs/heads.md). On a CPU, sums
 # cost little compared with GEMMs, so a CPU always computes whole rows.
 SUM_ROWS = {"cuda": 540.0}
-# The cost of reading the logits a second time and merging statistics, relative to one GEMM.
+# The time to read the logits a second time and to merge statistics, in units of one GEMM.
 STATISTICS_COST = 0.15
 # A split by columns is chosen only if it saves at least MIN_GAIN times the cost of one GEMM.
 MIN_GAIN = 0.1
@@ -52,8 +53,8 @@ MIN_GAIN = 0.1
 SMALL = {"cuda": 512 << 20, "cpu": 1 << 20}
 # In addition, the product rows · V · (D + READ_WIDTH) of a small head is at most SMALL_WORK. D is
 # the size of the hidden states. For a head at this limit, a GPU takes about 2 ms for the loss, and
-# the host takes at least as long. READ_WIDTH accounts for the time of reading and writing the
-# logits. This time equals the time of three GEMMs of a head with D = READ_WIDTH.
+# the host takes at least as long. READ_WIDTH accounts for the time to read and write the logits.
+# Reading and writing the logits takes as long as the three GEMMs of a head with D = READ_WIDTH.
 SMALL_WORK = {"cuda": 2e11, "cpu": math.inf}
 READ_WIDTH = 200
 
@@ -67,7 +68,8 @@ ON_CHIP_VOCAB = {128: 1 << 31}
 # on the chip only if its loss has at most ON_CHIP_PAIRS pairs.
 ON_CHIP_PAIRS = 1 << 19
 
-SPARE_EVERY = 64  # n rows of fp32 logits need the memory of n + n // 64 + 2 rows of 16-bit logits
+# A chunk of n rows with fp32 logits takes the memory of n + n // 64 + 2 rows of 16-bit logits.
+SPARE_EVERY = 64
 
 
 class Cut(NamedTuple):
@@ -88,8 +90,8 @@ class Work(NamedTuple):
     itemsize: int  # bytes per element of the hidden states
     wide: bool  # whether the logits are fp32 and the hidden states are not
     merges: bool  # whether the loss can be computed from merged partial statistics
-    gemms: int  # extra GEMMs of a split by columns, 0 or 1
-    sums: bool  # whether the weight needs a gradient, and `accumulate` is not "weight"
+    gemms: int  # how many more GEMMs a split by columns takes than a split by rows, 0 or 1
+    sums: bool  # False if the weight needs no gradient, or if `accumulate` is "weight"
     keeps: bool  # whether logits can use the memory of d_weight until d_weight is written
     narrow: bool = False  # whether the backend's on-chip kernels support this head
     ids: int = 0  # the number of ids per row, besides the label
@@ -122,7 +124,7 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
     limit = workspace or default_workspace(row, device) * (3 if work.wide else 2) // 2
     room = limit // row
     if work.wide:
-        room = (room - 2) * SPARE_EVERY // (SPARE_EVERY + 1)  # leaves memory for spare_rows
+        room = (room - 2) * SPARE_EVERY // (SPARE_EVERY + 1)  # `spare_rows` also need memory
     best = Cut(max(room, 1))
     least = extra_cost(work, best, device) - MIN_GAIN
     if workspace is None or least <= 0 or not work.merges:
@@ -130,7 +132,7 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
     groups = 1
     while work.rows >= groups * TILE:
         rows = -(-work.rows // groups)
-        size = work.itemsize + (4 if work.wide else 0)  # bytes of a logit and of its gradient
+        size = work.itemsize + (4 if work.wide else 0)  # bytes per logit, including its gradient
         columns = even_columns(work.vocab, limit // (rows * size))
         if columns:
             keeps = groups == 1 and work.keeps
@@ -257,7 +259,7 @@ def chunk_rows(rows: int, cut: Cut) -> int:
 
 @functools.lru_cache(1024)
 def bounds(rows: int, count: int, cut: Cut) -> tuple[tuple[int, int], ...]:
-    """Returns (start, end) of each chunk. Only the first `count` rows are in a chunk."""
+    """Returns (start, end) of each chunk. The chunks contain only the first `count` rows."""
     first = min(chunk_rows(rows, cut), count)
     step = chunk_rows(count - first, cut)
     starts = [*([0] if first else []), *range(first, count, step), count]
@@ -274,9 +276,9 @@ class Slot(NamedTuple):
 
 @functools.lru_cache(1024)
 def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
-    """Returns the size of a chunk's memory, and the slots of the chunk (see Slot).
+    """Returns the size of a chunk's memory, and the slots of the chunk (see `Slot`).
 
-    The unit of this size is one row of logits in the dtype of `hidden`.
+    The size is given as a number of rows of logits in the dtype of `hidden`.
 
     If the gradient has the dtype of the logits, one slot holds the logits of all rows, and the
     gradient overwrites these logits. The 16-bit gradient of fp32 logits is written from the left
@@ -285,10 +287,10 @@ def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
         | gradient of earlier slots | gap |  logits of this slot, fp32  |
         | gradient so far                 ▸ overwrites logits already read
 
-    Each slot has as many rows of logits as fit between the gradient of earlier slots and the end of
-    the memory. The gradient of the logits in a slot is written in several steps. Each step writes
-    only as many rows as fit before the first unread row, so that no unread row is overwritten. So n
-    rows of fp32 logits need only the memory of n + spare_rows(n) rows of 16-bit logits.
+    A slot holds as many rows of logits as fit after the gradient of earlier slots. The gradient of
+    the logits in a slot is written in several steps. Each step ends before its gradient would
+    overwrite unread logits. So a chunk of n rows with fp32 logits needs only the memory of n +
+    spare_rows(n) rows of 16-bit logits.
     """
     if not wide:
         return rows, (Slot(slice(0, rows), 0, (slice(0, rows),)),)
@@ -309,5 +311,5 @@ def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
 
 
 def spare_rows(rows: int) -> int:
-    """Returns how many extra rows of memory are needed for `rows` rows of fp32 logits."""
+    """Returns the number of extra rows of memory, for a chunk of `rows` rows with fp32 logits."""
     return rows // SPARE_EVERY + 2

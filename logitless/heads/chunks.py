@@ -31,7 +31,7 @@ class Tile:
     loss: Any  # the RowLoss of these rows
     saved: Saved | None  # tensors that an earlier forward saved for these rows
     rows: Rows
-    logits: Any  # (n, V), or the Blocks of blocks.py
+    logits: Any  # (n, V), or a `Blocks` (blocks.py)
     into: Any  # memory for the gradient; None if no gradient is needed
     gradient: Any = None
 
@@ -47,7 +47,7 @@ class Chunks:
     before it waits for this number, so that the GPU has work while the host waits.
     """
 
-    blocks = (slice(None),)  # blocks of columns; Chunks has a single block with all columns
+    blocks = (slice(None),)  # blocks of columns; `Chunks` has a single block with all columns
 
     def __init__(
         self,
@@ -99,7 +99,10 @@ class Chunks:
         return self.head.backend()
 
     def gradients(self, needs: Needs, into: Tensor | None = None) -> GradientSums:
-        """Allocates the sums of the gradients over chunks. The method `tiles` adds to the sums."""
+        """Allocates the sums of the gradients over chunks.
+
+        The method `tiles` adds the gradients of each chunk to these sums.
+        """
         all_rows = self.index is None
         return GradientSums(
             self.head, self.hidden, needs, len(self.slices), all_rows, self.blocks, into
@@ -154,7 +157,7 @@ class Chunks:
                 sums.add(rows, h, dz)
 
     def _step(self, whole: Tile, at: slice, count: int) -> Tile:
-        """Returns a Tile with the rows `at` of the Tile `whole`.
+        """Returns a `Tile` with only the rows `at` of the tile `whole`.
 
         The gradient of the rows `at` overwrites only logits that are no longer needed (see
         choose_cut.layout).

@@ -19,7 +19,7 @@ PADDED = 8  # `side_by_side` pads hidden states to a multiple of PADDED columns
 def product(
     h: Tensor, weight: Tensor, bias: Tensor | None, low_rank: Tensor | None, out: Tensor
 ) -> Tensor:
-    """Writes the logits of the hidden states h to `out`. The class Head explains `low_rank`.
+    """Writes the logits of the hidden states h to `out`. See `Head` for `low_rank`.
 
     If `out` is fp32, the sums are not rounded to 16 bits.
     """
@@ -117,7 +117,7 @@ def two_parts(t: Tensor, weight: Tensor, low_rank: Tensor) -> tuple[Tensor, Tens
 def hidden_gradient(
     dz: Tensor, weight: Tensor, low_rank: Tensor | None, skips_first: bool, out: Tensor | None
 ) -> Tensor:
-    """Writes the gradient of `hidden` to `out`. See Head for `low_rank` and `skips_first`.
+    """Writes the gradient of `hidden` to `out`. See `Head` for `low_rank` and `skips_first`.
 
     `out` can be None if `low_rank` is None.
     """
@@ -176,7 +176,7 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
             gemm(a[m], b, out[m], add if add is None or add.dim() == 1 else add[m])
         return out
     split = aligned_part(a, 1)
-    if split < len(b):  # the small GEMM runs first, so that the large sum is rounded only once
+    if split < len(b):  # the small GEMM runs first, so that the large GEMM rounds its sum only once
         plain_gemm(a[:, split:], b[split:], out, add)
         a, b, add = a[:, :split], b[:split], out
     return plain_gemm(a, b, out, add)
@@ -269,7 +269,7 @@ def dense_logits(
 
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for this device."""
-    if not torch._C._is_any_autocast_enabled():  # takes a sixth of the time of the next line
+    if not torch._C._is_any_autocast_enabled():  # is_autocast_enabled takes six times as long
         return False
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 

@@ -110,7 +110,7 @@ class GradientSums:
             self.low_rank = head.low_rank.detach().to(hidden.dtype)
         self.d_hidden = self.over_ranks = self.d_bias = self.d_low_rank = None
         if needs.hidden:
-            # If ignored rows are dropped, they are in no chunk, so their gradient stays 0.
+            # Dropped rows are in no chunk, so their gradient keeps the initial value 0.
             blank = torch.empty_like if all_rows else torch.zeros_like
             # d_hidden is always contiguous, even if `hidden` is not.
             self.d_hidden = blank(hidden, memory_format=torch.contiguous_format)
@@ -200,16 +200,16 @@ def put(total: Tensor, rows: Rows, chunk: Tensor) -> None:
 def clear_padding(dz: Tensor) -> None:
     """Sets the padding between the rows of a gradient to 0. This is needed only on a CPU.
 
-    The bf16 GEMM of oneDNN with AVX-512 reads a few numbers beyond each row and multiplies them by
-    0. A NaN beyond a row would therefore make the result NaN.
+    The bf16 GEMM of oneDNN with AVX-512 reads a few numbers of the padding after each row and
+    multiplies them by 0. A NaN in the padding would make the result NaN.
     """
     width, step = dz.shape[1], dz.stride(0)
     if step > width > 0 and dz.stride(1) == 1:
         dz.as_strided((len(dz), step), (step, 1))[:, width:] = 0
 
 
-# Sum and SumInPlace take the same arguments. `total` is the tensor that holds the sum. `count` is
-# the number of matrix products in the sum. If `fresh` is True, the first product overwrites
+# `Sum` and `SumInPlace` take the same arguments. `total` is the tensor that holds the sum. `count`
+# is the number of matrix products in the sum. If `fresh` is True, the first product overwrites
 # `total`.
 
 

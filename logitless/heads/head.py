@@ -125,7 +125,7 @@ class Head:
         return (*self.tensors, self.own_hidden), self.blank()
 
     def blank(self) -> "Head":
-        """The head without tensors."""
+        """Returns the same head without tensors."""
         blank: Any = None
         return self.replace(
             hidden=blank, weight=blank, bias=None, low_rank=None, own_hidden=None

@@ -176,7 +176,7 @@ def captured_of_head(
     backend, width, lead = head.backend(), len(head.weight), head.lead
     options = (temperature, softcap, invariant)
     no_rows = torch.empty((0, width), device=head.device, dtype=head.dtype)
-    # torch.cat needs one tensor or more, even if there are no rows
+    # torch.cat needs at least one tensor, even if there are no rows
     results = [capture.rows(slice(0)).of(backend, no_rows, *options)]
     loss = RowLoss(Reading(head.vocab))  # a loss that ignores no rows
     with torch.no_grad(), head.ready(loss):

@@ -1,12 +1,12 @@
 """Computes a loss over a narrow head, whose D is small, without writing logits to memory.
 
 The methods of a loss get an `OnChip` instead of a tensor of logits, and an `OnChipBackend` as the
-backend. So every loss whose statistics can be merged works without changes. Each kernel computes
-the logits again. D is the size of the hidden states. For a small D, choose_cut.py chooses these
-kernels, because computing the logits takes less time than writing the logits to memory. The
-gradient of the weight takes two GEMMs. For a cross-entropy, the statistics and the gradient of the
-hidden states together take two GEMMs. For other losses, the statistics take one GEMM, and the
-gradient of the hidden states takes two.
+backend. So a loss whose statistics can be merged needs no additional code. Each kernel recomputes
+the logits. D is the size of the hidden states. For a small D, choose_cut.py chooses these kernels,
+because computing the logits takes less time than writing the logits to memory. The gradient of the
+weight takes two GEMMs. For a cross-entropy, two GEMMs compute both the statistics and the gradient
+of `hidden`. For other losses, the statistics take one GEMM, and the gradient of `hidden` takes two
+GEMMs.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from .head import Head, Rows
 
 
 def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
-    """Returns Chunks, BlockChunks or OnChipChunks of a head. choose_cut.py makes the choice."""
+    """Returns a `Chunks`, `BlockChunks` or `OnChipChunks` (see choose_cut.py)."""
     cut, live = head.cut(work), head.rows_that_count(loss)
     kind = OnChipChunks if cut.on_chip else Chunks if cut.columns is None else BlockChunks
     return kind(head, cut, live)

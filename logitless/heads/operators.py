@@ -8,8 +8,8 @@ head:
     `logitless::head_<name>_rows_gradient` computes the gradients of the results per row.
 
 The operators call the functions of total.py and per_row.py. The operators do not drop ignored rows.
-Dropping ignored rows would make the host wait for the GPU, which counts the remaining rows. A
-compiled graph cannot wait.
+To drop ignored rows, the host would have to wait until the GPU has counted the other rows. The host
+cannot wait inside a compiled graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,7 +86,8 @@ def _arguments_of(head: Head, loss: RowLoss) -> tuple:
     for value in operators.arguments_of(loss):
         if isinstance(value, ScaledHead):
             # The operator's argument `teacher` must be a Tensor, and a ScaledHead is not a Tensor.
-            # So the teacher's hidden states are passed as a placeholder, which `_call_of` replaces.
+            # So the operator gets the teacher's hidden states as a placeholder. `_call_of` replaces
+            # the placeholder by a ScaledHead.
             teacher, value = value, value.head.hidden
         rest.append(value)
     return *_HeadArguments.of(head, teacher), *rest

@@ -1,4 +1,4 @@
-"""Computes a loss over a head with one result per row, in four GEMMs.
+"""Computes the results per row of a loss over a head, in four GEMMs.
 
 Forward saves the statistics of each row, and backward recomputes the logits. A mean or sum takes
 only three GEMMs (total.py).
@@ -75,9 +75,9 @@ class Kept:
 
     @staticmethod
     def of(ctx, call: Call) -> tuple[tuple[Tensor, ...], "Kept"]:
-        """Computes the forward of an autograd function.
+        """Runs the forward of an autograd function.
 
-        Returns outputs, and a `Kept` for backward.
+        Returns the outputs, and a `Kept` for backward.
         """
         call = call.steady()
         with call.head.ready(call.loss):

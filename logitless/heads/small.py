@@ -3,8 +3,8 @@
 On a GPU, a head is small if its logits take at most 512 MiB and the GPU computes the loss in about
 2 ms or less. On a CPU, a head is small if its logits take at most 1 MiB (choose_cut.is_small). For
 such a small head, the host takes longer than the device. Therefore the functions of this module
-call as few operations as possible. The GEMMs include ignored rows. Dropping ignored rows would make
-the host wait for the GPU, which counts the remaining rows.
+call as few operations as possible. The GEMMs include ignored rows. To drop ignored rows, the host
+would have to wait until the GPU has counted the other rows.
 
 For a mean or sum, forward computes the loss and all gradients, and backward multiplies the
 gradients by the upstream gradient. The gradient of the logits overwrites the logits. A second
@@ -138,7 +138,7 @@ def _total(
 
 
 def _memory_like(x: Tensor) -> Tensor:
-    """Allocates memory of shape (N, V) for the gradient of logits from `padded_logits`."""
+    """Allocates memory of shape (N, V) for the gradient of the logits x."""
     return padded_memory(x.shape[:-1].numel(), x.shape[-1], x, x.dtype)
 
 

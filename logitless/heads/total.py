@@ -59,8 +59,8 @@ class Call(NamedTuple):
     def divides_in_backward(self) -> bool:
         """Whether the gradients of a mean are divided in backward instead of in forward.
 
-        The divisor is usually the number of rows that are not ignored. For fp16, backward divides,
-        because the small gradients of a mean could underflow in forward.
+        The divisor is usually the number of rows that are not ignored. Gradients in fp16 are
+        divided in backward, because a division in forward could cause underflow.
         """
         return self.reduction == "mean" and self.head.hidden.dtype == torch.float16
 
@@ -128,7 +128,7 @@ def _values_and_gradients(
             into = tile.into
             # An invariant loss must have the same bits with and without gradients. Without
             # gradients, the method `forward` computes the loss. So `forward` computes the loss here
-            # too, and the kernel that computes loss and gradient in one pass is not used.
+            # too. The kernel that computes loss and gradient in one pass is not used.
             both = RowLoss if head.invariant else type(loss)
             outputs, tile.gradient, saved = both.value_and_gradient(
                 tile.loss, backend, z, scale, into
@@ -165,7 +165,7 @@ def put_outputs(results: list[Tensor], outputs: Sequence[Tensor], rows: Rows, co
 def outputs_of_no_rows(call: Call) -> tuple[Tensor, ...]:
     """Returns outputs with zero rows.
 
-    Their dtypes and trailing dimensions are the same as in any batch.
+    These outputs have the same dtypes and trailing dimensions as the outputs of any batch.
     """
     head, loss = call.head, call.loss
     nothing = head.hidden.detach().new_empty((0, len(head.weight)), dtype=head.dtype)
@@ -211,7 +211,7 @@ class Kept:
 
     @staticmethod
     def of(ctx, call: Call) -> tuple[Any, "Kept"]:
-        """Computes the forward of an autograd function.
+        """Runs the forward of an autograd function.
 
         Returns the result and a `Kept` for backward. The result is the value, or (value, *extras).
         """

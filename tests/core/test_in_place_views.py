@@ -164,7 +164,7 @@ def test_expanded_logits_cannot_be_overwritten():
     x = torch.zeros(1, 5, requires_grad=True).expand(3, 5)
     with refuses(
         ValueError,
-        "logits must not have elements that share memory for inplace=True, "
+        "logits must not have elements that share memory if inplace=True, "
         "got shape (3, 5) with strides (0, 1).",
     ):
         ll.cross_entropy(x, T[0], inplace=True)
@@ -202,6 +202,6 @@ def test_logits_that_retain_their_gradient_cannot_be_overwritten(of, impl):
     logits = base if of == "the logits" else base.view(2, N // 2, V)
     (logits if of == "a view" else base).retain_grad()
     words = refusal(lambda: ll.cross_entropy(logits, TARGET.view(logits.shape[:-1]), inplace=True))
-    assert words.startswith("logits must not retain grad (retain_grad was called) for inplace=True")
+    assert words.startswith("logits must not retain grad (retain_grad was called) if inplace=True")
     with torch.no_grad():
         ll.cross_entropy(logits, TARGET.view(logits.shape[:-1]), inplace=True)

@@ -103,7 +103,7 @@ def refused() -> float:
 
     for given, words in (
         (lambda: ll.logsumexp(spread(x, Shard(0))),
-         "logits must be replicated, or sharded once, on dimension 1"),
+         "logits must be replicated, or have a single placement Shard(1)"),
         (lambda: ll.logsumexp(DTensor.from_local(x, mesh, [Partial()])), "Partial"),
         (lambda: ll.cross_entropy(spread(x, Shard(1)), spread(target, Shard(0))),
          "tensors other than the logits must be plain tensors or replicated DTensors, got a"),
