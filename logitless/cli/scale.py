@@ -143,7 +143,7 @@ def plot(path: Path, tokens: int, vocab: int, hidden: int, tps: list[int], gpu: 
         ms = [1e3 * getattr(c, name) for c in costs]
         bars = axes.bar(names, ms, bottom=bottom, label=label)
         bottom = [low + high for low, high in zip(bottom, ms, strict=True)]
-    axes.bar_label(bars, [short(ms) for ms in bottom], padding=2)  # the sum, above the bar
+    axes.bar_label(bars, [short(ms) for ms in bottom], padding=2)
     axes.set_ylim(0, 1.1 * max(bottom))
     axes.set(
         xlabel="ranks that share the head", ylabel="ms per step and rank",

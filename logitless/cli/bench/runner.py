@@ -43,7 +43,7 @@ class Entry:
             step(argument)
         except Exception as error:
             self.result.status, self.result.note = "failed", f"{when}{short(error)}"
-        torch.cuda.empty_cache()  # the next contender can need the cached memory
+        torch.cuda.empty_cache()  # frees the cached memory for the next contender
 
     def examine(self, checked: bool) -> None:
         """Checks the values and gradients, and measures the memory."""
