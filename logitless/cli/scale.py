@@ -2,8 +2,8 @@
 
 The cost is computed, not measured. The command counts bytes and FLOPs, divides the counts by
 speeds, and adds a latency for each collective. Some speeds were measured on one H200
-(benchmarks/results). The other speeds are published or assumed. Comments in the source code name
-the source of each speed.
+(benchmarks/results). The other speeds are published or assumed. Comments in the source code state
+where each speed comes from.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Gpu(NamedTuple):
 # results). NVLink of the 5th generation moves 1.8 TB/s according to "NVLink and NVLink Switch"
 # (NVIDIA, product page).
 NVLINK_4, NVLINK_5, NDR = 900e9 / 2, 1800e9 / 2, 400e9 / 8
-LATENCY = 15e-6  # assumed; within a node, nccl-tests measures similar times
+LATENCY = 15e-6  # assumed; nccl-tests measures similar times within a node
 
 # Each pair holds the FLOP/s and the bytes/s of a GPU. The speeds of an H200 were measured
 # (docs/heads.md, docs/performance.md). The peak speeds of dense bf16 GEMMs and of HBM are from
@@ -88,7 +88,7 @@ def cost(tokens: int, vocab: int, hidden: int, tp: int, gpu: Gpu) -> Cost:
     return Cost(
         tp,
         products=3 * 2.0 * tokens * hidden * columns / gpu.flops,
-        loss=3 * logits / gpu.copy,  # reads the logits twice and writes their gradient once
+        loss=3 * logits / gpu.copy,  # two reads of the logits and one write of their gradient
         gather=latency + (tp - 1) * tokens * STATE * FULL / link,
         reduce=latency + 2 * (tp - 1) / tp * rows / link,
         weight=2.0 * columns * hidden * BYTES,

@@ -18,7 +18,7 @@ AT_ONCE = 4096  # documents are added to the store as soon as they have this man
 
 
 class Group(NamedTuple):
-    """Documents that are added together.
+    """A group of documents that are added to the store in one call.
 
     Each document has the name of its file and its line number.
     """

@@ -1,5 +1,4 @@
-"""`slot_loss` computes a user-defined divergence between a student and a teacher with K ids per
-row.
+"""`slot_loss` computes a user-defined divergence for a teacher with K ids per row.
 
 A slot is one of the K positions of a row. The user's formula gets the log-probabilities of student
 and teacher at each slot. The formula can also get two tails: the log of the student's probability
@@ -122,22 +121,22 @@ def slot_loss(
         slots.student is log q at the ids, of shape (n, K).
         slots.teacher is log p at the ids, of shape (n, K).
         slots.student_tail is the log of the mass of q outside the ids, of shape (n,).
-        slots.teacher_tail is the log of the mass of p outside the ids, of shape (n,). The tail is
+        slots.teacher_tail is the log of the mass of p outside the ids, of shape (n,). This tail is
         targets.tail, or log(1 - Σ p) if targets.tail is None.
         With tail=False, both tails are None, and the loss takes less time.
         slots.mask is True for unmasked slots, and has shape (n, K).
 
     The formula returns a tensor of shape (n,), with one number per row, or a tuple (loss, *more) as
     in `row_loss`. The formula also gets the same n rows of each tensor in `rows`. The tensors in
-    `rows` can require gradients. The targets, and other tensors that the formula uses, get no
-    gradient. The formula can be called several times, each time for some of the rows. So the
+    `rows` can require gradients. All other tensors that the formula uses, including the targets,
+    get no gradient. The formula can be called several times, each time for some of the rows. So the
     formula must not mix rows.
 
     In a masked slot, log q and log p are the same finite number, whose exp is 0. So masked slots
     add 0 to most divergences. Masked slots would change the result of some formulas, such as a
-    ranking of slots. Then the formula must use slots.mask. If p and q of a slot are both 0, log q
-    and log p are the same number as in a masked slot. The same holds for the tails. If only p is 0,
-    log p is -inf, and if only q is 0, log q is -inf. If q is 0, log q has no gradient.
+    ranking of slots. Such a formula must use slots.mask. If p and q of a slot are both 0, log q and
+    log p are the same number as in a masked slot. The same holds for the tails. If only p is 0, log
+    p is -inf, and if only q is 0, log q is -inf. If q is 0, log q has no gradient.
 
     A row is ignored if its label is ignore_index or its entry in `mask` is False. If all ids of a
     row are masked, the loss and the gradients of this row are 0. `row_weight` multiplies the loss

@@ -72,8 +72,8 @@ def merge(left: Partial, right: Partial) -> Partial:
     m = torch.maximum(left.m, right.m).detach()
     s, w = torch.zeros_like(m), torch.zeros_like(m)
     for part in (left, right):
-        # d is part.m - m. For an empty Partial, d is set to 0. d is also set to 0 if part.m and m
-        # are the same infinity, because inf - inf would be NaN.
+        # `d` is part.m - m. For an empty Partial, `d` is set to 0. `d` is also set to 0 if part.m
+        # and m are the same infinity, because inf - inf would be NaN.
         stays = (part.s == 0) | (m.isinf() & (part.m == m))
         d = torch.where(stays, 0.0, part.m - m).clamp_min(-1e38)
         s = s + part.s * d.exp()
@@ -102,8 +102,8 @@ class Read(RowLoss):
         state, reading, found = saved[0], self.reading, None
         gradients = {n: d for n, d in zip(reading.wants, upstream, strict=True) if d is not None}
         if len(gradients) == 1 and reading.ids is None:
-            # If only one statistic has a gradient, the coefficients are often constants (`of_one`).
-            # The backend multiplies these constants by the gradient.
+            # If only one statistic has a gradient, its coefficients can be constants, which
+            # `of_one` returns. The backend multiplies these constants by the gradient.
             ((name, gain),) = gradients.items()
             found = of_one[name, state.device, state.dtype]
         if found is None:
@@ -181,14 +181,14 @@ def stats_reading(
     return call.reading_of(logits, temperature, softcap, wants=tuple(wants), **fields)
 
 
-NO_CLASS = -(2**31)  # stands for ignore_index if only a mask is given; never a valid id
+NO_CLASS = -(2**31)  # used as ignore_index if only a mask is given; never a valid id
 
 
 def _label_and_ids(logits, ids, ignore_index, mask) -> dict:
     """Returns the fields `label`, `ids` and `ignore_index` of a `Reading`.
 
-    If `ids` holds one id per row, the ids are stored as labels. If there are no ids, or K ids per
-    row, the labels only mark ignored rows.
+    If `ids` holds one id per row, the ids are stored as labels. If there are no ids, or if there
+    are K ids per row, the labels only mark ignored rows.
     """
     if ids is not None and ids.dim() < len(logits.shape):
         if ignore_index is None and mask is not None:

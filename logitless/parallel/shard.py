@@ -214,7 +214,7 @@ class Shard(Source):
         return _evaluate(self, loss, reduction, row_weight)
 
     def evaluate_in_place(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        """Computes the same as `evaluate`, and overwrites this rank's logits with the gradient."""
+        """Computes the loss as `evaluate` does. The gradient overwrites this rank's logits."""
         if not self.requires_grad or not torch.is_grad_enabled() or under_transform():
             return self.evaluate(loss, reduction, row_weight)
         return self.whole().evaluate_in_place(loss, reduction, row_weight)

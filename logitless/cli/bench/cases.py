@@ -72,7 +72,7 @@ class Case(Work):
     For each reference, our time must be at most `targets[reference]` times the reference's time. A
     reference is one of these strings:
 
-    - "floor" is the lower bound on the time of the case. The docstring of this file defines it.
+    - "floor" is the lower bound on the time of the case (see the docstring of this file).
 
     - "start + floor" is for small inputs. Our time must be at most 6 µs + targets[reference] times
       the floor, because starting the kernels takes time.
@@ -84,7 +84,7 @@ class Case(Work):
     - "cpu" is PyTorch's time on a CPU.
     """
 
-    options: dict[str, Any] = field(default_factory=dict)  # passed to the op, or used to create its inputs
+    options: dict[str, Any] = field(default_factory=dict)  # for the op, its head and its inputs
     targets: dict[str, float] = field(default_factory=dict)
     passes: float = 0.0  # number of moved bytes, as a multiple of the size of the logits
     yardstick: str = ""  # name of a yardstick (see runner.yardstick), or empty
@@ -189,7 +189,7 @@ OVER_A_HEAD = [
 
 
 def workspaces(targets: dict[int, dict]) -> list[Case]:
-    """Returns cases of cross_entropy over a head, with several workspaces and `accumulate`.
+    """Returns cases of cross_entropy over a head that differ in `workspace` and `accumulate`.
 
     `targets` maps the size of a workspace in MiB to the targets of its case (see Case).
     """

@@ -141,7 +141,7 @@ def limit(case: Case, of: str, factor: float, floor: float | None, times: Times)
         references = {case.yardstick or f"{passes}B/C": floor}
     elif of == OUR_PLAIN:
         references = {of: times.get((OURS, replace(plain, op="cross_entropy").name))}
-    else:  # a contender without a time for this variant has its plain time
+    else:  # if a contender lacks this variant, its plain variant is the reference
         names = of.split(", ")
         references = {x: times.get((x, case.name), times.get((x, plain.name))) for x in names}
     known = {name: ms for name, ms in references.items() if ms}

@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     """The sizes of the models, the data and the measurements."""
 
     vocab: int
-    k: int  # number of stored ids per token; the mass of 64 ids would be too small
+    k: int  # number of stored ids per token; 64 ids would have too little probability mass
     teacher: Scale
     student: Scale
     documents: int  # number of documents that the students train on
