@@ -20,7 +20,7 @@ class Gpu(NamedTuple):
     """Speeds of a GPU and its links."""
 
     flops: float  # FLOP per second that the three GEMMs of a bf16 head reach
-    copy: float  # bytes read plus bytes written per second
+    copy: float  # bandwidth in bytes per second, counting reads and writes
     link: float  # bytes per second in each direction, within a node
     network: float  # bytes per second in each direction, between nodes
     node: int  # GPUs in a node
@@ -57,10 +57,10 @@ class Cost(NamedTuple):
     """Time in seconds and memory in bytes of forward and backward on one rank."""
 
     tp: int
-    products: float  # seconds of the three GEMMs
-    loss: float  # seconds of reading and writing logits
-    gather: float  # seconds of the all-gather of statistics
-    reduce: float  # seconds of the all-reduce of d_hidden, assuming no overlap with other work
+    products: float  # seconds for the three GEMMs
+    loss: float  # seconds for reading and writing logits
+    gather: float  # seconds for the all-gather of statistics
+    reduce: float  # seconds for the all-reduce of d_hidden, assuming no overlap with other work
     weight: float  # bytes of one rank's shard of the weight, plus the gradient of this shard
     hidden: float  # bytes of the hidden states of all tokens, plus their gradient
     logits: float  # bytes of logits in memory at once

@@ -180,7 +180,7 @@ def of_scores(x, ids, _):
 
 
 def of_kept(x, ids, _):
-    """Returns three scores. Each row has two kept ids, one repeated slot and one empty slot."""
+    """Returns three scores. Each row keeps two ids. One id is repeated, and one slot is empty."""
     kept = F.pad(three_ids(ids, x.shape[1]), (0, 1), value=-1)
     return torch.stack(tuple(ll.kept_scores(x, ids, kept, mass=True)), -1)
 

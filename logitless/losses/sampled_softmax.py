@@ -2,9 +2,9 @@
 
 A catalogue of items is a table (V, D). The table can be too large for a softmax over all items. The
 sampled softmax compares the target with K other items, which are called negatives. If all rows
-share the negatives, the negatives form a head with K columns, and heads/ computes the loss chunk by
-chunk. If each row has its own negatives, the backend gathers rows of the table and computes K + 1
-dot products per row. Then `cross_entropy` computes the loss from these dot products.
+share the negatives, the negatives form a head with K columns, and the code in heads/ computes the
+loss chunk by chunk. If each row has its own negatives, the backend gathers rows of the table and
+computes K + 1 dot products per row. Then `cross_entropy` computes the loss from these dot products.
 """
 
 from dataclasses import dataclass
@@ -165,7 +165,7 @@ class SharedNegatives(Formula):
 
     The column of a row's hit is stored as the row's label. The label is NO_HIT if the row has no
     hit. Forward and backward both replace the logit of the hit by -inf before they read the logits.
-    So backward has the same result for the logits that forward changed and for recomputed logits.
+    So backward can read the logits that forward changed, or recomputed logits.
     """
 
     caller: ClassVar[str] = "sampled_softmax"

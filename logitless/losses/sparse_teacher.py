@@ -143,8 +143,8 @@ def gathered_kl(
     by_row, number = reading.squared(full) if t_squared else (None, 1.0)
     if reduction == "mean" and row_weight is None and not call.under_transform():
         # No row is ignored, so the mean divides by the number of all rows. The mean is computed as
-        # a sum, and the factor 1 / rows is part of `kd_weight`. So the saved gradient already
-        # contains this factor.
+        # a sum, and `kd_weight` includes the factor 1 / (number of rows). So the saved gradient
+        # already contains this factor.
         number, reduction = number / max(rows_in(student_logits.shape[:-1]), 1), "sum"
     slots = Slots(
         _constant(teacher_logprobs), None if mask is None else call.as_bool(mask), None, by_row,

@@ -131,7 +131,7 @@ def test_capture_from_the_command_line(tmp_path, capsys, monkeypatch):
     assert cli.main(command) == 0
     assert "rank 0: 0 documents added, 6 were already in" in capsys.readouterr().out
     assert cli.main([*command, "--eos"]) == 1
-    assert "--eos must have a tokenizer that defines an end-of-text" in capsys.readouterr().err
+    assert "the tokenizer must have an end-of-text token for --eos" in capsys.readouterr().err
     store = Store(tmp_path / "s", tokenizer=ll.store.tokenizer_hash(tokenizer))
     assert cli.teacher._tokenizer_hash(str(tmp_path / "model")) == store.info.tokenizer
     assert store.info.teacher == str(tmp_path / "model")
