@@ -54,8 +54,8 @@ def row_loss(
 
     The formula can be called several times, each time for some of the rows. So the formula must not
     mix rows, for example by a mean over rows, or by sorting rows. With LOGITLESS_CHECK=1, row_loss
-    calls the formula for two rows together and for each row alone, and raises if the results
-    differ.
+    calls the formula for two rows together and for each row alone, and raises an error if the
+    results differ.
 
     `ids`, `entropy`, `total`, `argmax`, `rank`, `ignore_index` and `mask` have the same meaning as
     in `row_stats`. `row_weight` holds one number per row. The loss of each row is multiplied by
@@ -247,7 +247,7 @@ def _checked(results: Any, rows: int, hint: str) -> tuple[Tensor, ...]:
 def _check_row_by_row(
     call: Callable[..., tuple[Tensor, ...]], statistics: dict[str, Tensor], rows: list
 ) -> None:
-    """Raises if the results for two rows together differ from the results for each row alone."""
+    """Raises an error if the results for two rows depend on whether the rows are grouped."""
 
     def call_for(at: slice) -> Tensor:
         results = call({name: t[at] for name, t in statistics.items()}, [t[at] for t in rows])

@@ -141,7 +141,7 @@ class _Sample:
         return self.target == self.ignore_index
 
     def check_values(self) -> None:
-        """Raises if a row that is not ignored has a target or negative outside [0, V)."""
+        """Raises an error if a row that is not ignored has a target or negative outside [0, V)."""
         if not call.reads_values(self.target):
             return
         V, live = len(self.weight), ~self.ignored

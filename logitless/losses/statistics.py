@@ -141,14 +141,14 @@ def row_stats(
 
     The flag `rank` requests the rank of the row's id. If there are K ids per row, the rank of the
     first id is computed. `rank` needs `ids`. The rank is the number of logits of the row that are
-    strictly greater than the logit of the id. So the rank of an argmax is 0. The dtype of the
-    rank is int64. The recall at k is 1 if rank < k, the reciprocal rank is 1 / (1 + rank), and the
-    NDCG of one relevant item is 1 / log2(2 + rank). The logits are compared after the softcap and
-    before the division by the temperature, so equal logits stay equal. A NaN counts as greater than
-    every logit. So the rank is V if the logit of the id is NaN. On a GPU, an id outside [0, V)
-    raises no error, and its rank is also V. The logits of a 16-bit head are rounded to 16 bits. So
-    a logit that is slightly greater than the logit of the id can become equal to the logit of the
-    id. The rank is then too small. For metrics, pass logits_dtype=torch.float32 to LinearLogits.
+    strictly greater than the logit of the id. So the rank of an argmax is 0. The dtype of the rank
+    is int64. The recall at k is 1 if rank < k, the reciprocal rank is 1 / (1 + rank), and the NDCG
+    of one relevant item is 1 / log2(2 + rank). The logits are compared after the softcap and before
+    the division by the temperature, so equal logits stay equal. A NaN counts as greater than every
+    logit. So the rank is V if the logit of the id is NaN. On a GPU, an id outside [0, V) raises no
+    error, and its rank is also V. The logits of a 16-bit head are rounded to 16 bits. So a slightly
+    greater logit can become equal to the logit of the id. The rank is then too small. For metrics,
+    pass logits_dtype=torch.float32 to LinearLogits.
 
     Logits are fp16, bf16, fp32 or fp64. The temperature is one number, or a tensor with one number
     per row. Statistics are fp32 (fp64 for fp64 logits), and gradients have the dtype of the logits.

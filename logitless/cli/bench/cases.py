@@ -7,9 +7,10 @@ reads and overwrites each logit once. The copy bandwidth C is measured in the sa
 of a case is a lower bound on its time: the number of moved bytes divided by C.
 
 If a function is not limited by memory bandwidth, its floor is the time of a *yardstick*. A
-yardstick is simpler work that is timed in the same run. For a loss over a head, the yardstick is
-the GEMMs of the head, computed by cuBLAS. A mean or a sum needs three GEMMs. A loss with one result
-per row needs four GEMMs. On a CPU, cases have no floor, and times are compared with PyTorch's time.
+yardstick is a simpler computation that is timed in the same run. For a loss over a head, the
+yardstick is the GEMMs of the head, computed by cuBLAS. A mean or a sum needs three GEMMs. A loss
+with one result per row needs four GEMMs. On a CPU, cases have no floor, and times are compared with
+PyTorch's time.
 """
 
 from __future__ import annotations

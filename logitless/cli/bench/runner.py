@@ -37,7 +37,8 @@ class Entry:
     def attempt(self, step: Callable, argument, when: str = "") -> None:
         """Calls `step(argument)`.
 
-        If the call raises, the contender's status becomes "failed", and its note is the error.
+        If the call raises an error, the contender's status becomes "failed", and its note is the
+        error.
         """
         try:
             step(argument)

@@ -106,7 +106,7 @@ def run(path: Path, steps: int, device: str, seed: int) -> Outcome:
 def split(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Splits tokens into training text and held-out text.
 
-    The held-out text is every tenth piece of 1,024 tokens.
+    The tokens are cut into pieces of 1,024 tokens, and every tenth piece is held out.
     """
     pieces = ids[: len(ids) // 1024 * 1024].view(-1, 1024)
     held_out = torch.arange(len(pieces)) % 10 == 9
