@@ -247,7 +247,7 @@ def _checked(results: Any, rows: int, hint: str) -> tuple[Tensor, ...]:
 def _check_row_by_row(
     call: Callable[..., tuple[Tensor, ...]], statistics: dict[str, Tensor], rows: list
 ) -> None:
-    """Raises an error if the results for two rows depend on whether the rows are grouped."""
+    """Checks that a formula has the same results for two rows together and for each row alone."""
 
     def call_for(at: slice) -> Tensor:
         results = call({name: t[at] for name, t in statistics.items()}, [t[at] for t in rows])
