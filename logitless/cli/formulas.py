@@ -2,9 +2,9 @@
 
 A formula takes logits (n, V) and tensors with one entry per row. A formula returns numbers or ids
 for each row. `doctor` compares the library with some of these formulas (selfcheck.py). `bench` also
-times these formulas as the contender "eager". These runs use the dtype of the logits. `errors`
-evaluates and differentiates the formulas in fp64. To save memory, `errors` processes only a few
-rows at a time.
+times these formulas as the contender "eager". In these timings, the formulas use the dtype of the
+logits. `errors` evaluates and differentiates the formulas in fp64. To save memory, `errors`
+processes only a few rows at a time.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[flo
             loss = objective(op, exact).sum() / count
             total += loss.detach()
         if grads:
-            loss.backward()  # adds to the gradient of the head's weight
+            loss.backward()  # also accumulates the gradient of the head's weight
             off += (grads[0][block].double() - leaf.grad).square().sum()
             norm += leaf.grad.square().sum()
     value = distance(out, total) if op not in BY_ROW else value
@@ -194,9 +194,9 @@ def gap(z: Tensor, got: Tensor, right: Tensor, *, exact_logits: bool) -> Tensor:
     """Returns the largest error in `got`, a tensor of numbers or ids.
 
     For ids, the error is the difference between the logit of the returned id and the logit of the
-    right id. So the error is 0 if two ids with equal logits are exchanged. Pass `exact_logits=True`
-    only if the logits `z` have no rounding errors. With `exact_logits=True`, the error is infinite
-    if the two logits differ at all.
+    right id. So the error is 0 if the returned id and the right id have equal logits. Pass
+    `exact_logits=True` only if the logits `z` have no rounding errors. With `exact_logits=True`,
+    the error is infinite if the two logits differ.
     """
     if got.is_floating_point():
         return distance(got, right)

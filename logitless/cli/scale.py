@@ -2,8 +2,8 @@
 
 The cost is computed, not measured. The command counts bytes and FLOPs, divides the counts by
 speeds, and adds a latency for each collective. Some speeds were measured on one H200
-(benchmarks/results). The other speeds are published or assumed. Comments in the source code name
-the source of each speed.
+(benchmarks/results). The other speeds are published or assumed. Comments in the source code state
+where each speed comes from.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Gpu(NamedTuple):
     """Speeds of a GPU and its links."""
 
     flops: float  # FLOP per second that the three GEMMs of a bf16 head reach
-    copy: float  # bytes read plus bytes written per second
+    copy: float  # bandwidth in bytes per second, counting reads and writes
     link: float  # bytes per second in each direction, within a node
     network: float  # bytes per second in each direction, between nodes
     node: int  # GPUs in a node
@@ -33,7 +33,7 @@ class Gpu(NamedTuple):
 # results). NVLink of the 5th generation moves 1.8 TB/s according to "NVLink and NVLink Switch"
 # (NVIDIA, product page).
 NVLINK_4, NVLINK_5, NDR = 900e9 / 2, 1800e9 / 2, 400e9 / 8
-LATENCY = 15e-6  # assumed; within a node, nccl-tests measures similar times
+LATENCY = 15e-6  # assumed; nccl-tests measures similar times within a node
 
 # Each pair holds the FLOP/s and the bytes/s of a GPU. The speeds of an H200 were measured
 # (docs/heads.md, docs/performance.md). The peak speeds of dense bf16 GEMMs and of HBM are from
@@ -57,10 +57,10 @@ class Cost(NamedTuple):
     """Time in seconds and memory in bytes of forward and backward on one rank."""
 
     tp: int
-    products: float  # seconds of the three GEMMs
-    loss: float  # seconds of reading and writing logits
-    gather: float  # seconds of the all-gather of statistics
-    reduce: float  # seconds of the all-reduce of d_hidden, assuming no overlap with other work
+    products: float  # seconds for the three GEMMs
+    loss: float  # seconds for reading and writing logits
+    gather: float  # seconds for the all-gather of statistics
+    reduce: float  # seconds for the all-reduce of d_hidden, assuming no overlap with other work
     weight: float  # bytes of one rank's shard of the weight, plus the gradient of this shard
     hidden: float  # bytes of the hidden states of all tokens, plus their gradient
     logits: float  # bytes of logits in memory at once
@@ -88,7 +88,7 @@ def cost(tokens: int, vocab: int, hidden: int, tp: int, gpu: Gpu) -> Cost:
     return Cost(
         tp,
         products=3 * 2.0 * tokens * hidden * columns / gpu.flops,
-        loss=3 * logits / gpu.copy,  # reads the logits twice and writes their gradient once
+        loss=3 * logits / gpu.copy,  # two reads of the logits and one write of their gradient
         gather=latency + (tp - 1) * tokens * STATE * FULL / link,
         reduce=latency + 2 * (tp - 1) / tp * rows / link,
         weight=2.0 * columns * hidden * BYTES,
@@ -143,7 +143,7 @@ def plot(path: Path, tokens: int, vocab: int, hidden: int, tps: list[int], gpu: 
         ms = [1e3 * getattr(c, name) for c in costs]
         bars = axes.bar(names, ms, bottom=bottom, label=label)
         bottom = [low + high for low, high in zip(bottom, ms, strict=True)]
-    axes.bar_label(bars, [short(ms) for ms in bottom], padding=2)  # the sum, above the bar
+    axes.bar_label(bars, [short(ms) for ms in bottom], padding=2)
     axes.set_ylim(0, 1.1 * max(bottom))
     axes.set(
         xlabel="ranks that share the head", ylabel="ms per step and rank",

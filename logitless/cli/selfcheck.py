@@ -28,8 +28,8 @@ class Check(NamedTuple):
     """A function of the library, and a naive formula that is evaluated in fp64.
 
     The function and the formula have the same arguments: logits of shape (N, V), N ids and a second
-    matrix of shape (N, V). Each of the two returns a floating-point tensor. If `differentiable` is
-    True, this tensor is differentiated with respect to the logits.
+    matrix of shape (N, V). Both return a floating-point tensor. If `differentiable` is True, the
+    two tensors are differentiated with respect to the logits.
     """
 
     name: str  # name of the function, followed by ", case" if the function has several checks
@@ -180,7 +180,7 @@ def of_scores(x, ids, _):
 
 
 def of_kept(x, ids, _):
-    """Returns three scores. Each row has two kept ids, one repeated slot and one empty slot."""
+    """Returns three scores. Each row keeps two ids. One id is repeated, and one slot is empty."""
     kept = F.pad(three_ids(ids, x.shape[1]), (0, 1), value=-1)
     return torch.stack(tuple(ll.kept_scores(x, ids, kept, mass=True)), -1)
 

@@ -217,7 +217,7 @@ def capture(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     end = tokenizer.eos_token_id if args.eos else None
     if args.eos and end is None:
-        raise ValueError("--eos must have a tokenizer that defines an end-of-text token, got none.")
+        raise ValueError("the tokenizer must have an end-of-text token for --eos, got none.")
     config = AutoConfig.from_pretrained(args.model).get_text_config()
     expected = args.vocab_size or getattr(config, "vocab_size", None)
     fields = {**_slots(args.k, args.values, args.sample, args.seed), "teacher": args.model}
@@ -265,7 +265,7 @@ def _slots(
     """Returns the fields `k` and `values` of a store's header."""
     if sample is None:
         if seed is not None:
-            raise ValueError(f"--seed must be passed together with --sample, got only {seed}.")
+            raise ValueError(f"--seed must be passed with --sample, got {seed} without --sample.")
         return {"k": k or K, "values": values or VALUES}
     for name, value in (("--k", k), ("--values", values)):
         if value is not None:
@@ -350,7 +350,7 @@ def merge(args: argparse.Namespace) -> None:
     from logitless import store
 
     for path in (path for path in args.stores if isinstance(path, Path)):
-        store.recover(path)  # moves documents of writers that were killed into shards
+        store.recover(path)  # moves documents of killed writers from journals to shards
     stores = [store.Store(path) for path in args.stores]
     with bar("merge", sum(s.tokens for s in stores)) as advance:
         documents = store.merge(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-WINDOW = 512  # documents are sorted by length in groups of this many, to reduce padding in batches
+WINDOW = 512  # each group of this many documents is sorted by length, to reduce padding
 SHOWN = 60  # number of characters of a line that an error message shows
 
 
@@ -62,7 +62,7 @@ def _object(where: str, text: str) -> dict[str, Any]:
 def check(line: Line, vocab_size: int | None) -> None:
     """Checks that a line has a text or token ids.
 
-    Token ids must be below `vocab_size`, unless `vocab_size` is None.
+    If `vocab_size` is not None, token ids must be below `vocab_size`.
     """
     ids, text = line.fields.get("input_ids"), line.fields.get("text")
     if ids is None and not isinstance(text, str):

@@ -18,7 +18,7 @@ AT_ONCE = 4096  # documents are added to the store as soon as they have this man
 
 
 class Group(NamedTuple):
-    """Documents that are added together.
+    """A group of documents that are added to the store in one call.
 
     Each document has the name of its file and its line number.
     """
@@ -74,8 +74,8 @@ def _documents(line: Line, form: str, completion: bool | None) -> Iterator[Docum
 def _add(writer: Writer, documents: list[tuple[str, Document]]) -> None:
     """Adds documents to the store in one call.
 
-    If the call raises, the documents are added one by one, so that the error names the line of the
-    invalid document.
+    If the call raises an error, the documents are added one by one, so that the error names the
+    line of the invalid document.
     """
     k = writer.header.k
     if not documents:

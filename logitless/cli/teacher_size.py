@@ -21,7 +21,7 @@ from .report import bytes_text, table
 
 SIZES = (16, 32, 64, 128, 256)  # the default of --k in the command `size`
 SAMPLE = 200  # number of texts that are tokenised for the estimate
-PER_DOCUMENT = 80  # assumed bytes for a document's start and index entries; usually 60 to 100
+PER_DOCUMENT = 80  # assumed extra bytes per document, for example for the index; usually 60 to 100
 
 
 class Expected(NamedTuple):
@@ -106,7 +106,7 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"{name} must not be passed together with --sample, got {value}.")
     if args.distinct is not None and not args.sample:
         raise ValueError(
-            f"--distinct must be passed together with --sample, got only {args.distinct:g}."
+            f"--distinct must be passed with --sample, got {args.distinct:g} without --sample."
         )
     if args.distinct is not None and not 1 <= args.distinct <= min(args.sample):
         raise ValueError(

@@ -96,7 +96,7 @@ def capture_sampled(
 
 def _sampled(logits, n, proposal, generator, temperature, softcap) -> SparseTargets:
     if isinstance(logits, Tensor) and call.mapped(logits):
-        rules.not_mapped()  # without this check, vmap would raise an error about random numbers
+        rules.not_mapped()  # otherwise, vmap would raise an unclear error about random numbers
     capture = Sampled(uniforms_of(logits, n, generator), float(proposal))
     options = (float(temperature), None if softcap is None else float(softcap))
     ids, logprobs, mask = _captured(logits, capture, *options)

@@ -1,9 +1,9 @@
 """Checks the arguments of the public functions. The error messages are in core/*_checks.py.
 
 `check_once` (core/call.py) calls the checks in this file with the arguments of a public function.
-The first argument of each check is the logits. If the vocabulary is sharded over ranks, the logits
-hold the process group, and `check_once` uses this group. With LOGITLESS_CHECK=1, an error on one
-rank then raises on all ranks.
+The first argument of each check is the logits. If the vocabulary is sharded over ranks,
+`check_once` gets the process group from the logits. With LOGITLESS_CHECK=1, an error on one rank is
+then raised on all ranks.
 """
 
 from torch import Tensor

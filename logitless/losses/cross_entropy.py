@@ -138,8 +138,8 @@ def cross_entropy(
     divides by the sum of v[target] over the rows that are not ignored, as in F.cross_entropy. A row
     is ignored if its target is ignore_index or its entry in `mask` is False. An ignored row is not
     read, and its loss and gradient are 0. If all rows are ignored, the mean is 0. A target outside
-    [0, V) raises on a CPU. On a GPU, a target outside [0, V) makes the loss of its row NaN. With
-    LOGITLESS_CHECK=1, this target raises an error instead.
+    [0, V) raises an error on a CPU. On a GPU, a target outside [0, V) makes the loss of its row
+    NaN. With LOGITLESS_CHECK=1, this target raises an error instead.
 
     `logits` has shape (..., V), and `weight` has shape (V,). `target`, `mask` and `row_weight` have
     shape (...). Targets are integers. The loss is fp32 (fp64 for fp64 logits). The vocabulary is
@@ -152,11 +152,11 @@ def cross_entropy(
 
     inplace=True saves the memory of the gradient, because the gradient overwrites the logits in
     forward. If another operation saved the logits before this call, the backward of that operation
-    raises. If an operation uses the logits after this call, a backward through that operation
-    raises too. If the logits are a leaf, or a slice of a larger tensor, a use after this call is
-    not detected. With inplace=True, a second backward raises. If no gradient is needed,
-    inplace=True does not overwrite the logits. Under torch.compile, inplace=True has no effect,
-    because the compiler plans memory itself.
+    raises an error. If an operation uses the logits after this call, a backward through that
+    operation raises an error too. If the logits are a leaf, or a slice of a larger tensor, a use
+    after this call is not detected. With inplace=True, a second backward raises an error. If no
+    gradient is needed, inplace=True does not overwrite the logits. Under torch.compile,
+    inplace=True has no effect, because the compiler plans memory itself.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)

@@ -58,7 +58,7 @@ class Dense(RowLoss):
         if loss is None or scale == 1 or self.pair.kind == "soft":
             return loss
         # The new loss divides the temperature by `scale`. The temperature also applies to the
-        # teacher. So the teacher's logits are divided by `scale` too, and the teacher's softmax
+        # teacher. So the teacher's logits are divided by `scale` too. Then the teacher's softmax
         # does not change.
         teacher = scaled_teacher(self.pair.teacher, 1 / scale)
         if teacher is None:

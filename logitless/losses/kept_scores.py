@@ -109,8 +109,8 @@ def kept_scores(
 
     A row is ignored if its target is ignore_index or its entry in `mask` is False. An ignored row
     is not read, and its scores and gradient are 0. The scores are fp32, or fp64 for fp64 logits. An
-    id outside [0, V) raises on a CPU. On a GPU, an id outside [0, V) makes the scores of its row
-    NaN. With LOGITLESS_CHECK=1, this id raises an error instead.
+    id outside [0, V) raises an error on a CPU. On a GPU, an id outside [0, V) makes the scores of
+    its row NaN. With LOGITLESS_CHECK=1, this id raises an error instead.
 
     >>> kept_scores(torch.zeros(1, 4), torch.tensor([2]), torch.tensor([[0, 2, -1]])).logprob
     tensor([-0.6931])
@@ -141,7 +141,8 @@ def _distinct(ids: Tensor, label: Tensor, vocab: int) -> Tensor:
     in_order, order = ids.sort(dim=-1, stable=True)
     again = torch.nn.functional.pad(in_order[..., 1:] == in_order[..., :-1], (1, 0))
     repeated = torch.zeros_like(again).scatter(-1, order, again)
-    # `kept` is not allowed to contain NO_ID, so NO_ID is replaced by an invalid id.
+    # In the argument `kept`, NO_ID is an invalid id. NO_ID is replaced by another invalid id,
+    # because the next line uses NO_ID to mark empty slots.
     ids = torch.where(ids == NO_ID, EMPTY - 1, ids)
     ids = torch.where(repeated | (ids == EMPTY), NO_ID, ids)
     # `bad` can be True for ignored rows too, but ignored rows are not read.
@@ -159,7 +160,7 @@ def _scores(
     NaN.
     """
     real = ids != NO_ID
-    some = (real & (z != -torch.inf)).any(-1)  # also True if a z is NaN
+    some = (real & (z != -torch.inf)).any(-1)  # a NaN in z also makes `some` True
 
     def at_ids(t: Tensor) -> Tensor:
         return torch.where(some.unsqueeze(-1), torch.where(real, t, -torch.inf), 0.0)

@@ -1,4 +1,4 @@
-"""`row_loss` computes a user's own loss over row statistics, as fast as the losses of logitless."""
+"""`row_loss` computes a user-defined loss over row statistics, as fast as the built-in losses."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ def row_loss(
     ignore_index: int | None = -100,
     mask: Tensor | None = None,
 ) -> Result:
-    """Computes a user's loss over row statistics, as fast as the losses of logitless.
+    """Computes a user-defined loss over row statistics, as fast as the built-in losses.
 
     The result is a scalar, or one number per row for reduction="none". `formula(stats, *rows)` gets
     the statistics of n rows as a RowStats. Each statistic has shape (n,), or (n, K) for K ids per
@@ -54,8 +54,8 @@ def row_loss(
 
     The formula can be called several times, each time for some of the rows. So the formula must not
     mix rows, for example by a mean over rows, or by sorting rows. With LOGITLESS_CHECK=1, row_loss
-    calls the formula for two rows together and for each row alone, and raises if the results
-    differ.
+    calls the formula for two rows together and for each row alone, and raises an error if the
+    results differ.
 
     `ids`, `entropy`, `total`, `argmax`, `rank`, `ignore_index` and `mask` have the same meaning as
     in `row_stats`. `row_weight` holds one number per row. The loss of each row is multiplied by
@@ -83,8 +83,9 @@ def row_loss(
 class Formula(RowLoss):
     """A loss that a user's function computes from row statistics and from `row_inputs`.
 
-    The `row_inputs` are tensors of the user, with one or several numbers per row. The function gets
-    n rows of each tensor, in shape (n,) or (n, k). The number n can differ between calls.
+    The `row_inputs` are tensors that the user passes, with one or several numbers per row. The
+    function gets n rows of each tensor, in shape (n,) or (n, k). The number n can differ between
+    calls.
     """
 
     names: ClassVar[tuple[str, str]] = ("ids", "ids")
@@ -101,7 +102,7 @@ class Formula(RowLoss):
         return RowStats(**statistics), row_inputs
 
     def hints(self, argument: Any) -> list[str]:
-        """Returns a hint for each field of the argument that is None.
+        """Returns one hint for each field of `argument` whose value is None.
 
         The hint names the option of the public function that requests the field.
         """
@@ -246,7 +247,7 @@ def _checked(results: Any, rows: int, hint: str) -> tuple[Tensor, ...]:
 def _check_row_by_row(
     call: Callable[..., tuple[Tensor, ...]], statistics: dict[str, Tensor], rows: list
 ) -> None:
-    """Raises if the results for two rows together differ from the results for each row alone."""
+    """Checks that a formula has the same results for two rows together and for each row alone."""
 
     def call_for(at: slice) -> Tensor:
         results = call({name: t[at] for name, t in statistics.items()}, [t[at] for t in rows])

@@ -2,9 +2,9 @@
 
 A catalogue of items is a table (V, D). The table can be too large for a softmax over all items. The
 sampled softmax compares the target with K other items, which are called negatives. If all rows
-share the negatives, the negatives form a head with K columns, and heads/ computes the loss chunk by
-chunk. If each row has its own negatives, the backend gathers rows of the table and computes K + 1
-dot products per row. Then `cross_entropy` computes the loss from these dot products.
+share the negatives, the negatives form a head with K columns, and the code in heads/ computes the
+loss chunk by chunk. If each row has its own negatives, the backend gathers rows of the table and
+computes K + 1 dot products per row. Then `cross_entropy` computes the loss from these dot products.
 """
 
 from dataclasses import dataclass
@@ -141,7 +141,7 @@ class _Sample:
         return self.target == self.ignore_index
 
     def check_values(self) -> None:
-        """Raises if a row that is not ignored has a target or negative outside [0, V)."""
+        """Raises an error if a row that is not ignored has a target or negative outside [0, V)."""
         if not call.reads_values(self.target):
             return
         V, live = len(self.weight), ~self.ignored
@@ -164,8 +164,8 @@ class SharedNegatives(Formula):
     """Computes the loss of each row from the logits of the shared negatives and of the target.
 
     The column of a row's hit is stored as the row's label. The label is NO_HIT if the row has no
-    hit. Forward and backward replace the logit of the hit by -inf before they read the logits. So
-    backward can read the logits that forward changed. Backward can also read recomputed logits.
+    hit. Forward and backward both replace the logit of the hit by -inf before they read the logits.
+    So backward can read the logits that forward changed, or recomputed logits.
     """
 
     caller: ClassVar[str] = "sampled_softmax"
@@ -237,8 +237,8 @@ def _target_logits(s: _Sample, own: Tensor, bias: Tensor | None, bad: Tensor) ->
     """
     ignored = s.ignored
     # In an ignored row, backward multiplies a gradient of 0 by the hidden state. If the hidden
-    # state is not finite, the product is NaN. masked_fill keeps this NaN out of the gradient of the
-    # table.
+    # state is not finite, the product is NaN. `masked_fill` keeps this NaN out of the gradient of
+    # the table.
     own = own.to(s.full).masked_fill(ignored.unsqueeze(-1), 0.0)
     z = (s.hidden.to(s.full) * own).sum(-1)
     z = z if bias is None else z + bias
@@ -253,9 +253,9 @@ def _distinct(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the sorted negatives, their log_q, and the column of each row's hit (or NO_HIT).
 
-    If an id occurs several times, the first column of the id gets the whole mass Σ e^(-log_q). The
-    other columns of the id get log_q = inf, so the logits of these columns are -inf. So each row
-    has at most one hit, and the host need not wait for the number of distinct ids.
+    If an id occurs several times, the first column of the id gets the whole mass Σ e^(-log_q). In
+    the other columns of the id, log_q is inf, so the logits are -inf. So each row has at most one
+    hit, and the host need not wait for the number of distinct ids.
     """
     ids, order = ids.sort(stable=True)
     log_q = torch.zeros_like(ids, dtype=full) if log_q is None else log_q.to(full)[order]
@@ -308,7 +308,7 @@ def _bias_of(bias: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _TableRows(Node):
-    """The rows `ids` (n,) of a table (V, D), cast to `dtype`.
+    """Gathers rows of a table (V, D), and casts the rows to `dtype`. `ids` (n,) selects the rows.
 
     Backward adds the gradients of equal ids in fp32 (fp64 for fp64 tables), and rounds each sum
     once. The backward of F.embedding adds gradients in 16 bits. A 16-bit sum stops growing after a
@@ -338,7 +338,10 @@ class _TableRows(Node):
 
 
 class _RowDots(Node):
-    """The dot products of hidden states (N, D) with the rows `ids` (N, M) of a table (V, D)."""
+    """Computes dot products of hidden states (N, D) and rows of a table (V, D).
+
+    `ids` (N, M) selects M rows of the table for each hidden state.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, ids, sparse):

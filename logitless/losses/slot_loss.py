@@ -1,4 +1,4 @@
-"""`slot_loss` computes a user's divergence between a student and a teacher with K ids per row.
+"""`slot_loss` computes a user-defined divergence for a teacher with K ids per row.
 
 A slot is one of the K positions of a row. The user's formula gets the log-probabilities of student
 and teacher at each slot. The formula can also get two tails: the log of the student's probability
@@ -25,8 +25,8 @@ from .row_loss import Formula, check_formula, constant_where
 
 Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
 
-# The number NOTHING replaces the log-probabilities of student and teacher where both probabilities
-# are 0. NOTHING is finite, so that the difference of the two log-probabilities is 0 instead of NaN.
+# If the probabilities of student and teacher are both 0, both log-probabilities are set to NOTHING.
+# NOTHING is finite, so that the difference of the two log-probabilities is 0 instead of NaN.
 # exp(NOTHING) is 0. Even exp(NOTHING / 100) is 0 in fp64, so a formula can divide the
 # log-probabilities by up to 100.
 NOTHING = -1e5
@@ -63,8 +63,8 @@ class SlotFormula(Formula):
         student_tail = teacher_tail = None
         if "tail" in statistics:
             student_tail, (teacher_tail, *rows) = statistics["tail"], rows
-            # If the student's mass outside the ids is 0, a small tail of the teacher can be a
-            # rounding error.
+            # If the student's mass outside the ids is 0, a tiny mass of the teacher outside the ids
+            # is treated as a rounding error, and is set to 0.
             small = (student_tail == -torch.inf) & (teacher_tail < LOG_ROUNDING)
             teacher_tail = torch.where(small, -torch.inf, teacher_tail)
             student_tail, teacher_tail = _compared(student_tail, teacher_tail, some)
@@ -84,10 +84,10 @@ class SlotFormula(Formula):
 def _compared(student: Tensor, teacher: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the log-probabilities of student and teacher.
 
-    Where both probabilities are 0, both log-probabilities are the constant NOTHING. The
-    log-probabilities are also NOTHING in masked slots and ignored rows, where `real` is False.
-    Where the student's probability is 0, the student's log-probability is detached, because the
-    gradient could be 0 · inf = NaN.
+    If both probabilities are 0, both log-probabilities are set to NOTHING. In masked slots and
+    ignored rows, `real` is False, and both log-probabilities are also set to NOTHING. Where the
+    student's probability is 0, the student's log-probability is detached, because the gradient
+    could be 0 · inf = NaN.
     """
     teacher = teacher.to(student.dtype)
     gone = student == -torch.inf
@@ -112,7 +112,7 @@ def slot_loss(
     ignore_index: int = -100,
     mask: Tensor | None = None,
 ) -> Result:
-    """Computes a user's divergence between the student and a teacher with K ids per row.
+    """Computes a user-defined divergence between the student and a teacher with K ids per row.
 
     The result is a scalar, or one number per row for reduction="none". Let p be the teacher's
     probabilities, and let q = softmax(z), with z = softcap · tanh(logits / softcap) / temperature.
@@ -121,22 +121,22 @@ def slot_loss(
         slots.student is log q at the ids, of shape (n, K).
         slots.teacher is log p at the ids, of shape (n, K).
         slots.student_tail is the log of the mass of q outside the ids, of shape (n,).
-        slots.teacher_tail is the log of the mass of p outside the ids, of shape (n,). The tail is
+        slots.teacher_tail is the log of the mass of p outside the ids, of shape (n,). This tail is
         targets.tail, or log(1 - Σ p) if targets.tail is None.
         With tail=False, both tails are None, and the loss takes less time.
         slots.mask is True for unmasked slots, and has shape (n, K).
 
     The formula returns a tensor of shape (n,), with one number per row, or a tuple (loss, *more) as
     in `row_loss`. The formula also gets the same n rows of each tensor in `rows`. The tensors in
-    `rows` can require gradients. The targets, and other tensors that the formula uses, get no
-    gradient. The formula can be called several times, each time for some of the rows. So the
+    `rows` can require gradients. All other tensors that the formula uses, including the targets,
+    get no gradient. The formula can be called several times, each time for some of the rows. So the
     formula must not mix rows.
 
     In a masked slot, log q and log p are the same finite number, whose exp is 0. So masked slots
-    add 0 to most divergences. If masked slots would change the result of a formula, as in a
-    ranking, the formula must use slots.mask. If p and q of a slot are both 0, log q and log p are
-    also this finite number. The same holds for the tails. If only p is 0, log p is -inf, and if
-    only q is 0, log q is -inf. If q is 0, log q has no gradient.
+    add 0 to most divergences. Masked slots would change the result of some formulas, such as a
+    ranking of slots. Such a formula must use slots.mask. If p and q of a slot are both 0, log q and
+    log p are the same number as in a masked slot. The same holds for the tails. If only p is 0, log
+    p is -inf, and if only q is 0, log q is -inf. If q is 0, log q has no gradient.
 
     A row is ignored if its label is ignore_index or its entry in `mask` is False. If all ids of a
     row are masked, the loss and the gradients of this row are 0. `row_weight` multiplies the loss

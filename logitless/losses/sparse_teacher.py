@@ -74,7 +74,7 @@ class Sparse(RowLoss):
 @operator("sparse_teacher_at_ids", saved=2)
 @dataclass(eq=False)
 class AtIds(Sparse):
-    """Like Sparse, but the student's softmax is over the ids. Only logits at the ids are read."""
+    """A `Sparse` loss with the student's softmax over the ids. No other logits are read."""
 
     def forward(self, backend, x):
         picked = backend.gather(x, self.reading)
@@ -94,7 +94,7 @@ class AtIds(Sparse):
 @operator("gathered_teacher", saved=1)
 @dataclass(eq=False)
 class Gathered(Sparse):
-    """Like Sparse, but the logits are already gathered at the K ids of each row."""
+    """A `Sparse` loss over logits that are already gathered at the K ids of each row."""
 
     saves_gradient: ClassVar[bool] = True
 
@@ -143,8 +143,8 @@ def gathered_kl(
     by_row, number = reading.squared(full) if t_squared else (None, 1.0)
     if reduction == "mean" and row_weight is None and not call.under_transform():
         # No row is ignored, so the mean divides by the number of all rows. The mean is computed as
-        # a sum, and the factor 1 / rows is part of `kd_weight`. So the saved gradient already
-        # contains this factor.
+        # a sum, and `kd_weight` includes the factor 1 / (number of rows). So the saved gradient
+        # already contains this factor.
         number, reduction = number / max(rows_in(student_logits.shape[:-1]), 1), "sum"
     slots = Slots(
         _constant(teacher_logprobs), None if mask is None else call.as_bool(mask), None, by_row,
@@ -203,8 +203,8 @@ def topk_distill(
     The divergence of a row whose ids are all masked is 0. "mean" divides by the number of rows that
     are not ignored.
 
-    An unmasked id outside [0, V) raises on a CPU. On a GPU, an unmasked id outside [0, V) makes the
-    loss of its row NaN. With LOGITLESS_CHECK=1, this id raises an error instead.
+    An unmasked id outside [0, V) raises an error on a CPU. On a GPU, an unmasked id outside [0, V)
+    makes the loss of its row NaN. With LOGITLESS_CHECK=1, this id raises an error instead.
 
     >>> topk_distill(logits, targets, divergence="forward_kl", support="tail", temperature=2.0,
     ...              t_squared=True, labels=labels, ce_weight=0.5, kd_weight=0.5)

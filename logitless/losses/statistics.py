@@ -72,8 +72,8 @@ def merge(left: Partial, right: Partial) -> Partial:
     m = torch.maximum(left.m, right.m).detach()
     s, w = torch.zeros_like(m), torch.zeros_like(m)
     for part in (left, right):
-        # d is part.m - m. For an empty Partial, d is set to 0. d is also set to 0 if part.m and m
-        # are the same infinity, because inf - inf would be NaN.
+        # `d` is part.m - m. For an empty Partial, `d` is set to 0. `d` is also set to 0 if part.m
+        # and m are the same infinity, because inf - inf would be NaN.
         stays = (part.s == 0) | (m.isinf() & (part.m == m))
         d = torch.where(stays, 0.0, part.m - m).clamp_min(-1e38)
         s = s + part.s * d.exp()
@@ -102,8 +102,8 @@ class Read(RowLoss):
         state, reading, found = saved[0], self.reading, None
         gradients = {n: d for n, d in zip(reading.wants, upstream, strict=True) if d is not None}
         if len(gradients) == 1 and reading.ids is None:
-            # If only one statistic has a gradient, the coefficients are often constants (`of_one`).
-            # The backend multiplies these constants by the gradient.
+            # If only one statistic has a gradient, its coefficients can be constants, which
+            # `of_one` returns. The backend multiplies these constants by the gradient.
             ((name, gain),) = gradients.items()
             found = of_one[name, state.device, state.dtype]
         if found is None:
@@ -141,14 +141,14 @@ def row_stats(
 
     The flag `rank` requests the rank of the row's id. If there are K ids per row, the rank of the
     first id is computed. `rank` needs `ids`. The rank is the number of logits of the row that are
-    strictly greater than the logit of the id. So the rank of an argmax is 0. The dtype of the
-    rank is int64. The recall at k is 1 if rank < k, the reciprocal rank is 1 / (1 + rank), and the
-    NDCG of one relevant item is 1 / log2(2 + rank). The logits are compared after the softcap and
-    before the division by the temperature, so equal logits stay equal. A NaN counts as greater than
-    every logit. So the rank is V if the logit of the id is NaN. On a GPU, an id outside [0, V)
-    raises no error, and its rank is also V. The logits of a 16-bit head are rounded to 16 bits. So
-    a logit that is slightly greater than the logit of the id can become equal to the logit of the
-    id. The rank is then too small. For metrics, pass logits_dtype=torch.float32 to LinearLogits.
+    strictly greater than the logit of the id. So the rank of an argmax is 0. The dtype of the rank
+    is int64. The recall at k is 1 if rank < k, the reciprocal rank is 1 / (1 + rank), and the NDCG
+    of one relevant item is 1 / log2(2 + rank). The logits are compared after the softcap and before
+    the division by the temperature, so equal logits stay equal. A NaN counts as greater than every
+    logit. So the rank is V if the logit of the id is NaN. On a GPU, an id outside [0, V) raises no
+    error, and its rank is also V. The logits of a 16-bit head are rounded to 16 bits. So a slightly
+    greater logit can become equal to the logit of the id. The rank is then too small. For metrics,
+    pass logits_dtype=torch.float32 to LinearLogits.
 
     Logits are fp16, bf16, fp32 or fp64. The temperature is one number, or a tensor with one number
     per row. Statistics are fp32 (fp64 for fp64 logits), and gradients have the dtype of the logits.
@@ -181,14 +181,14 @@ def stats_reading(
     return call.reading_of(logits, temperature, softcap, wants=tuple(wants), **fields)
 
 
-NO_CLASS = -(2**31)  # stands for ignore_index if only a mask is given; never a valid id
+NO_CLASS = -(2**31)  # used as ignore_index if only a mask is given; never a valid id
 
 
 def _label_and_ids(logits, ids, ignore_index, mask) -> dict:
     """Returns the fields `label`, `ids` and `ignore_index` of a `Reading`.
 
-    If `ids` holds one id per row, the ids are stored as labels. If there are no ids, or K ids per
-    row, the labels only mark ignored rows.
+    If `ids` holds one id per row, the ids are stored as labels. If there are no ids, or if there
+    are K ids per row, the labels only mark ignored rows.
     """
     if ids is not None and ids.dim() < len(logits.shape):
         if ignore_index is None and mask is not None:

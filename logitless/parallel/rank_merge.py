@@ -120,7 +120,7 @@ class ColumnBackend:
         sent += [] if more is None else [more]
         got = self.join(torch.cat(sent, 1) if len(sent) > 1 else sent[0])
         state, rest = got[..., :fields], got[..., fields:]
-        # Each id is a column of one rank. The other ranks contribute 0 to the sum.
+        # Only one rank has the column of an id. The other ranks contribute 0 to the sum.
         picked = rest[..., :K].sum(0) if K else part.picked
         return Partials(state.transpose(0, 1), picked), rest[..., K:]
 
@@ -148,7 +148,7 @@ class ColumnBackend:
     ) -> Tensor:
         """Returns the gradient of x, without communication.
 
-        The columns of x begin at column `start` of this rank.
+        `start` is the index of x's first column within this rank's columns.
         """
         if x.shape[-1] == 0:
             return torch.empty_like(x) if into is None else into
@@ -164,7 +164,7 @@ class ColumnBackend:
         picked = torch.zeros(ids.shape, device=x.device, dtype=PRECISION[x.dtype])
         if self.width:
             picked = torch.where(ids >= 0, self.backend.gather(x, self.here(reading)), picked)
-        # Each id is a column of one rank. The other ranks contribute 0 to the sum.
+        # Only one rank has the column of an id. The other ranks contribute 0 to the sum.
         whole = self.join(picked.view(-1, 1)).sum(0).view(ids.shape)
         whole = torch.where((ids == BAD) | (reading.ids == NO_ID), torch.nan, whole)
         live = live_rows(reading)
@@ -282,7 +282,7 @@ class ColumnBackend:
     def partial(self, x: Tensor, reading: Reading, start: int = 0) -> Partials:
         """Returns the partial statistics of each row over the columns of x.
 
-        The columns of x begin at column `start` of this rank.
+        `start` is the index of x's first column within this rank's columns.
         """
         if x.shape[-1]:
             return self.backend.partial(x, reading, self.start + start)

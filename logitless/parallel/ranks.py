@@ -87,7 +87,7 @@ class Ranks:
         works = dist.batch_isend_irecv(operations) if operations else []
         return _Arrivals(got, works, sent)
 
-    # --- checks for LOGITLESS_CHECK=1; same_call.py writes the texts that ranks compare
+    # --- checks for LOGITLESS_CHECK=1; the texts that ranks compare are from same_call.py
 
     def agree(self, text: str) -> None:
         """Raises an error on all ranks if the ranks send different texts."""
@@ -99,10 +99,10 @@ class Ranks:
         checks.same_call([bytes(text[:size]).decode() for text, size in pairs])
 
     def refuse(self, error: Exception) -> None:
-        """Sends an error of this rank to the ranks that wait in `agree`. These ranks then raise.
+        """Sends an error of this rank to the ranks that wait in `agree`.
 
-        On this rank, the error of `agree` is suppressed, because the caller raises the original
-        error.
+        The other ranks then raise an error. On this rank, the error of `agree` is suppressed,
+        because the caller raises the original error.
         """
         with contextlib.suppress(ValueError):
             self.agree(f"{type(error).__name__}: {error}")

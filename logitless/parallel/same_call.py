@@ -1,9 +1,9 @@
 """Checks that all ranks make the same call. The checks run only with LOGITLESS_CHECK=1.
 
 Before a collective of logitless, the ranks exchange a text that describes the public call. If the
-texts differ, all ranks raise. Otherwise, a rank could wait for a collective that another rank never
-starts. If the arguments on a rank are invalid, this rank sends the text of its error instead, and
-all ranks raise.
+texts differ, all ranks raise an error. Otherwise, a rank could wait for a collective that another
+rank never starts. If the arguments on a rank are invalid, this rank sends the text of its error
+instead, and all ranks raise an error.
 """
 
 import zlib
@@ -20,7 +20,7 @@ from ..core.source import is_dense, is_source
 def text_of_shard(source: Any, start: Any, vocab: Any, sequence_parallel: bool) -> str:
     """Returns a text that describes a VocabShard. The text must be the same on all ranks.
 
-    The text contains no widths and starts, because widths and starts can differ between ranks. The
+    The text leaves out widths and starts, because widths and starts can differ between ranks. The
     text states whether a start is given, because a start on only some ranks is an error.
     """
     options = {"start": start is not None, "vocab": vocab, "sequence_parallel": sequence_parallel}

@@ -56,9 +56,9 @@ class Layout(NamedTuple):
 # Caches the largest width of all ranks. The cache is used if `start` and `vocab` are given. The key
 # is the group and the vocabulary size. If a rank finds no cached width, the rank exchanges widths
 # with the other ranks. An exchange that only some ranks start never finishes. So the key must be
-# the same on all ranks. This rank's columns are not part of the key. A second sharding of the same
-# vocabulary can change the columns of only some ranks. Then only these ranks would start an
-# exchange.
+# the same on all ranks, and this rank's columns are not part of the key. Suppose that the same
+# vocabulary is sharded again, and only some ranks get different columns. With columns in the key,
+# only these ranks would start an exchange.
 _widest: dict[tuple, int] = {}
 
 
@@ -214,7 +214,7 @@ class Shard(Source):
         return _evaluate(self, loss, reduction, row_weight)
 
     def evaluate_in_place(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        """Like `evaluate`, but the gradient overwrites this rank's logits."""
+        """Computes the loss as `evaluate` does. The gradient overwrites this rank's logits."""
         if not self.requires_grad or not torch.is_grad_enabled() or under_transform():
             return self.evaluate(loss, reduction, row_weight)
         return self.whole().evaluate_in_place(loss, reduction, row_weight)
@@ -310,7 +310,7 @@ class Shard(Source):
         return local.materialize(slice(None)).view(self.source.shape) if exist else local
 
     def columns_beside(self, other: "Shard") -> Layout:
-        """Returns the columns of this shard, for a comparison with the columns of `other`.
+        """Returns the columns of this shard that are compared with the columns of `other`.
 
         If both shards have a layout, the columns of all ranks are compared. Otherwise, only the
         columns of this rank are compared.

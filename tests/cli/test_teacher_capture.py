@@ -78,7 +78,7 @@ def test_bad_documents_are_refused_before_the_model_is_loaded(line, message, tmp
         (["--data", "."], "--data must name files, got .: a folder"),
         (["--temperature", "0"], "temperature must"),
         (["--k", "1000000"], "k must lie in"),
-        (["--eos"], "--eos must have a tokenizer that defines an end-of-text token, got none"),
+        (["--eos"], "the tokenizer must have an end-of-text token for --eos, got none"),
         (["--upload", "folder"], "upload must be an address such as s3://bucket/targets, got 'fol"),
         (["--upload", ""], "upload must be an address such as s3://bucket/targets, got ''"),
         (["--upload", "http://a/b"], "upload must be an address that fsspec can write, such as s3"),
@@ -86,7 +86,7 @@ def test_bad_documents_are_refused_before_the_model_is_loaded(line, message, tmp
         (["--sample", "9", "--values", "f16"], "--values must not be passed together with"),
         (["--sample", "9", "--k", "64"], "--k must not be passed together with --sample, got 64"),
         (["--sample", "9", "--values", "u8"], "--values must not be passed together with"),
-        (["--seed", "1"], "--seed must be passed together with --sample, got only 1"),
+        (["--seed", "1"], "--seed must be passed with --sample, got 1 without --sample"),
     ],
 )  # fmt: skip
 def test_bad_options_are_refused_before_the_model_is_loaded(option, message, tmp_path, capsys):
@@ -131,7 +131,7 @@ def test_capture_from_the_command_line(tmp_path, capsys, monkeypatch):
     assert cli.main(command) == 0
     assert "rank 0: 0 documents added, 6 were already in" in capsys.readouterr().out
     assert cli.main([*command, "--eos"]) == 1
-    assert "--eos must have a tokenizer that defines an end-of-text" in capsys.readouterr().err
+    assert "the tokenizer must have an end-of-text token for --eos" in capsys.readouterr().err
     store = Store(tmp_path / "s", tokenizer=ll.store.tokenizer_hash(tokenizer))
     assert cli.teacher._tokenizer_hash(str(tmp_path / "model")) == store.info.tokenizer
     assert store.info.teacher == str(tmp_path / "model")

@@ -114,9 +114,9 @@ def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
         while left and (not rows or time.monotonic() < end):
             name, case = next(iter(left.items()))
             advance(0, name)
-            # A loss over a head is timed five times as long as other losses. One call over a head
-            # takes tens of milliseconds. In a short run, the GPU's clock rate would not become
-            # stable.
+            # The time budget of a loss over a head is five times the budget of other losses,
+            # because one call over a head takes tens of milliseconds. In a short run, the GPU's
+            # clock rate would not become stable.
             longer = 5 if case.family == "heads" else 1
             rows += runner.run_case(left.pop(name), loaded, device, longer * budget)
             advance(1, name)

@@ -6,10 +6,11 @@ writes a gradient of the same size. An in-place forward + backward moves 2 · B 
 reads and overwrites each logit once. The copy bandwidth C is measured in the same run. The *floor*
 of a case is a lower bound on its time: the number of moved bytes divided by C.
 
-If bandwidth does not limit a function, its floor is the time of a *yardstick*. A yardstick is
-simpler work that is timed in the same run. The yardstick of a loss over a head is the GEMMs of the
-head in cuBLAS. A mean or a sum needs three GEMMs. A loss with one result per row needs four GEMMs.
-On a CPU, cases have no floor, and times are compared with PyTorch's time.
+If a function is not limited by memory bandwidth, its floor is the time of a *yardstick*. A
+yardstick is a simpler computation that is timed in the same run. For a loss over a head, the
+yardstick is the GEMMs of the head, computed by cuBLAS. A mean or a sum needs three GEMMs. A loss
+with one result per row needs four GEMMs. On a CPU, cases have no floor, and times are compared with
+PyTorch's time.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Case(Work):
     For each reference, our time must be at most `targets[reference]` times the reference's time. A
     reference is one of these strings:
 
-    - "floor" is the lower bound on the time of the case. The docstring of this file defines it.
+    - "floor" is the lower bound on the time of the case (see the docstring of this file).
 
     - "start + floor" is for small inputs. Our time must be at most 6 µs + targets[reference] times
       the floor, because starting the kernels takes time.
@@ -84,7 +85,7 @@ class Case(Work):
     - "cpu" is PyTorch's time on a CPU.
     """
 
-    options: dict[str, Any] = field(default_factory=dict)  # options of the inputs and of the op
+    options: dict[str, Any] = field(default_factory=dict)  # for the op, its head and its inputs
     targets: dict[str, float] = field(default_factory=dict)
     passes: float = 0.0  # number of moved bytes, as a multiple of the size of the logits
     yardstick: str = ""  # name of a yardstick (see runner.yardstick), or empty
@@ -172,7 +173,7 @@ PAIRS = [
     TEACHERS("soft_cross_entropy", BOTH),
 ]
 ROOMY = {"floor": 1.25}
-LIGER = {"liger": 1.0}  # our limit is Liger's time; the workspace is as large as Liger's memory
+LIGER = {"liger": 1.0}  # with a workspace as large as Liger's memory, our limit is Liger's time
 ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
 PLAIN_HEAD = HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")
 IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}
@@ -189,7 +190,7 @@ OVER_A_HEAD = [
 
 
 def workspaces(targets: dict[int, dict]) -> list[Case]:
-    """Returns cases of cross_entropy over a head, with several workspaces and `accumulate`.
+    """Returns cases of cross_entropy over a head that differ in `workspace` and `accumulate`.
 
     `targets` maps the size of a workspace in MiB to the targets of its case (see Case).
     """
@@ -204,7 +205,7 @@ SHAPES = (  # rows of the last two shapes are not 16-byte aligned
 FEW_SHAPES = "1×128256 bf16, 2×129920 fp32, 16×128256 bf16, 128×128256 bf16"
 LARGE, LARGE_HEAD = "8192×128256 bf16", "8192×4096×128256 bf16"
 CPU, CPU_HEAD = "128×50257 fp32", "256×512×32000 fp32"
-GROUPS = (  # a group holds: family, cases, shapes on a GPU, shapes on a CPU, `kinds` (see `suits`)
+GROUPS = (  # fields: family, cases, shapes on a GPU, shapes on a CPU, `kinds` (see `suits`)
     ("logits", STREAM, SHAPES, f"{CPU}, 128×50257 bf16", ("many",)),
     ("logits", ON_CPU, "", "512×128256 fp32", ()),
     ("logits", FEW, FEW_SHAPES, "", ("few",)),

@@ -81,7 +81,7 @@ def clipped(stats, *rows) -> Tensor:
     return formulas.clipped(stats.logprob, *rows)
 
 
-OURS_BY_OP = {  # ops that are called with other arguments than in formulas.py
+OURS_BY_OP = {  # ops whose arguments differ from the arguments in formulas.py
     "in place": partial(ll.cross_entropy, inplace=True),
     "logsumexp": lambda x, target: ll.logsumexp(x),
     "topk_distill": lambda x, ids, logprobs, tail, labels=None, **options: ll.topk_distill(
@@ -121,7 +121,7 @@ def compiled(case: Case) -> Callable | None:
 
 
 def of_log_softmax(loss):
-    """Turns a loss of log-probabilities into a loss of logits."""
+    """Converts a loss over log-probabilities to a loss over logits."""
     return lambda x, teacher, **_: loss(x.log_softmax(-1), teacher.log_softmax(-1))
 
 
@@ -138,7 +138,7 @@ def liger(module) -> dict:
 
 
 def fla(module) -> dict:
-    """Returns the losses of fla.
+    """Returns the loss functions of the library fla.
 
     The logsumexp of fla is left out, because its autotuning takes minutes.
     """
@@ -153,8 +153,8 @@ def both_ways(loss) -> dict:
     """Returns an op that keeps the logits, and an op that overwrites the logits in backward.
 
     `loss(**options)` must return an op. For example, `loss` can be a class whose instances are ops.
-    If a library has only a function f, pass partial(partial, f). Then loss(**options) returns
-    partial(f, **options), which is an op.
+    If a library has only a function `f`, pass `partial(partial, f)`. Then `loss(**options)` returns
+    `partial(f, **options)`, which is an op.
     """
     return {"logits: cross_entropy": loss(), "logits: in place": loss(inplace_backward=True)}
 

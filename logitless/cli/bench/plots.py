@@ -13,14 +13,14 @@ from .results import Result
 
 RIVALS = (EAGER, *(name for name in NAMES if name not in (EAGER, OURS)))  # PyTorch is drawn first
 GREYS = ("#c9ced6", "#9aa5b1", "#7fb7be", "#4f7cac", "#33658a", "#2f4858", "#86a873")
-REDS = ("#d1495b", "#dc7683", "#e8a4ad", "#f3d1d6")  # colors of our default and of our variants
+REDS = ("#d1495b", "#dc7683", "#e8a4ad", "#f3d1d6")  # colors of logitless and its variants
 LABELS = {EAGER: "PyTorch", COMPILED: "torch.compile", "liger": "Liger"}
 LABELS |= {"cce": "cut-cross-entropy", "fla": "flash-linear-attention"}
 TITLES = {"logits": "Cross-entropy over logits", "heads": "Cross-entropy over a head"}
 TITLES |= {"teachers": "Losses with a teacher"}
 IN_PLACE = f"{OURS}, in place"
 GAP = 1.2  # width of the gap between two groups, in bar widths
-LEAST_WIDTH = 4  # smallest width of a group, in bar widths; the group's label needs this width
+LEAST_WIDTH = 4  # a group is at least this many bars wide, so that its label fits
 
 
 class Bar(NamedTuple):
@@ -58,7 +58,8 @@ def is_shown(r: Result, contenders: int) -> bool:
     """Returns whether a result is plotted. `contenders` is the number of contenders in the case.
 
     The plots of logits and heads show cross_entropy without options. The plots of heads also show
-    every size of the workspace. The plots of teachers show the cases that several contenders ran.
+    cross_entropy with every workspace size. The plots of teachers show all cases with several
+    contenders.
     """
     if r.family == "heads" and r.variant.endswith(" MiB"):
         return True
@@ -113,7 +114,7 @@ def draw(bars: list[Bar], title: str, line: str | None, path: Path) -> None:
 
     Dashed lines show `Bar.limit`. `line` is the text for these lines in the legend.
     """
-    from matplotlib.figure import Figure  # unlike pyplot, needs no display and no global state
+    from matplotlib.figure import Figure  # unlike pyplot, a Figure needs no display
 
     panels = list(dict.fromkeys(bar.panel for bar in bars))
     present = dict.fromkeys(bar.name for bar in bars)

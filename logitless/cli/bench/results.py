@@ -18,7 +18,7 @@ from .cases import EAGER, OUR_PLAIN, OURS, PLAIN, Case, Mode, Work
 from .contenders import NAMES
 
 OVERWRITES, SYNCHRONISES = "overwrites its input", "synchronises with the host"
-KERNEL_START_MS = 0.006  # milliseconds that "start + floor" adds to the time limit
+KERNEL_START_MS = 0.006  # added to the time limit if the reference is "start + floor"
 Times = dict[tuple[str, str], float]  # maps (contender, name of a case) to milliseconds
 
 
@@ -131,9 +131,9 @@ def limit(case: Case, of: str, factor: float, floor: float | None, times: Times)
     """Returns the text of a target, and the time limit of the target in milliseconds.
 
     The time limit is `factor` times the time of a reference. `of` names the reference, as the
-    docstring of Case explains. With the reference "start + floor", the time limit is 6 µs larger.
-    If `of` names several contenders, the reference is the fastest contender. If the reference was
-    not measured, the time limit is None.
+    docstring of `Case` explains. If the reference is "start + floor", 6 µs are added to the time
+    limit. If `of` names several contenders, the reference is the fastest contender. If the
+    reference was not measured, the time limit is None.
     """
     plain, start = replace(case, variant=PLAIN), KERNEL_START_MS if of == "start + floor" else 0.0
     if "floor" in of:
@@ -141,7 +141,7 @@ def limit(case: Case, of: str, factor: float, floor: float | None, times: Times)
         references = {case.yardstick or f"{passes}B/C": floor}
     elif of == OUR_PLAIN:
         references = {of: times.get((OURS, replace(plain, op="cross_entropy").name))}
-    else:  # without this variant, the contender's plain variant is used
+    else:  # if a contender lacks this variant, its plain variant is the reference
         names = of.split(", ")
         references = {x: times.get((x, case.name), times.get((x, plain.name))) for x in names}
     known = {name: ms for name, ms in references.items() if ms}

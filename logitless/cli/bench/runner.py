@@ -37,13 +37,14 @@ class Entry:
     def attempt(self, step: Callable, argument, when: str = "") -> None:
         """Calls `step(argument)`.
 
-        If the call raises, the contender's status becomes "failed", and its note is the error.
+        If the call raises an error, the contender's status becomes "failed", and its note is the
+        error.
         """
         try:
             step(argument)
         except Exception as error:
             self.result.status, self.result.note = "failed", f"{when}{short(error)}"
-        torch.cuda.empty_cache()  # the next contender can need the cached memory
+        torch.cuda.empty_cache()  # frees the cached memory for the next contender
 
     def examine(self, checked: bool) -> None:
         """Checks the values and gradients, and measures the memory."""

@@ -39,7 +39,7 @@ class Scale(NamedTuple):
     width: int
     layers: int
     lr: float
-    loss_rows: int  # number of rows of logits that `loss_memory` measures
+    loss_rows: int  # number of rows of logits in the measurement of `loss_memory`
 
 
 SCALES = {

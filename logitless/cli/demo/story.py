@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     """The sizes of the models, the data and the measurements."""
 
     vocab: int
-    k: int  # number of stored ids per token; the mass of 64 ids would be too small
+    k: int  # number of stored ids per token; 64 ids would have too little probability mass
     teacher: Scale
     student: Scale
     documents: int  # number of documents that the students train on
@@ -106,7 +106,7 @@ def run(path: Path, steps: int, device: str, seed: int) -> Outcome:
 def split(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Splits tokens into training text and held-out text.
 
-    The held-out text is every tenth piece of 1,024 tokens.
+    The tokens are cut into pieces of 1,024 tokens, and every tenth piece is held out.
     """
     pieces = ids[: len(ids) // 1024 * 1024].view(-1, 1024)
     held_out = torch.arange(len(pieces)) % 10 == 9
