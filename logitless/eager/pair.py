@@ -4,10 +4,10 @@ The functions `pair_read`, `pair_partial`, `pair_finish` and `pair_gradient` hav
 as in kernels/. The formulas of the losses and gradients are in kernels/pair_fwd.py and
 kernels/pair_bwd.py. kernels/pair_state.py defines all symbols except d, which is defined below.
 
-The forward saves a state of shape (N, PAIR_STATE), which holds five numbers per row. The five
-numbers are the shift and the normaliser of the student, the shift and the normaliser of the
-teacher, and a mean in nats. A shift is the max of the logits, or 0 if the max is infinite. In this
-file, the exponents d are (logit - shift) / temperature, and the normaliser is Σ e^d. The mean is an
+The forward saves a state of shape (N, PAIR_STATE), which holds five numbers per row. These numbers
+are the shift and the normaliser of the student, the shift and the normaliser of the teacher, and a
+mean in nats. A shift is the max of the logits, or 0 if the max is infinite. In this file, the
+exponents d are (logit - shift) / temperature, and the normaliser is Σ e^d. The mean is an
 expectation under the student's probabilities q. For reverse KL, the mean is Σ q (d_q - d_p), where
 d_q are the student's exponents, and d_p are the teacher's exponents. For JSD, the mean is Σ q log(q
 / M), where M is the mixture of student and teacher. For a skewed KL, the mean is Σ q g, where g is
@@ -39,8 +39,8 @@ from .rows import (
 
 # For each kind of loss, the default chunk size is divided by the number in _DIVISORS. JSD, a skewed
 # KL and TVD need smaller chunks, because these losses keep more tensors of a chunk's size in
-# memory. JSD and a skewed KL keep about twenty such tensors, TVD about ten, and the other losses
-# six.
+# memory. JSD and a skewed KL keep about twenty such tensors. TVD keeps about ten, and the other
+# losses keep six.
 _DIVISORS = {"jsd": 8, "skewed_forward": 8, "skewed_reverse": 8, "tvd": 2}
 
 
@@ -123,7 +123,7 @@ def _probabilities(d: Tensor, s: Tensor) -> Tensor:
 
 
 def _above(q: Tensor, gap: Tensor) -> Tensor:
-    """Returns q where q > p, q / 2 where q = p, and 0 elsewhere. The argument gap is q - p."""
+    """Returns q where q > p, q / 2 where q = p, and 0 elsewhere. The argument `gap` is q - p."""
     return torch.where(gap > 0, q, torch.where(gap == 0, q / 2, 0.0))
 
 
@@ -219,7 +219,7 @@ def _partial_state(
 
 
 def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
-    """Returns loss and state of each row in a chunk as one tensor (N, 1 + PAIR_STATE)."""
+    """Returns the loss and the state of each row in a chunk, as one tensor (N, 1 + PAIR_STATE)."""
     partial, d_q, d_p = _partial_state(y, t, rate, reading, pair, norms)
     value, state = pair_finish(partial, pair.kind)
     if pair.kind == "jsd":

@@ -200,7 +200,7 @@ def reduce(
     mass: Tensor | None = None,  # (N,)
     mean: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the sum or mean over the rows, and the factor of each row's gradient.
+    """Returns the sum or mean over the rows, and the factor that multiplies each row's gradient.
 
     The factor None means 1. The mean is the sum times the result of `share`. An ignored row adds 0,
     even if its value or weight is NaN.

@@ -23,7 +23,7 @@ def topk(
     softcap: float | None,
     invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ids and log-probabilities of the k largest logits of each row, and `log_tail`.
+    """Returns the ids and log-probabilities of the k largest logits of each row, and `log_tail`.
 
     `log_tail` is the log of the softmax mass of all other columns. Ids are sorted by descending
     logit. Equal logits are sorted by ascending id. If `invariant` is True, each row is copied and
