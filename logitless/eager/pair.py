@@ -131,7 +131,7 @@ def ratio(above: Tensor, below: Tensor) -> Tensor:
     """Returns above / below, or infinity if `below` is 0.
 
     `above` is Σ q over the columns with q > p, and `below` is Σ q over the columns with q < p. For
-    a column with q = p, one half of q is added to `above`, and the other half to `below`.
+    a column with q = p, one half of q is added to `above`, and the other half is added to `below`.
     """
     return torch.where(below == 0, torch.inf, above / torch.where(below == 0, 1.0, below))
 

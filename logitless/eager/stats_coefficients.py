@@ -20,8 +20,8 @@ class Term(NamedTuple):
 
     coefficient: str  # a name of contract.FIELDS
     sign: int
-    # The name of a factor. "" stands for 1, and "entropy" for the row's entropy. "classes" stands
-    # for the sum Σ v of the class weights, or for V if there are no class weights.
+    # The name of a factor. "" stands for 1, and "entropy" stands for the row's entropy. "classes"
+    # stands for the sum Σ v of the class weights, or for V if there are no class weights.
     times: str = ""
 
 

@@ -196,7 +196,7 @@ def _finish(
 ) -> Statistics:
     """Computes the statistics from the sums over whole rows.
 
-    For ignored rows, argmax and rank are -1, and all other statistics are 0.
+    For ignored rows, the argmax and the rank are -1, and all other statistics are 0.
     """
     wants, shift, s = reading.wants, sums.shift, sums.s
     rate = torch.ones_like(s) if inv_t is None else inv_t

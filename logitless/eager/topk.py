@@ -3,8 +3,8 @@
 The function `topk` has the same interface as in kernels/topk.py. The order of equal numbers in
 torch.topk is not guaranteed. Therefore each logit is replaced by a 64-bit integer key that occurs
 only once in its row. The high 32 bits of a key encode the logit, and the low 32 bits encode the
-column. Among equal logits, a lower column has a larger key. Rows of fp64 logits are sorted with
-torch.sort instead, because an fp64 logit needs all 64 bits.
+column. Among equal logits, the lowest column has the largest key. Rows of fp64 logits are sorted
+with torch.sort instead, because an fp64 logit needs all 64 bits.
 """
 
 import torch
