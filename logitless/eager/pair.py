@@ -9,11 +9,11 @@ are the shift and the normaliser of the student, the shift and the normaliser of
 mean in nats. A shift is the max of the logits, or 0 if the max is infinite. In this file, the
 exponents d are (logit - shift) / temperature, and the normaliser is Σ e^d. The mean is an
 expectation under the student's probabilities q. For reverse KL, the mean is Σ q (d_q - d_p), where
-d_q are the student's exponents, and d_p are the teacher's exponents. For JSD, the mean is Σ q log(q
-/ M), where M is the mixture of student and teacher. For a skewed KL, the mean is Σ q g, where g is
-a result of `_skewed`. For total variation (TVD), the mean is replaced by a ratio of two masses of
-the student (see `ratio`). For the other losses, the mean is 0. The Triton kernels save the mean in
-other units (kernels/pair_state.py).
+d_q and d_p are the exponents of the student and of the teacher. For JSD, the mean is
+Σ q log(q / M), where M is the mixture of student and teacher. For a skewed KL, the mean is Σ q g,
+where g is a result of `_skewed`. For total variation (TVD), the mean is replaced by a ratio of two
+masses of the student (see `ratio`). For the other losses, the mean is 0. The Triton kernels save
+the mean in other units (kernels/pair_state.py).
 
 A partial state covers only some columns of a row. A partial state holds the max instead of the
 shift, and a sum c instead of the mean. The sum c is in nats. kernels/pair_fwd.py defines c for each
