@@ -320,14 +320,14 @@ class SampledSoftmaxLoss(nn.Module):
 
 
 class FusedHead(nn.Linear):
-    """A linear head whose logits are not materialised by losses of logitless and PyTorch.
+    """A linear head that returns lazy logits in training.
 
-    If gradients are needed, the head returns lazy logits (LazyLogits). A loss over lazy logits is
-    computed from the hidden states and the weight. Without gradients, as in evaluation and
-    sampling, logits of at most 32 MiB are plain tensors, and larger logits are lazy. If
-    `lazy_inference` is false, all logits without gradients are plain tensors. The options
-    `workspace`, `logits_dtype`, `accumulate` and `drop_ignored` have the same meaning as in
-    LinearLogits.
+    If gradients are needed, the head returns lazy logits (LazyLogits). The losses of logitless and
+    PyTorch do not materialise lazy logits. Such a loss is computed from the hidden states and the
+    weight. Without gradients, as in evaluation and sampling, logits of at most 32 MiB are plain
+    tensors, and larger logits are lazy. If `lazy_inference` is false, all logits without gradients
+    are plain tensors. The options `workspace`, `logits_dtype`, `accumulate` and `drop_ignored` have
+    the same meaning as in LinearLogits.
 
     >>> head = FusedHead(4096, 128256, bias=False)
     >>> loss = cross_entropy(head(hidden), target)  # or torch.nn.functional.cross_entropy

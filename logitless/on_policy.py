@@ -280,9 +280,10 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
-    """Seeds the random generators of the CPU and of the model's devices. Restores them at the end.
+    """Seeds the random generators of the CPU and of the model's devices.
 
-    `torch.manual_seed` would also seed all other devices.
+    At the end, the old states of the generators are restored. `torch.manual_seed` would also seed
+    all other devices.
     """
     if seed is None:
         yield

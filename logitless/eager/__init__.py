@@ -1,4 +1,7 @@
-"""The backend in plain PyTorch. It is the default on a CPU, and for fp64 on every device."""
+"""The backend in plain PyTorch.
+
+This backend is the default on a CPU, and for fp64 on every device.
+"""
 
 from .contrastive import (
     contrastive_finish,

@@ -1,19 +1,19 @@
 """Losses against a dense teacher in plain PyTorch, computed for one chunk of rows at a time.
 
-The functions pair_read, pair_partial, pair_finish and pair_gradient have the same interface as in
-kernels/. The formulas of the losses and gradients are in kernels/pair_fwd.py and
+The functions `pair_read`, `pair_partial`, `pair_finish` and `pair_gradient` have the same interface
+as in kernels/. The formulas of the losses and gradients are in kernels/pair_fwd.py and
 kernels/pair_bwd.py. kernels/pair_state.py defines all symbols except d, which is defined below.
 
-The forward saves a state of shape (N, PAIR_STATE), which holds five numbers per row. They are the
-shift and the normaliser of the student, the shift and the normaliser of the teacher, and a mean in
-nats. A shift is the max of the logits, or 0 if the max is infinite. In this file, the exponents d
-are (logit - shift) / temperature, and the normaliser is Σ e^d. The mean is an expectation under the
-student's probabilities q. For reverse KL, the mean is Σ q (d_q - d_p), where d_q are the student's
-exponents, and d_p are the teacher's exponents. For JSD, the mean is Σ q log(q / M), where M is the
-mixture of student and teacher. For a skewed KL, the mean is Σ q g, where `_skewed` returns g. For
-total variation (TVD), the mean is replaced by a ratio of two masses of the student (see `ratio`).
-For the other losses, the mean is 0. The Triton kernels save the mean in other units
-(kernels/pair_state.py).
+The forward saves a state of shape (N, PAIR_STATE), which holds five numbers per row. These numbers
+are the shift and the normaliser of the student, the shift and the normaliser of the teacher, and a
+mean in nats. A shift is the max of the logits, or 0 if the max is infinite. In this file, the
+exponents d are (logit - shift) / temperature, and the normaliser is Σ e^d. The mean is an
+expectation under the student's probabilities q. For reverse KL, the mean is Σ q (d_q - d_p), where
+d_q and d_p are the exponents of the student and of the teacher. For JSD, the mean is
+Σ q log(q / M), where M is the mixture of student and teacher. For a skewed KL, the mean is Σ q g,
+where g is a result of `_skewed`. For total variation (TVD), the mean is replaced by a ratio of two
+masses of the student (see `ratio`). For the other losses, the mean is 0. The Triton kernels save
+the mean in other units (kernels/pair_state.py).
 
 A partial state covers only some columns of a row. A partial state holds the max instead of the
 shift, and a sum c instead of the mean. The sum c is in nats. kernels/pair_fwd.py defines c for each
@@ -39,8 +39,8 @@ from .rows import (
 
 # For each kind of loss, the default chunk size is divided by the number in _DIVISORS. JSD, a skewed
 # KL and TVD need smaller chunks, because these losses keep more tensors of a chunk's size in
-# memory. JSD and a skewed KL keep about twenty such tensors, TVD about ten, and the other losses
-# six.
+# memory. JSD and a skewed KL keep about twenty such tensors. TVD keeps about ten, and the other
+# losses keep six.
 _DIVISORS = {"jsd": 8, "skewed_forward": 8, "skewed_reverse": 8, "tvd": 2}
 
 
@@ -66,7 +66,7 @@ def _log(s: Tensor) -> Tensor:
 
 
 def _mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the JSD term, the probability q, and log(q / M) of each column.
+    """Returns, for each column, the JSD term, the probability q, and log(q / M).
 
     The mixture M is βp + (1-β)q. The results are finite for any logits. If log q and log p are both
     -inf, their difference is NaN. The function replaces this NaN by 1e4. Any number would give the
@@ -89,7 +89,7 @@ def _mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor,
 
 
 def _skewed(log_q: Tensor, log_p: Tensor, skew: float, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the term of a skewed KL, the probability q, and the derivative g of each column.
+    """Returns, for each column, the term of a skewed KL, the probability q, and the derivative g.
 
     For forward KL, the divergence is Σ p log(p / M) with M = αp + (1-α)q. For reverse KL, the
     divergence is Σ q log(q / M) with M = αq + (1-α)p. The divergence of a distribution r from M is
@@ -123,7 +123,7 @@ def _probabilities(d: Tensor, s: Tensor) -> Tensor:
 
 
 def _above(q: Tensor, gap: Tensor) -> Tensor:
-    """Returns q where q > p, q / 2 where q = p, and 0 elsewhere. The argument gap is q - p."""
+    """Returns q where q > p, q / 2 where q = p, and 0 elsewhere. The argument `gap` is q - p."""
     return torch.where(gap > 0, q, torch.where(gap == 0, q / 2, 0.0))
 
 
@@ -131,7 +131,7 @@ def ratio(above: Tensor, below: Tensor) -> Tensor:
     """Returns above / below, or infinity if `below` is 0.
 
     `above` is Σ q over the columns with q > p, and `below` is Σ q over the columns with q < p. For
-    a column with q = p, one half of q is added to `above`, and the other half to `below`.
+    a column with q = p, one half of q is added to `above`, and the other half is added to `below`.
     """
     return torch.where(below == 0, torch.inf, above / torch.where(below == 0, 1.0, below))
 
@@ -158,8 +158,8 @@ def pair_read(
     If `norms` is given, x holds only some columns of each row. Then the returned loss and the last
     column of the returned state are sums over these columns. For TVD, the last two columns of the
     returned state hold the sums `above` and `below` (see `ratio`). The caller adds the sums of all
-    ranks. From the added sums, `pair_join` computes the loss and the last column of the final
-    state.
+    ranks. Then `pair_join` computes the loss and the last column of the final state from the added
+    sums.
     """
     results = _by_chunks(x, reading, pair, 1 + PAIR_STATE, norms, _value_and_state)
     value, state = results.split((1, PAIR_STATE), 1)
@@ -219,7 +219,7 @@ def _partial_state(
 
 
 def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
-    """Returns loss and state of each row in a chunk as one tensor (N, 1 + PAIR_STATE)."""
+    """Returns the loss and the state of each row in a chunk, as one tensor (N, 1 + PAIR_STATE)."""
     partial, d_q, d_p = _partial_state(y, t, rate, reading, pair, norms)
     value, state = pair_finish(partial, pair.kind)
     if pair.kind == "jsd":
@@ -265,9 +265,9 @@ def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None = None) -> tupl
     """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
 
     For the kinds in PAIR_SUMS, the loss and the mean need another pass over the logits. For these
-    kinds, the function returns 0 as the loss, and 0 as the mean in the state. The argument inv_t
-    (N, 1) is 1 / temperature. This function does not use inv_t. The function pair_finish in
-    kernels/ uses inv_t to convert the mean from nats to the unit of the logits y.
+    kinds, the function returns 0 as the loss, and 0 as the mean in the state. The argument `inv_t`
+    (N, 1) is 1 / temperature. This function does not use `inv_t`. The function `pair_finish` in
+    kernels/ uses `inv_t` to convert the mean from nats to the unit of the logits y.
     """
     m_q, s_q, m_p, s_p, c = partial.split(1, 1)
     shift_q, shift_p = (torch.where(m.isinf(), 0.0, m) for m in (m_q, m_p))

@@ -13,7 +13,7 @@ def row_gemm(
     bias: Tensor | None = None,  # (N,)
     transposed: bool = False,
 ) -> Tensor:
-    """Writes a @ b + bias to `out`. The bits of a row do not depend on the number of rows M.
+    """Writes a @ b + bias to `out`. The bits of a row of `out` do not depend on M.
 
     If `transposed` is True, the product is a @ b.T. If a CPU library multiplies all rows of `a` in
     one GEMM, the order of the additions can depend on the number of rows, and on the position of a

@@ -54,9 +54,9 @@ def is_bad(ids: Tensor, inside: Tensor) -> Tensor:
 def real_columns(at: Tensor, inside: Tensor) -> Tensor:
     """Returns one valid column per slot, in shape (N, K).
 
-    The column of a slot is its id. A slot without a valid id gets the first valid id of its row, or
-    0 if the row has no valid id. Therefore several slots of a row can have the same column. A
-    scatter must write the same value for all of these slots.
+    If the id of a slot is valid, the column of the slot is this id. A slot without a valid id gets
+    the first valid id of its row, or 0 if the row has no valid id. Therefore several slots of a row
+    can have the same column. A scatter must write the same value for all of these slots.
     """
     return torch.where(inside, at, at.gather(1, inside.int().argmax(1, keepdim=True)))
 
@@ -133,7 +133,7 @@ def fill_ignored(dx: Tensor, live: Tensor | None, *, before: bool) -> None:
     """Writes zeros to the ignored rows of a gradient.
 
     On a CPU, `chunks` leaves out ignored rows. There, the zeros are written before the gradients of
-    the other rows. On a GPU, `chunks` also yields ignored rows. To leave out rows, the host would
+    the other rows. On a GPU, `chunks` also yields ignored rows, because the host would otherwise
     have to wait for the mask. Therefore, on a GPU, the zeros are written after the gradients of all
     rows.
     """
@@ -200,7 +200,7 @@ def reduce(
     mass: Tensor | None = None,  # (N,)
     mean: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the sum or mean over the rows, and the factor of each row's gradient.
+    """Returns the sum or mean over the rows, and the factor that multiplies each row's gradient.
 
     The factor None means 1. The mean is the sum times the result of `share`. An ignored row adds 0,
     even if its value or weight is NaN.

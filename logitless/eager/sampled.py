@@ -38,20 +38,20 @@ class Sampling(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """The rate in the formula of a mass, e^(rate · (y - max y))."""
+        """Returns `rate`. The mass of an id is proportional to e^(rate · (y - max y))."""
         return self.proposal / self.temperature
 
 
 class Parts(NamedTuple):
-    """The functions of a backend that sample from logits x (..., V). N is the number of rows.
+    """The functions with which a backend samples from logits x (..., V). N is the number of rows.
 
     `top(x, how)` returns the max of y of each row, as (N,). The max is NaN if a logit is NaN.
     `ends(x, top, how)` returns cumulative sums of masses as int64 (N, B), for B blocks of columns.
     The function also returns `top`. If the argument `top` is None, `ends` computes the max itself.
     `columns(x, top, how, ends, targets)` returns the drawn columns, and y - top at these columns.
     Both results have the shape (N, n) of the targets. Targets must be in [0, S). If the proposal is
-    1, y - top is not needed, and None is returned instead. `distinct` is the function `distinct` of
-    this file, or a function with the same results.
+    1, y - top is not needed, and None is returned instead. `distinct` has the same arguments and
+    results as the function `distinct` of this file.
     """
 
     top: Callable[..., Tensor]
@@ -178,7 +178,7 @@ def _columns(
         relative = torch.empty(targets.shape, device=x.device, dtype=torch.float64)
     for rows, below, masses in _masses(x, top, how):
         found = torch.searchsorted(masses.cumsum(1), targets[rows], right=True)
-        at[rows] = found = found.clamp_max(x.shape[-1] - 1)  # the masses of a bad row can be 0
+        at[rows] = found = found.clamp_max(x.shape[-1] - 1)  # all masses of a row can be 0
         if relative is not None:
             relative[rows] = below.gather(1, found)
     return at, relative

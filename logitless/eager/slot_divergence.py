@@ -113,8 +113,9 @@ def _compare(
         return value, g, None
 
     log_p = rest(log_p) if sparse.tail is None else sparse.tail.reshape(-1).to(log_q.dtype)
-    # A teacher's tail below LOG_ROUNDING can be a rounding error of the teacher's p in 16 bits. If
-    # the student's tail is empty, such a small tail of the teacher is treated as empty too.
+    # A teacher's tail below LOG_ROUNDING can be a rounding error, because the teacher's p can be
+    # stored in 16 bits. If the student's tail is empty, such a small tail of the teacher is treated
+    # as empty too.
     no_tail = (log_q_tail == -torch.inf) & (log_p < LOG_ROUNDING)
     log_p = torch.where(no_tail, -torch.inf, log_p)
     f, g_tail = _terms(log_p, log_p.exp(), log_q_tail, log_q_tail.exp(), divergence, beta)
@@ -125,9 +126,10 @@ def _compare(
 
 
 def _normalised(y: Tensor, temperature: float | Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns log softmax(y / temperature), and a mask (..., 1) of the rows.
+    """Returns log softmax(y / temperature), and a mask (..., 1) with one entry per row.
 
-    If all values of a row are -inf, its results are -inf too, and the mask is False.
+    If all values of a row are -inf, its log softmax is -inf too, and its entry in the mask is
+    False.
     """
     top = y.amax(-1, keepdim=True)
     # The max is subtracted before the division by the temperature. Otherwise, a large common offset

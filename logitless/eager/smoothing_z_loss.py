@@ -83,9 +83,9 @@ def _rows(main: Tensor, a: Tensor) -> Tensor:
     return rows
 
 
-# The Triton backend has a function `one_pass`, which computes loss and gradient in one read of the
-# logits. This backend needs no such function, because the rows are still in the CPU's cache when
-# the logits are read again.
+# The Triton backend has a function `one_pass`, which computes the loss and the gradient in one read
+# of the logits. This backend needs no such function, because the rows are still in the CPU's cache
+# when the logits are read again.
 one_pass = None
 
 

@@ -65,8 +65,8 @@ class _Terms:
         self.logprob_t1_apart = self.d_logprob_t1 is not None and self.inv_t is not None
         self.lift = None if self.a_ids is None else lift_of(state[:, fields.TAIL : fields.TAIL + 1])
         if self.d_logprob_t1 is not None and not self.logprob_t1_apart:
-            # `d` is the coefficient of logprob_t1. At temperature 1, logprob_t1 adds the term
-            # -d · p to the gradient. Therefore the coefficient `a` is replaced by `a - d`
+            # `d` is the coefficient of logprob_t1. If the temperature is 1, `logprob_t1` adds the
+            # term -d · p to the gradient. Therefore the coefficient `a` is replaced by `a - d`
             # (kernels/ids_bwd.py gives the derivation).
             d = self.d_logprob_t1
             self.a = self.a - (d if self.lift is None else d * self.lift.exp())
@@ -102,7 +102,7 @@ class _Terms:
 
     @property
     def only_a(self) -> bool:
-        """Whether dy is `a` · softmax(z). Here, dy excludes the terms of label, ids and total."""
+        """True if dy is `a` · softmax(z). Here, dy excludes the terms of label, ids and total."""
         return self.b is None and self.a_ids is None and not self.logprob_t1_apart
 
 
@@ -168,8 +168,8 @@ def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy:
             # overwrites dy at the ids.
             dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)
             columns = real_columns(terms.ids[rows], terms.inside[rows])
-            # If a row has no valid ids, the column in `columns` is not an id. In such a row, the
-            # scatter writes the values that dy already contains, so dy does not change.
+            # If a row has no valid ids, `columns` holds column 0, which is not an id. In such a
+            # row, the scatter writes the values that dy already contains, so dy does not change.
             has_ids = terms.inside[rows].any(1, keepdim=True)
             inside = torch.where(has_ids, p * terms.a_ids[rows], dy)
             dy.scatter_(1, columns, inside.gather(1, columns))

@@ -16,17 +16,18 @@ from .rows import tail_coefficients
 
 
 class Term(NamedTuple):
-    """The term sign · times · d of a coefficient, where d is the gradient of a statistic."""
+    """A term of a coefficient. Its value is sign · times · d, where d is a statistic's gradient."""
 
     coefficient: str  # a name of contract.FIELDS
     sign: int
-    # The name of a factor. "" stands for 1, and "entropy" for the row's entropy. "classes" stands
-    # for the sum Σ v of the class weights, or for V if there are no class weights.
+    # The name of a factor. "" stands for 1, and "entropy" stands for the row's entropy. "classes"
+    # stands for the sum Σ v of the class weights, or for V if there are no class weights.
     times: str = ""
 
 
 # The terms of each statistic that has a gradient, except the tail. A new statistic needs one line
-# in RULES. If there are K ids per row, the coefficients of the ids get the terms for "label".
+# in RULES. If there are K ids per row, the terms of "label" are added to the coefficients of the
+# ids instead.
 RULES: dict[str, tuple[Term, ...]] = {
     "lse": (Term("a", 1),),  # d lse / dz_i = p_i
     "picked": (Term("label", 1),),  # d z[id] / dz_i = [i = id]
@@ -52,7 +53,7 @@ def fields_of(wants: tuple[str, ...], has_ids: bool) -> tuple[str, ...]:
 
 @made_once
 def of_one(name: str, device: torch.device, dtype: torch.dtype) -> Coefficients | None:
-    """Returns the coefficients of a loss that is the statistic `name` itself.
+    """Returns the coefficients of a loss that is equal to the statistic `name`.
 
     The gradient of this statistic is 1 in every row, and the gradients of all other statistics are
     0. If the coefficients depend on the row or on the class weights, the result is None.
@@ -102,7 +103,7 @@ def coefficients(
 
 
 def _factor(times: str, reading: Reading, state: Tensor) -> Tensor | int:
-    """Returns the factor with the name `times` (see Term)."""
+    """Returns the value of the factor that `times` names (see `Term`)."""
     if times == "entropy":
         return state[:, ENTROPY]
     v = reading.class_weight

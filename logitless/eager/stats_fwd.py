@@ -1,7 +1,7 @@
 """Row statistics in plain PyTorch, computed for one chunk of rows at a time.
 
-The functions read, partial, merge and finish have the same interface as in kernels/. A chunk of
-rows fits into a CPU's cache. The definitions of the statistics are in contract.py.
+The functions `read`, `partial`, `merge` and `finish` have the same interface as in kernels/. A
+chunk of rows fits into a CPU's cache. The definitions of the statistics are in contract.py.
 """
 
 from collections.abc import Sequence
@@ -107,8 +107,8 @@ def _add_rows(
         sums.total[rows] = _weighted_sum(y, reading.class_weight)
     only_s = sums.w is None and sums.total is None and sums.log_total is None and sums.tail is None
     # If only s is needed, and e^y is exact enough, the max is not subtracted. The subtraction
-    # changes the rounding of the sum. If `invariant` is True, the max is always subtracted, so that
-    # a log-probability has the same bits with or without other statistics.
+    # changes the rounding of the sum. If `invariant` is True, the max is always subtracted. Then
+    # the bits of a log-probability do not depend on which other statistics are computed.
     if only_s and not reading.invariant and needs_no_centring(m, inv_t):
         y_is_copy = y.dtype != flat.dtype or reading.softcap is not None
         sums.s[rows] = torch.exp(y, out=y if y_is_copy else None).sum(1, keepdim=True) * (-m).exp()
@@ -135,8 +135,8 @@ def _count_above(y: Tensor, y0: Tensor) -> Tensor:
 def above(x: Tensor, reading: Reading, y0: Tensor) -> Tensor:
     """Returns, for each row, how many logits of x (..., V) are greater than y0 (N,), as int64.
 
-    The logits are compared after the softcap. A NaN in x, or in y0, counts as greater. The result
-    of an ignored row is 0.
+    The logits are compared after the softcap. A logit of NaN counts as greater than y0. If y0 is
+    NaN, all logits are counted. The result of an ignored row is 0.
     """
     flat, live = x.reshape(-1, x.shape[-1]), live_rows(reading)
     count = torch.zeros(len(flat), device=x.device, dtype=torch.int64)
@@ -158,7 +158,7 @@ def _log_sum_outside(d: Tensor, at: Tensor, inside: Tensor) -> Tensor:
 def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
     """Returns the log of the softmax mass outside reading.ids, one number per row.
 
-    Each row's shift and log normaliser are read from statistics.state.
+    Each row's shift and log normaliser are read from `statistics.state`.
     """
     flat, state = x.reshape(-1, x.shape[-1]), statistics.state
     tail = torch.zeros_like(state[:, :1])
@@ -196,7 +196,7 @@ def _finish(
 ) -> Statistics:
     """Computes the statistics from the sums over whole rows.
 
-    For ignored rows, argmax and rank are -1, and all other statistics are 0.
+    For ignored rows, the argmax and the rank are -1, and all other statistics are 0.
     """
     wants, shift, s = reading.wants, sums.shift, sums.s
     rate = torch.ones_like(s) if inv_t is None else inv_t
@@ -228,7 +228,7 @@ def _finish(
         bad = is_bad(reading.ids, locate(reading.ids, len(s), reading.vocab)[1])
         values["tail"] = (sums.tail - log_s).masked_fill(bad, torch.nan)
     # The field REPEATS of the state is 0, because this backend does not use the field (see
-    # with_repeats).
+    # `with_repeats`).
     zero = torch.zeros_like(s)
     kept = [shift, log_s, log_s1, values.get("entropy", zero), values.get("tail", zero), zero]
     state = torch.cat(kept, 1)
@@ -259,8 +259,8 @@ def _nan_if_bad(value: Tensor, columns: Tensor, reading: Reading) -> Tensor:
 def partial(x: Tensor, reading: Reading, start: int = 0) -> Partials:
     """Returns the partial statistics of each row over the columns of x.
 
-    The first column of x is column `start` of the vocabulary. Label and ids are columns of the
-    whole vocabulary.
+    The first column of x is column `start` of the vocabulary. The label and the ids are column
+    numbers in the whole vocabulary.
     """
     flat = x.reshape(-1, x.shape[-1])
     rows, V = flat.shape
@@ -370,9 +370,9 @@ def finish(
 
 
 def _lead(reading: Reading, state: Tensor) -> torch.Size:
-    """Returns the shape of reading.ids without the last dimension K.
+    """Returns the shape of `reading.ids` without the last dimension K.
 
-    Without ids, the result is the shape of reading.label. Without ids and without a label, the
+    Without ids, the result is the shape of `reading.label`. Without ids and without a label, the
     result is (N,).
     """
     if reading.ids is not None:

@@ -88,9 +88,9 @@ def _add_rows(total: Tensor, at: Tensor, rows: Tensor) -> None:
 
 
 def table_gradient(ids: Tensor, rows: Tensor, weight: Tensor, sparse: bool) -> Tensor:
-    """Returns the gradient of the weight: `rows` (n, D) at the row indices `ids`, and 0 elsewhere.
+    """Returns the gradient of the weight, which is `rows` (n, D) at the row indices `ids`.
 
-    The ids are distinct and in ascending order.
+    All other rows of the gradient are 0. The ids are distinct and in ascending order.
     """
     if sparse:
         return torch.sparse_coo_tensor(

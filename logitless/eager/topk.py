@@ -1,10 +1,10 @@
 """Computes the k largest logits of each row, and the mass of the other columns, in PyTorch.
 
-The function topk has the same interface as in kernels/topk.py. The order of equal numbers in
+The function `topk` has the same interface as in kernels/topk.py. The order of equal numbers in
 torch.topk is not guaranteed. Therefore each logit is replaced by a 64-bit integer key that occurs
 only once in its row. The high 32 bits of a key encode the logit, and the low 32 bits encode the
-column. Among equal logits, a lower column has a larger key. Rows of fp64 logits are sorted with
-torch.sort instead, because an fp64 logit needs all 64 bits.
+column. Among equal logits, the lowest column has the largest key. Rows of fp64 logits are sorted
+with torch.sort instead, because an fp64 logit needs all 64 bits.
 """
 
 import torch
@@ -23,11 +23,11 @@ def topk(
     softcap: float | None,
     invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ids and log-probabilities of the k largest logits of each row, and `log_tail`.
+    """Returns the ids and log-probabilities of the k largest logits of each row, and `log_tail`.
 
     `log_tail` is the log of the softmax mass of all other columns. Ids are sorted by descending
-    logit. Equal logits are sorted by ascending id. If `invariant` is True, each row is copied, and
-    computed on its own. Then the results of a row have the same bits in every batch.
+    logit. Equal logits are sorted by ascending id. If `invariant` is True, each row is copied and
+    processed separately. Then the results of a row have the same bits in every batch.
     """
     shape, V = x.shape[:-1], x.shape[-1]
     flat = x.detach().reshape(-1, V)
