@@ -109,13 +109,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of tests-gpu.txt")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop after this time")
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
-    parser.add_argument("--only", help="run only files whose name contains this text")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="run only files whose name contains one of these"
+    )
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("This script needs a GPU.")
     results = given.out / "tests-gpu.txt"
     known = seconds_of(results.read_text()) if results.exists() else {}
-    jobs = [job for job in all_jobs() if (given.only or "") in job.name]
+    jobs = [job for job in all_jobs() if any(text in job.name for text in given.only)]
     jobs.sort(key=lambda job: -known.get(job.name, 1e9 if "gpu/" in job.name else 20))
     logs = given.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ class DistillTrainer(Trainer):
     resumed run draws the same samples.
 
     Training steps log `ce_loss` and `kd_loss` of batches from the dataset, and `on_policy_kd_loss`
-    of sampled batches. Evaluations never sample, and log `eval_ce_loss` and `eval_kd_loss`. With
+    of sampled batches. Evaluations never sample. They log `eval_ce_loss` and `eval_kd_loss`. With
     `eval_teacher=False`, evaluation computes only the cross-entropy. The evaluation dataset can
     then contain documents that are not in the store.
 

@@ -37,8 +37,8 @@ def sample(
     padding on both sides.
 
     The result holds tensors of shape (B, T'). Each row holds the prompt, then the completion, then
-    padding. The labels are the tokens of the completion, and -100 elsewhere. The first token in
-    eos_token_id ends a completion, and is the last label of the row. So `model(**batch)` and
+    padding. The labels are the tokens of the completion, and -100 elsewhere. A completion
+    ends at its first end-of-text token, which is the last label of the row. So `model(**batch)` and
     `distill_loss` count exactly the tokens that the model sampled.
 
     `generation_config` is a GenerationConfig with do_sample=True and max_new_tokens. By default, at

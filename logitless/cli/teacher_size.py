@@ -110,8 +110,8 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.distinct is not None and not 1 <= args.distinct <= min(args.sample):
         raise ValueError(
-            f"--distinct must lie in [1, {min(args.sample)}], because {min(args.sample)} draws have"
-            f" at most {min(args.sample)} distinct ids, got {args.distinct:g}."
+            f"--distinct must lie in [1, {min(args.sample)}] (the number of draws), got "
+            f"{args.distinct:g}."
         )
 
 

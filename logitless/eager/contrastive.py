@@ -60,9 +60,9 @@ def contrastive_read(
 def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Returns -log p of the positives, and the normalisers that `contrastive_gradient` needs.
 
-    `picked` holds the similarities of the positives. The normalisers are the numbers m and log s of
-    each row, as (n, 2). The numbers m and log s are stored separately, because their rounded sum
-    would lose digits of log s if m is large.
+    `picked` holds the similarities of the positives. The normalisers are a tensor of shape (n, 2)
+    with m and log s of each row. The numbers m and log s are stored separately, because their
+    rounded sum would lose digits of log s if m is large.
     """
     m, log_s = state[:, 0], state[:, 1].log()
     return log_s - (picked.to(m.dtype) * scale - m), torch.stack((m, log_s), 1)

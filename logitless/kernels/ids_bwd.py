@@ -1,4 +1,4 @@
-"""The gradient of a loss that reads logits at K ids per row, or log p[label] at temperature 1.
+"""The gradient of a loss that reads K logits per row, or that reads log p[label] at temperature 1.
 
 A span is a range of columns of a row. Each program first writes the gradient of one span. Then the
 program rewrites the gradient at the label and at the ids, while the span is in the cache. Each

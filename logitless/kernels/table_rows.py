@@ -118,7 +118,7 @@ def _row_dots_d_table_kernel(
 ):  # fmt: skip
     """Each program sums the pairs of one block, in BLOCK_D columns.
 
-    RUNS holds the number of each pair's run, in ascending order. A run outside [0, rows) has no
+    RUNS holds the index of each pair's run, in ascending order. A run outside [0, rows) has no
     output. PARTS[:, 0] is the partial sum of a run that began in an earlier block. PARTS[:, 1] is
     the partial sum of a run that begins in this block and continues in the next block.
     """

@@ -59,7 +59,7 @@ def can_leave_graph() -> bool:
 
 
 def can_write() -> bool:
-    """Whether Dynamo is tracing, and supports writes to attributes of existing objects."""
+    """Whether Dynamo is tracing and also supports writes to attributes of existing objects."""
     tracer = _tracer()
     return tracer is not None and not tracer.export and tracer.output.is_root_tracer()
 

@@ -20,7 +20,7 @@ from .weight_changes import Watch
 
 
 def changed(z: LazyLogits, op: Op, **fields) -> LazyLogits:
-    """Returns z with the given fields in its `Direct` formula, or NotImplemented."""
+    """Returns a copy of z whose `Direct` formula has these field values, or NotImplemented."""
     formula = replace(z.recipe.formula, **fields)  # pyright: ignore[reportArgumentType]
     if not all(LEAST <= number <= MOST for number in formula.reads.values()):
         return NotImplemented  # our losses do not accept this temperature or softcap

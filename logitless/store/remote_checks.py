@@ -156,7 +156,10 @@ def cache_folder(folder: Path) -> None:
 
 
 def failed_meanwhile(before: str, after: str) -> None:
-    """Raises the error of another process if the text of SHA256.failed has changed."""
+    """Raises the error that another process wrote to the file SHA256.failed, if there is one.
+
+    `before` and `after` are the text of the file before and after this process waited.
+    """
     if after != before:
         raise OSError(after.partition("\n")[2])
 

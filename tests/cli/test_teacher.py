@@ -264,8 +264,8 @@ def test_size(tmp_path, capsys):
         (shard,) = path.glob("*.safetensors")
         assert shard.stat().st_size / 9000 == pytest.approx(store.info.token_bytes(), rel=0.02)
     for more, message in (
-        (["--distinct", "-3"], "--distinct must lie in [1, 50], because 50 draws have at most 50"),
-        (["--distinct", "51"], "--distinct must lie in [1, 50], because 50 draws have at most 50"),
+        (["--distinct", "-3"], "--distinct must lie in [1, 50] (the number of draws), got"),
+        (["--distinct", "51"], "--distinct must lie in [1, 50] (the number of draws), got"),
         (["--k", "64"], "--k must not be passed together with --sample, got [64]"),
         (["--values", "u8"], "--values must not be passed together with --sample, got u8"),
     ):

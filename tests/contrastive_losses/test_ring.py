@@ -24,10 +24,10 @@ def test_as_one_process(case, ranks):
 
 
 @pytest.mark.parametrize("case", ["mean", "labels", "sigmoid none"])
-def test_kernels(case):
+def test_kernels(case, device):
     with ll.impl("triton"):
         errors = on_ranks(
-            2, lambda group: largest_error(case, group, group.index, 2, torch.float32)
+            2, lambda group: largest_error(case, group, group.index, 2, torch.float32, device)
         )
     assert max(errors) < 1e-5
 

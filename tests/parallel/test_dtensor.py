@@ -20,7 +20,7 @@ def test_a_sharded_weight_is_refused_by_name():
         with pytest.raises(TypeError, match=r"hidden must be a DTensor on the mesh of weight, got"):
             ll.LinearLogits(torch.randn(N, 3), weight)
         with pytest.raises(
-            TypeError, match=r"logits must be replicated, or sharded .*Shard\(dim=0"
+            TypeError, match=r"logits must be replicated, or have a single placement .*Shard\(dim=0"
         ):
             ll.cross_entropy(logits, TARGET)
     finally:
