@@ -78,7 +78,7 @@ def test_on_policy_raises_the_teachers_log_probability():
 
 
 def test_draft_head_is_accepted_more_often():
-    output = output_of("draft_head.py", "--steps", "80")
+    output = output_of("draft_head.py", "--steps", "50", "--held-out", "20")
     rates = {
         (when, kind): [float(rate) for rate in numbers.split()]
         for when, kind, numbers in re.findall(
