@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter two to three times as fast by removing repeated work."""
+"""Makes Triton's interpreter about three times as fast by removing repeated work."""
 
 import dataclasses
 from typing import Any
