@@ -155,10 +155,12 @@ def counted_rates(draft: Draft, target: Transformer, kept: Tensor, held_out: lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300, help="draft training steps; default: 300")
+    parser.add_argument("--held-out", type=int, default=40, help="held-out batches; default: 40")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     args = parser.parse_args()
-    if args.steps < 1:
-        raise SystemExit(f"--steps must be at least 1, got {args.steps}")
+    for name, value in (("steps", args.steps), ("held-out", args.held_out)):
+        if value < 1:
+            raise SystemExit(f"--{name} must be at least 1, got {value}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     start = time.perf_counter()
     text = read_sources(limit=2_000_000)
@@ -170,7 +172,8 @@ def main() -> None:
     target, draft = Transformer(TARGET, VOCAB).to(device), Draft(TARGET.width).to(device)
     train_target(target, draw_batches(ids, TARGET, device, args.seed), 2 * args.steps)
     target.requires_grad_(False)
-    held_out = list(itertools.islice(draw_batches(unseen, TARGET, device, args.seed + 1), 40))
+    unseen_batches = draw_batches(unseen, TARGET, device, args.seed + 1)
+    held_out = list(itertools.islice(unseen_batches, args.held_out))
 
     results = {}
     for name in ("before", "after"):

@@ -1,11 +1,19 @@
-"""Processes that start fast, because they are forked from a server that has imported PyTorch."""
+"""Processes that start fast, because they are forked from a server that has imported PyTorch.
+
+Without a GPU, the server has also imported what most processes import later. An optimizer imports
+torch._dynamo, and an import of transformers.trainer takes as long as the rest of a short example.
+With a GPU, the server imports only PyTorch, because a forked process cannot use CUDA if its parent
+has.
+"""
 
 import contextlib
 import io
+import json
 import multiprocessing
 import os
 import runpy
 import socket
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -14,10 +22,12 @@ from typing import Any
 
 import torch
 
+from tests.support.paths import ROOT
 from tests.support.patience import HANG
 
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["torch"])
+LATER = ["torch._dynamo", "transformers.trainer", "transformers.models.llama.modeling_llama"]
+FORKED.set_forkserver_preload(["torch"] if torch.cuda.is_available() else ["torch", *LATER])
 
 
 def start(work: Callable, *args, **environment: str):
@@ -75,14 +85,14 @@ def _script(rank: int, ranks: int, path: str, arguments: tuple[str, ...]) -> str
 
 
 def imported_by(code: str) -> list[str]:
-    """The modules that this code imports in a process that has imported only PyTorch."""
-    return together(1, _imported_by, code)[0]
-
-
-def _imported_by(rank: int, code: str) -> list[str]:
-    before = set(sys.modules)
-    exec(code, {})
-    return sorted(set(sys.modules) - before)
+    """The modules that this code imports in a new process that has imported only PyTorch."""
+    script = f"import json, sys, torch\nbefore = set(sys.modules)\n{code}\n"
+    script += "print(json.dumps(sorted(set(sys.modules) - before)))"
+    command, environment = [sys.executable, "-c", script], _of_a_user({})
+    ended = subprocess.run(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=HANG
+    )
+    return json.loads(ended.stdout)
 
 
 def _of_a_user(own: dict[str, str]) -> dict[str, str]:
