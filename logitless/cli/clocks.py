@@ -30,14 +30,15 @@ def repetitions(budget: float, one: float, least: int = 5, most: int = 500) -> i
     return max(least, min(most, int(budget / max(one, 1e-3))))
 
 
-def device_time(prepare: Prepare, run: Run, budget: float) -> float:
+def device_time(prepare: Prepare, run: Run, budget: float, reads: int = 1) -> float:
     """Returns a call's device time with a cold L2 cache, measured with events around the call.
 
     The cache is flushed by *reading* a large buffer. If a buffer were zeroed instead, the cache (60
     MB on an H200) would be full of modified lines. Writing these lines back to memory would add to
     the measured time. Reading the buffer takes a quarter of a millisecond. While the GPU reads the
-    buffer, the host queues the call, so the result does not include host time. For host time, see
-    `host_times`.
+    buffer, the host queues the call, so the result does not include host time. If the host needs
+    longer to queue the call, `reads` is the number of times that the buffer is read. For host time,
+    see `host_times`.
     """
     flush = torch.ones(L2_FLUSH_BYTES // 4, device="cuda")
 
@@ -45,7 +46,8 @@ def device_time(prepare: Prepare, run: Run, budget: float) -> float:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         for start, end in events:
             argument = prepare()
-            flush.sum()
+            for _ in range(reads):
+                flush.sum()
             start.record()
             run(argument)
             end.record()
