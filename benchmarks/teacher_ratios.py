@@ -5,8 +5,9 @@
 The logits of student and teacher have 8,192 rows and V = 128,256 in bf16, and a sparse teacher has
 K = 64 ids per row. The formula of `ll.slot_loss` is the forward KL with a tail. Before the timing,
 the script compares `ll.slot_loss` with `ll.topk_distill`, and `ll.tvd` with its definition in fp64.
-All calls are forward and backward, in device time without the host. The targets are 1.15 for `ll.tvd` and 1.3 for `ll.slot_loss`.
-The script prints a Markdown table, and writes teacher-ratios.md.
+All calls are forward and backward, in device time without the host. The targets are 1.15 for
+`ll.tvd` and 1.3 for `ll.slot_loss`. The script prints a Markdown table, and writes
+teacher-ratios.md.
 """
 
 from __future__ import annotations
