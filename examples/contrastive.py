@@ -83,10 +83,12 @@ def train(loss: Callable, data: Data, pairs: int, steps: int) -> tuple[float, fl
     value, start = torch.zeros(()), time.perf_counter()
     for step in range(steps):
         a, b = model(*data.batch(pairs, step))
-        value = loss(a, b, log_scale.clamp(max=4.6).exp())
+        value = loss(a, b, log_scale.exp())
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
+        with torch.no_grad():
+            log_scale.clamp_(max=4.6)  # as in CLIP, the scale is at most 100
     last = float(value.detach())  # on a GPU, this line waits for all steps
     seconds = time.perf_counter() - start
     a, b = (t.detach().requires_grad_() for t in model(*data.batch(pairs, 0)))

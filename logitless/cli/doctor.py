@@ -29,8 +29,8 @@ from . import chosen_device, machine
 from .selfcheck import CHECKS, Check
 
 VARIABLES = (
-    "LOGITLESS_IMPL", "LOGITLESS_CHECK", "LOGITLESS_WAITING", "LOGITLESS_WARN_BYTES",
-    "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES",
+    "LOGITLESS_IMPL", "LOGITLESS_FUSE", "LOGITLESS_CHECK", "LOGITLESS_WAITING",
+    "LOGITLESS_WARN_BYTES", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 # Shapes (N, V) of logits. V is 1 in the first shape, and odd in the second shape. In the third
 # shape, rows are 16-byte aligned. In the last shape, V is so large that kernels split a row.

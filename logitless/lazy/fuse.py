@@ -6,6 +6,7 @@ The head returns LazyLogits (logits.py). The model itself, a Trainer or a traini
 loss from the LazyLogits. In inference, logits of at most 32 MiB are plain tensors.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -41,7 +42,8 @@ def fuse(
     lazy. If `lazy_inference` is false, all logits without gradients are plain tensors. Calling
     `fuse` again replaces the heads and the options of the earlier call. `unfuse` undoes `fuse`, and
     `is_fused` returns whether `fuse` has an effect. `report` returns the operations that
-    materialised lazy logits.
+    materialised lazy logits. With the environment variable LOGITLESS_FUSE=0, `fuse` checks its
+    arguments and leaves the model unchanged.
 
     >>> model = fuse(AutoModelForCausalLM.from_pretrained(...))
     >>> model(input_ids=ids, labels=ids).loss.backward()
@@ -55,6 +57,8 @@ def fuse(
     for name in names:
         found.setdefault(head_of(model, name), name)  # raises if the head cannot be fused
     unfuse(model)
+    if switched_off():
+        return model
     guards = [Guard(name, options, lazy_inference) for name in found.values()]
     for guard, module in zip(guards, found, strict=True):
         guard.group = guards
@@ -84,6 +88,10 @@ def unfuse(model: Model) -> Model:
     return model
 
 
+def switched_off() -> bool:
+    return os.environ.get("LOGITLESS_FUSE") == "0"
+
+
 class Fused(NamedTuple):
     """Whether `fuse` has an effect on a model, and the reason."""
 
@@ -110,6 +118,8 @@ def is_fused(model: nn.Module) -> Fused:
     """
     guards = list(dict.fromkeys(guards_of(model)))
     if not guards:
+        if switched_off():
+            return Fused(False, "LOGITLESS_FUSE=0 switches fuse off.")
         return Fused(False, f"fuse was not called on this {kind_of(model)}, or was undone.")
     for module in model.modules():
         if HOOKS in module.__dict__:

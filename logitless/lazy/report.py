@@ -61,11 +61,14 @@ class Materialised:
         return "  ".join(str(field) for field in fields if field != "")
 
 
+NOTHING = "No lazy logits were materialised. Plain logits are not counted (see ll.is_fused)."
+
+
 class Report(list[Materialised]):
     """A list of `Materialised` records, largest first. `print` shows one line per record."""
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self)) or "No lazy logits were materialised."
+        return "\n".join(map(str, self)) or NOTHING
 
     __repr__ = __str__
 

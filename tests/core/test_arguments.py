@@ -86,6 +86,12 @@ def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(name):
     assert words.endswith(f", got {typo!r}. Did you mean {meant!r}?")
 
 
+@pytest.mark.parametrize("loss", [ll.contrastive, ll.sigmoid_contrastive])
+def test_a_temperature_is_answered_with_the_scale(loss):
+    words = refusal(lambda: loss(torch.eye(3), torch.eye(3), temperature=0.07))
+    assert words.endswith(", got 'temperature'. Pass scale=1 / temperature.")
+
+
 def test_an_option_like_no_other_is_named_with_those_there_are():
     want = "logsumexp must be called with only the arguments logits, temperature, softcap, mask, "
     want += "got 'dim'."

@@ -43,6 +43,18 @@ def test_the_head_is_found_named_or_given(head, ids, device):
     assert_fused_and_right(model, ids)
 
 
+def test_switched_off_by_the_environment(ids, device, monkeypatch):
+    model = ll.fuse(Model().to(device))
+    monkeypatch.setenv("LOGITLESS_FUSE", "0")
+    assert ll.fuse(model) is model  # also undoes the first call
+    assert type(model(ids)) is torch.Tensor
+    assert ll.is_fused(model).reason == "LOGITLESS_FUSE=0 switches fuse off."
+    with pytest.raises(TypeError, match="workspace must be"):
+        ll.fuse(model, workspace="large")
+    monkeypatch.delenv("LOGITLESS_FUSE")
+    assert ll.is_fused(ll.fuse(model))
+
+
 def test_twice_is_once_with_other_options(ids, device):
     model = ll.fuse(ll.fuse(Model().to(device)), workspace=3 * V * 4)
     assert_fused_and_right(model, ids)

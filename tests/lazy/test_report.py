@@ -47,7 +47,7 @@ def test_records(x):
     text = f"Tensor.cumsum  (2, 5, 11)  880 bytes  3 times  {found[0].line}"
     assert str(found).splitlines()[0] == repr(found).splitlines()[0] == text
     assert ll.report() == []
-    assert str(ll.report()) == "No lazy logits were materialised."
+    assert str(ll.report()).startswith("No lazy logits were materialised.")
 
 
 def test_values_are_counted_once(x):
