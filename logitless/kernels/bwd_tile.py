@@ -2,10 +2,10 @@
 
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
-In this formula, p = softmax(z), and v are the class weights. The coefficients a, b, g_label and g_c
-have one value per row, and g_k has one value per id. The logits z of the softmax are y / T, where y
-are the logits x after the softcap, and T is the temperature. Kernels compute log p_i as
-((y_i - shift) / T) - log_s. Here `shift` is the max of y in the row, and
+In this formula, p = softmax(z), and v are the class weights. The coefficients `a`, `b`, `g_label`
+and `g_c` have one value per row, and g_k has one value per id. The logits z of the softmax are
+y / T, where y are the logits x after the softcap, and T is the temperature. Kernels compute log p_i
+as ((y_i - shift) / T) - log_s. Here `shift` is the max of y in the row, and
 log_s = log Σ_j e^((y_j - shift) / T). This formula for log p_i is exact even if all logits have a
 large common offset.
 
@@ -60,7 +60,7 @@ class Terms(NamedTuple):
     shift: tl.tensor
     c0: tl.tensor
     c1: tl.tensor
-    c_logprob_t1: tl.tensor  # multiplies e^(y - shift) (see `row_gradient` in ids_bwd.py)
+    c_logprob_t1: tl.tensor  # the factor of e^(y - shift) (see `row_gradient` in ids_bwd.py)
     g_c: tl.tensor
     rate: tl.tensor  # log2 e / temperature
     # log2 e · `lift`, for columns outside the ids (see LEAST_TAIL in contract.py)

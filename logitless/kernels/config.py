@@ -13,8 +13,8 @@ import torch
 import triton
 
 MAX_SPLITS = 128
-# Rows with at most SHORT columns are not split over programs, because the launch that merges the
-# splits would cost more time than the splits save.
+# Rows with at most SHORT columns are not split over programs. Splits are merged in another launch,
+# and for short rows this launch would take more time than the splits save.
 SHORT = 4096
 # If there are at least MANY rows per multiprocessor, one warp per row is enough to fill the GPU.
 MANY = 16
@@ -267,10 +267,10 @@ def narrow_splits(
 ) -> Config:
     """Returns a copy of `cut` in which `splits` is the number that keeps the GPU busiest.
 
-    `splits` is the number of splits of the vocabulary. The function assumes that a processor runs
-    two programs at once. For each number of splits, the function estimates the fraction of the time
-    in which a processor is busy. The function chooses the number with the largest fraction. If
-    several numbers are equally good, the function chooses the smallest.
+    `splits` is the number of splits of the vocabulary. The function assumes that a multiprocessor
+    runs two programs at once. For each number of splits, the function estimates the fraction of the
+    time in which a multiprocessor is busy. The function chooses the number of splits with the
+    largest fraction. If several numbers are equally good, the function chooses the smallest.
 
     Each split has its own partial sums of shape (rows, width) in fp32. All partial sums together
     take at most `limit` bytes.
@@ -281,7 +281,7 @@ def narrow_splits(
         most = min(most, limit // max(4 * rows * width, 1))
 
     def busy(splits: int) -> float:
-        """Returns the fraction of the time in which a processor runs programs."""
+        """Returns the fraction of the time in which a multiprocessor is busy."""
         waves = tiles * splits / at_once
         return waves / math.ceil(waves)
 

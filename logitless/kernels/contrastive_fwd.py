@@ -1,11 +1,12 @@
 """Statistics of the rows and the columns of similarities, from one pass over the similarities.
 
 Each program reads several rows of a strip of columns, one tile at a time. A tile has three
-dimensions: lanes, repeats and columns. Each warp holds one lane. So a sum over repeats needs no
-exchange between threads. A sum over the columns of a row stays inside one warp. Triton distributes
-the warps over the first dimension, so the lanes are the first dimension. The state of the columns
-stays in registers until the end of the strip. The states of the rows are written once per strip. A
-second launch merges the states of strips in a fixed order.
+dimensions: lanes, repeats and columns. A lane consists of adjacent rows, which are its repeats.
+Each warp holds one lane. So a sum over the rows of a lane needs no exchange between threads. A sum
+over the columns of a row stays inside one warp. Triton distributes the warps over the first
+dimension, so the lanes are the first dimension. The state of the columns stays in registers until
+the end of the strip. The states of the rows are written once per strip. A second launch merges the
+states of strips in a fixed order.
 
 All logits are multiplied by log2 e, and the kernels compute exponentials of base 2. The state of a
 row is a reference m, and the sum s of 2^(z - m) over all logits z of the row. In general, the
@@ -76,7 +77,7 @@ def _contrastive_fwd_kernel(
         COLUMNS += span.to(tl.int64) * m + offs_m
 
     if ONE_EXPONENTIAL:
-        some = first + tl.arange(0, LANES)[:, None, None]  # the reference is the max of these rows
+        some = first + tl.arange(0, LANES)[:, None, None]  # the max of these rows is `ref`
         of_some = load_similarities(X, stride_x, some, cols, n, FULL)
         ref = finite(tl.max(logits_of(of_some, rate, pairs, some, cols, n, m, FULL)))
         good = tl.full((LANES, REPEATS), 1, tl.int1)

@@ -59,7 +59,7 @@ def are_repeated(IDS, K, BLOCK_K: tl.constexpr):
 )
 def _duplicate_ids_kernel(
     IDS, STATE,  # inputs
-    OUT,  # output, a copy of STATE with the computed field REPEATS
+    OUT,  # output: a copy of STATE, with the field REPEATS filled in
     K,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip

@@ -143,17 +143,16 @@ def gradient(
     coefficients: Coefficients,
     upstream: Tensor,  # one number, or one number per row
     factor: Tensor | None = None,  # one number, or one number per row
-    # `into` is x, a tensor that shares the memory of x, or a tensor in other memory (see `Place` in
-    # layout.py).
     into: Tensor | None = None,
     start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
 ) -> Tensor:
     """Returns the gradient of the logits, multiplied by `upstream` and `factor`.
 
-    The gradient has the dtype of `into`, or of x if `into` is None. The gradient is written to
-    `into`, with one exception. If `into` is x and rows have more than MAX_PRELOADED ids, the
-    gradient is a new tensor. The reason is that a program must load the logits at all ids of its
-    row before the gradient overwrites x. One program can hold at most MAX_PRELOADED logits.
+    `into` is x, a tensor that shares the memory of x, or a tensor in other memory (see `Place` in
+    layout.py). The gradient has the dtype of `into`, or of x if `into` is None. The gradient is
+    written to `into`, with one exception. If `into` is x and rows have more than MAX_PRELOADED ids,
+    the gradient is a new tensor. The reason is that a program must load the logits at all ids of
+    its row before the gradient overwrites x. One program can hold at most MAX_PRELOADED logits.
     """
     coefs, has, g_ids = coefficients
     key = _gradient_key(x, reading, coefficients, upstream, factor, into, start)
@@ -196,11 +195,11 @@ class _GradientKey(NamedTuple):
 
     logits: tuple  # shape, strides, address modulo 16, bytes per element
     over_logits: bool  # whether `into` is the memory of the logits
-    place: Place | None  # of `into`; None if over_logits is True or `into` is None
+    place: Place | None  # the Place of `into`; None if over_logits is True or `into` is None
     K: int  # ids per row; 0 if the loss has no gradient at ids
     has_g_ids: bool  # whether each id has its own coefficient
     has: tuple[str, ...]  # names of the coefficients in use
-    per_row: tuple[bool, bool, bool]  # whether coefficients, upstream and factor differ by row
+    per_row: tuple[bool, bool, bool]  # whether coefficients, upstream and factor are per row
     options: tuple[float | None, float | None, int | None]
     # The first column of x and the size of the vocabulary, or None if x has all columns.
     columns: tuple[int, int] | None
@@ -287,15 +286,17 @@ def one_pass(
     reading: Reading,
     coefficients: Coefficients,  # "a" and "label"
     factor: Tensor | None,  # one number, or one number per row
-    into: Tensor,  # x itself, contiguous memory of the same shape, or (N, V) of another dtype
-    mean: bool = False,  # divides loss and gradient by the number of rows that are not ignored
+    into: Tensor,  # output: x, or a tensor in other memory (see `Place` in layout.py)
+    mean: bool = False,
 ) -> Tensor | None:
     """Returns -log p of each row's label, and writes the gradient times `factor` to `into`.
 
     If one pass over the logits is not possible, the function returns None and writes nothing. One
     pass is possible if x has a (B, T, V) view with contiguous rows (layout.py), and if the programs
-    of a row are allowed to wait for each other (program_exchange.py). A mean also requires at least
-    one row and at most MAX_COUNTED rows.
+    of a row are allowed to wait for each other (program_exchange.py).
+
+    If `mean` is True, the loss and the gradient are divided by the number of rows that are not
+    ignored. In this case, one pass also requires at least one row and at most MAX_COUNTED rows.
     """
     label, temperature = reading.label, reading.row_temperature
     over_logits = into.data_ptr() == x.data_ptr()

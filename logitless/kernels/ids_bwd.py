@@ -82,7 +82,7 @@ def sums_of_same(IDS, G, ids, K):
 
 
 class _Row(NamedTuple):
-    """Pointers to one row of each tensor, and numbers for the gradient at label and ids."""
+    """Pointers to one row of each tensor, and the numbers that `_rewrite` needs for the row."""
 
     X: tl.tensor
     W: tl.tensor  # a pointer or None
@@ -234,14 +234,16 @@ def _ids_bwd_kernel(
     DX,  # output
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, K,  # sizes
-    # The first column of X is column `start` of the vocabulary, which has `vocab` columns. Both
-    # `start` and `vocab` are None if X has all columns. The ids in IDS are relative to the first
-    # column of X.
     start, vocab,
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes a span of the gradient, then rewrites the columns of label and ids."""
+    """Each program writes a span of the gradient, then rewrites the columns of label and ids.
+
+    The first column of X is column `start` of the vocabulary, which has `vocab` columns. Both
+    `start` and `vocab` are None if X has all columns. The ids in IDS are relative to the first
+    column of X.
+    """
     HAS: tl.constexpr = field(CONSTANTS, "has")
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     PRELOAD_IDS: tl.constexpr = field(CONSTANTS, "preload_ids")

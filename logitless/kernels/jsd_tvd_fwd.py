@@ -175,7 +175,7 @@ def _second_sweep(
 
 @triton.jit
 def _divergence(first, second, third, s_q, s_p, blend, KIND: tl.constexpr):
-    """Returns the divergence of a row, and the last number of its state (see pair_state.py).
+    """Returns the divergence of a row, and the mean or `ratio` for its state (see pair_state.py).
 
     `first`, `second` and `third` are the sums of `_second_sweep` over all columns. The divergence
     is in nats. The sums of JSD are in bits, and the sums of a skewed KL are in nats.
@@ -190,7 +190,7 @@ def _divergence(first, second, third, s_q, s_p, blend, KIND: tl.constexpr):
     elif KIND != "tvd":
         value = second + no_row
         # All q contain the rounding error of the same normaliser, so Σ q is not exactly 1. For fp32
-        # logits, the division by Σ q keeps this error out of the gradient q (g - mean).
+        # logits, the division by Σ q removes this error from the gradient q (g - mean).
         return tl.where(value < 0, 0.0, value), first / tl.where(third == 0, 1.0, third)
     else:
         value = 0.5 * first / s_q + no_row

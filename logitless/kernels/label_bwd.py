@@ -55,15 +55,15 @@ def _label_bwd_kernel(
     DX,  # output
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, blocks,  # sizes
-    # The first column of X is column `start` of the vocabulary, which has `vocab` columns. Both
-    # `start` and `vocab` are None if X has all columns.
     start, vocab,
     softcap, ignore_index,  # options
     HAS: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
     """Each program writes one block of a row.
 
-    The first block of a row also contains the row's fringe (see layout.py).
+    The first block of a row also contains the row's fringe (see layout.py). The first column of X
+    is column `start` of the vocabulary, which has `vocab` columns. Both `start` and `vocab` are
+    None if X has all columns.
     """
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")

@@ -86,8 +86,8 @@ class Rows(NamedTuple):
 # A Place is the tuple (address modulo 16, strides, bytes per element) of the memory for a gradient.
 # Either the memory is contiguous and has the shape (..., V) of the logits x, or the memory has the
 # shape (N, V). In the shape (N, V), padding can follow each row. If the gradient has fewer bytes
-# per element than x, every row must start on a 16-byte boundary. A Place is a plain tuple, because
-# every call builds a Place and a tuple costs less than a NamedTuple.
+# per element than x, every row must start on a 16-byte boundary. Every call builds a Place. A Place
+# is a plain tuple, because building a NamedTuple takes longer.
 Place = tuple[int, tuple[int, ...], int]
 
 
@@ -115,8 +115,8 @@ def describe(shape: tuple, strides: tuple, offset: int, itemsize: int) -> Rows |
         return Rows(0, vocab, 1, vocab, vocab, offset // itemsize, 16 // itemsize)
     if strides[-1] != 1 and vocab > 1:
         return None
-    # `dims` holds pairs (size, stride). Neighbouring dimensions that can be viewed as one dimension
-    # become one pair.
+    # `dims` holds pairs (size, stride). If neighbouring dimensions can be viewed as one dimension,
+    # `dims` holds a single pair for these dimensions.
     dims: list[tuple[int, int]] = []
     for size, stride in zip(shape, strides, strict=False):
         if size != 1:
@@ -189,10 +189,10 @@ def walk(
 
     `f(state, args, start, offs, mask)` adds the columns `start + offs` to the state, and returns
     the new state. Columns where `mask` is False are left out. A mask of None selects all columns.
-    For the body, `args` is `body_args`, and columns are counted from column `head` of the row. For
-    the fringe, `args` is `row_args`, and columns are counted from the first column of the row. If
-    MASKED is True, every block is masked, and the compiled code is shorter. If MASKED is False,
-    only the last block is masked, and the kernel is faster.
+    For the body, `args` is `body_args`, and column 0 is column `head` of the row. For the fringe,
+    `args` is `row_args`, and column 0 is the first column of the row. If MASKED is True, every
+    block is masked, and the compiled code is shorter. If MASKED is False, only the last block is
+    masked, and the kernel is faster.
     """
     offs = tl.arange(0, BLOCK_V)
     hi = tl.multiple_of(tl.minimum(hi, body), PACK)

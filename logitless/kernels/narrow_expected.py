@@ -49,11 +49,11 @@ def is_expected(reading: Reading) -> bool:
     """Whether the gradient of the hidden states can be computed from the sums in `Expected`.
 
     The result is False for a loss with ids. The gradient at an id contains the difference between p
-    and a teacher's probability. For an id, p would be computed from the sums, because the sums
-    leave out only the label's column. If p and the teacher's probability are nearly equal, the
-    difference would lose digits. The result is also False if the loss reads no statistic at the
-    label. In such a loss, labels only mark ignored rows. The result is also False if the loss has a
-    softcap, or if any flag of `Sums` (contract.py) is set.
+    and a teacher's probability. The sums leave out only the label's column, so p of an id would be
+    computed from the sums. If p and the teacher's probability are nearly equal, the difference
+    would lose digits. The result is also False if the loss reads no statistic at the label. In such
+    a loss, labels only mark ignored rows. The result is also False if the loss has a softcap, or if
+    any flag of `Sums` (contract.py) is set.
     """
     at_label = reading.ids is None and not {"nll", "logprob", "picked"}.isdisjoint(reading.wants)
     return at_label and reading.softcap is None and not any(reading.sums)

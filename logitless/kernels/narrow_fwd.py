@@ -56,10 +56,10 @@ class _Constants:
 
 
 class _Labels(NamedTuple):
-    """The labels, as pairs of row and column that are sorted by tile (narrow_terms.py).
+    """The labels of all rows, sorted by tile.
 
-    All fields except `count` are pointers. PLACES, ENDS and INDEX are None if `Expected` is not
-    computed.
+    Each label is a pair of row and column (see narrow_terms.py). All fields except `count` are
+    pointers. PLACES, ENDS and INDEX are None if `Expected` is not computed.
     """
 
     LABEL: tl.tensor
@@ -70,7 +70,7 @@ class _Labels(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The sums over the columns read so far, and the next label in the order of the tiles."""
+    """The sums over the columns read so far, and the index and the tile of the next label."""
 
     state: State
     expected: tl.tensor  # (rows, D), the sums of narrow_expected.py, or 0 if not needed
@@ -79,7 +79,7 @@ class _Sums(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """The hidden states of a tile of rows, the weight, and flags for the sums to compute."""
+    """The inputs for a tile of rows, and flags that select the sums to compute."""
 
     h: tl.tensor  # (rows, D)
     rows: tl.tensor  # (rows, 1)

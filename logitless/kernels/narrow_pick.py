@@ -67,8 +67,8 @@ def _narrow_pick_kernel(
 ):  # fmt: skip
     """Each program computes the logits y of one row at the label and at the ids.
 
-    The y at the label is stored in the first split of the row. The y at the ids are stored in
-    PICKED. PICKED is 0 for ids outside the vocabulary, and for all ids of an ignored row.
+    The logit at the label is stored in the first split of the row. The logits at the ids are stored
+    in PICKED. PICKED is 0 for ids outside the vocabulary, and for all ids of an ignored row.
     """
     BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
     row = tl.program_id(0).to(tl.int64)

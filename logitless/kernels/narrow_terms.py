@@ -4,9 +4,9 @@ The terms of a row are the numbers that the gradient formula of bwd_tile.py need
 label or an id adds a number g to the gradient of a single logit. A pair holds the row and column of
 the logit, and the number g. The pairs are sorted in the order in which a kernel visits the tiles of
 logits. Therefore one comparison per tile is enough to find out whether the tile contains the next
-pair. The kernel adds a pair's number g to the gradient of the tile before the gradient is rounded
-to 16 bits. Rounding before the addition would lose digits. For example, the gradient at a label is
-p - 1, and the difference p - 1 is small if p is near 1.
+pair. The kernel adds the number g of each pair to the gradient of the tile, and then rounds the
+gradient to 16 bits. Rounding before the addition would lose digits. For example, the gradient at a
+label is p - 1, and the difference p - 1 is small if p is near 1.
 """
 
 import functools
@@ -142,7 +142,7 @@ def _store_pairs(
     COLUMNS, G, PLACES, pairs, at, row, ids, g, inside, mask, step_0, step_1,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Stores pairs of one row, and the places of their tiles in every `Order`."""
+    """Stores pairs of one row, and the place of each pair's tile in every `Order`."""
     ids = tl.where(inside, ids, 0)
     tl.store(COLUMNS + at, ids.to(tl.int32), mask=mask)
     tl.store(G + at, tl.where(inside, g, 0.0), mask=mask)
@@ -159,12 +159,14 @@ def _store_pairs(
 )  # fmt: skip
 def _narrow_terms_kernel(
     STATE, LABEL, IDS, COEF, G_IDS, UPSTREAM, FACTOR,  # inputs
-    # Outputs: OUT (TERMS, N), COLUMNS (N, slots), G (N, slots) and PLACES (orders, N, slots).
-    OUT, COLUMNS, G, PLACES,
+    OUT, COLUMNS, G, PLACES,  # outputs
     temperature, N, V, K, slots, step_0, step_1, ignore_index,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
     """Each program computes the terms and the pairs of one row.
+
+    OUT has shape (TERMS, N), and PLACES has shape (orders, N, slots). COLUMNS and G have shape
+    (N, slots).
 
     For an ignored row, the kernel writes terms that give a gradient of 0. For a row with an invalid
     label or id, the kernel writes terms that give a gradient of NaN.

@@ -73,7 +73,10 @@ def load_rows(
 
 @triton.constexpr_function
 def layout(constants, name):
-    """Returns the field `name` of the HeadLayout in the dataclass CONSTANTS."""
+    """Returns the field `name` of `constants.layout`, which is a HeadLayout.
+
+    The argument `constants` is the parameter CONSTANTS of a kernel (see launch.py).
+    """
     return getattr(constants.layout, name)
 
 

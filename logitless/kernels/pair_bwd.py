@@ -56,7 +56,7 @@ class Terms(NamedTuple):
     shift_q: tl.tensor
     shift_p: tl.tensor
     norm_q: tl.tensor  # log2 of the student's normaliser, for JSD and a skewed KL
-    norm_p: tl.tensor  # like norm_q, but for the teacher; s_q / s_p for TVD
+    norm_p: tl.tensor  # log2 of the teacher's normaliser; for TVD, s_q / s_p
     mean: tl.tensor  # s_p / s_q for "forward" and "soft"; for other losses, the saved mean
     gain: tl.tensor  # multiplies the gradient of the whole row
 
@@ -200,10 +200,13 @@ def pair_gradient(
     pair: Pair,
     state: Tensor,  # (N, PAIR_STATE), from pair_read
     upstream: Tensor,  # one number, or one number per row
-    factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
-    into: Tensor | None = None,  # (..., V), the output, possibly x; None allocates a tensor
+    factor: Tensor | None = None,  # one number, or one number per row
+    into: Tensor | None = None,  # output, in the shape of x; can be x itself
 ) -> Tensor:
-    """Returns the gradient of the student's logits, in the dtype of the logits."""
+    """Returns the gradient of the student's logits, multiplied by `upstream` and `factor`.
+
+    If `into` is None, the gradient is a new tensor in the dtype of the logits.
+    """
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if into is None else into
     if dx.numel() == 0:
         return dx

@@ -193,7 +193,7 @@ def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None) -> tuple[Tenso
     kinds, the returned loss is 0, and the mean in the returned state is 0.
     """
     value, state = finish_in_torch(partial, kind, inv_t)
-    if inv_t is not None:  # converts the mean from nats to the unit of the logits y
+    if inv_t is not None:  # convert the mean from nats to the unit of y
         state[:, 4:] /= inv_t
     return value, state
 

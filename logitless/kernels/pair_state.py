@@ -69,7 +69,7 @@ class Both(NamedTuple):
 
 @triton.jit
 def elements_to(P):
-    """Returns the address of P divided by the bytes per element.
+    """Returns the address of P, counted in elements instead of bytes.
 
     From this number, kernels compute how far P is from a 16-byte boundary.
     """
@@ -158,7 +158,7 @@ def sum_lanes(state):
 
 @triton.jit
 def save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean):
-    """Saves the state of a row. For a partial state, callers pass the maxima as the shifts."""
+    """Saves the state of a row. For a partial state, the shifts are the maxima."""
     at = STATE + row.to(tl.int64) * PAIR_STATE
     tl.store(at, shift_q)
     tl.store(at + 1, s_q)
@@ -219,11 +219,11 @@ def contiguous(t: Tensor | None) -> Tensor | None:
 
 
 def temperature_of(reading: Reading) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
-    """Returns the temperature as arguments of a launch: a tuple of tensors, and a tuple of numbers.
+    """Returns the temperature as launch arguments: a tuple of tensors and a tuple of numbers.
 
-    If each row has its own temperature, the first tuple holds the tensor of temperatures. A launch
-    takes this tensor as its last tensor. Otherwise, the second tuple holds the temperature. A
-    launch takes this number as its first number.
+    One of the two tuples is empty. If each row has its own temperature, the first tuple holds the
+    tensor of temperatures. A launch takes this tensor as its last tensor. Otherwise, the second
+    tuple holds the temperature. A launch takes this number as its first number.
     """
     t = contiguous(reading.row_temperature)
     return ((), (reading.temperature,)) if t is None else ((t,), ())

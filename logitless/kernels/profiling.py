@@ -80,16 +80,12 @@ def elements(t: torch.Tensor | TensorDescriptor) -> int:
 
 
 def at_ids(args: Arguments) -> int:
-    """Returns the number of ids. Kernels use this count for a tensor if a launch accesses the
-    tensor only at the ids.
-    """
+    """Returns the number of ids, as the count for a tensor that is accessed only at the ids."""
     return elements(args["IDS"])
 
 
 def nothing(args: Arguments) -> int:
-    """Returns 0. Kernels use this count for a tensor if a launch accesses only a small part of the
-    tensor.
-    """
+    """Returns 0, as the count for a tensor if a launch accesses only a small part of it."""
     return 0
 
 

@@ -240,8 +240,9 @@ def _slot_divergence_kernel(
         )
         value += f_tail
         g_tail = tl.where(counts, g_tail * weight, 0.0)
-        # The derivative of the student's tail with respect to the student's logit z_i is -q_i if
-        # column i is among the ids. For all other columns, the derivative is q_i / e^tail - q_i.
+        # Let z_i be the student's logit in column i. If i is among the ids, the derivative of the
+        # student's tail with respect to z_i is -q_i. Otherwise, the derivative is
+        # q_i / e^tail - q_i.
         a -= g_tail
         tl.store(COEF + COEF_A_IDS, a, mask=mask_r)
         a = a * tl.exp(lift_of(log_q_tail)) + g_tail * tl.exp(-tl.maximum(log_q_tail, LEAST_TAIL))

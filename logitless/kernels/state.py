@@ -45,7 +45,7 @@ class State(NamedTuple):
 
 
 class RowWindow(NamedTuple):
-    """A pointer to columns of a row, and flags for the sums to compute over these columns."""
+    """A pointer to columns of a row, and flags that select the sums over these columns."""
 
     X: tl.tensor
     W: tl.tensor  # class weights of the whole row, or None
@@ -217,7 +217,7 @@ def column_of_max(
 ):  # fmt: skip
     """Returns the lowest column whose logit is the row's max.
 
-    The kernel searches only the first block that contains the max, and the fringe (see layout.py).
+    The kernel searches only the fringe (see layout.py) and the first block that contains the max.
     """
     at = state.block + tl.arange(0, BLOCK_V)
     arg = _leftmost(tl.multiple_of(Xrow + head, 16), at, at < body, head, state.m, softcap)

@@ -89,9 +89,10 @@ def store_split(
     at, step, state, ref, arg,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """Stores the needed fields of a split, `step` elements apart.
+    """Stores the needed fields of a split.
 
-    The argmax is an integer, whose bits are stored as a float.
+    In memory, the fields are `step` elements apart. The argmax is an integer, whose bits are stored
+    as a float.
     """
     tl.store(at + SPLIT_M * step, state.m)
     tl.store(at + SPLIT_S * step, state.s)
@@ -168,7 +169,7 @@ def _merge_launch(
 
 
 def constants_of(sums: Sums) -> dict[str, bool]:
-    """Returns the flags in `sums` as keyword arguments, which a kernel takes as constants."""
+    """Returns the flags in `sums` as keyword arguments of a kernel."""
     return {name.upper(): wanted for name, wanted in sums._asdict().items()}
 
 
@@ -188,8 +189,8 @@ class _Constants:
 )
 def _stats_finish_kernel(
     # Inputs. SPLITS has shape (N, splits, fields) in any layout. Y (N, K) holds y at the ids. ABOVE
-    # (N, splits) holds the numbers of logits that are greater than y0 (see state.py). ABOVE can be
-    # None.
+    # (N, splits) is None, or holds how many logits of each split are greater than y0 (see
+    # state.py).
     SPLITS, Y, LABEL, IDS, ABOVE,
     # Outputs.
     STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, RANK, LOGPROB_T1,

@@ -73,7 +73,7 @@ class _Constants:
 )
 def _stats_split_fwd_kernel(
     X, LABEL, IDS, W,  # inputs
-    Y0,  # input, (N,), the logits to compare with; if None, X holds these logits
+    Y0,  # input (N,), y0 of each row; if None, the kernel loads y0 from X
     SPLITS, PICKED, ABOVE,  # outputs, (N, fields, splits), (N, K) and (N, splits)
     temperature,
     rows_t, stride_xb, stride_xt, lead, V, K, start, span,  # sizes
@@ -216,8 +216,8 @@ def cut_of(
 
     If `invariant` is True, the function chooses the Config as if there were many rows and the
     kernel were heavy (see `config.stats_fwd`). The chosen Config then depends only on the
-    vocabulary and the dtype. So the bits of a log-probability depend neither on the number of rows
-    nor on the other statistics that are requested.
+    vocabulary and the dtype. So the bits of a log-probability do not depend on the number of rows,
+    or on the other requested statistics.
     """
     heavy = invariant or softcap is not None or sums.entropy or sums.argmax or sums.total
     processors = config.processors(device)

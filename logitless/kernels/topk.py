@@ -96,7 +96,7 @@ def _topk_merge_kernel(
     if count < k:
         offset = row_offset(row, rows_t, stride_xb, stride_xt)
         count = _fill(X + offset, IDS + row.to(tl.int64) * k, count, V, k, BLOCK_V)
-        # A row can have fewer than k logits besides NaN. Then the remaining ids are arbitrary.
+        # If so many logits are NaN that fewer than k remain, the other ids are arbitrary.
         tl.store(IDS + at, offs_k.to(tl.int64), mask=mask_k & (offs_k >= count))
 
 

@@ -42,7 +42,7 @@ def column_of(key):
 
 @triton.jit
 def _places(LOG_K: tl.constexpr):
-    """Returns arange(2^LOG_K) in shape (2, ..., 2). Each axis is one bit of the numbers."""
+    """Returns arange(2^LOG_K) in shape (2, ..., 2). Each axis stands for one bit."""
     return tl.reshape(tl.arange(0, 1 << LOG_K), [2] * LOG_K)
 
 
@@ -55,9 +55,8 @@ def _sort_runs(h, places, runs: tl.constexpr, LOG_K: tl.constexpr):
     """
     for i in tl.static_range(runs):
         # Compares two keys whose indices differ in one bit, and moves the larger key to the lower
-        # index. For each key in h, `other` holds the other key of the comparison. `other` is
-        # computed as the sum of the two keys minus h. An overflow of the sum is harmless, because
-        # int64 wraps around.
+        # index. Each key in h is compared with the key in `other`. `other` is computed as the sum
+        # of the two keys minus h. An overflow of the sum is harmless, because int64 wraps around.
         other = tl.sum(h, axis=LOG_K - runs + i, keep_dims=True) - h
         second = ((places >> (runs - 1 - i)) & 1) != 0
         h = tl.where((h > other) != second, h, other)
@@ -87,9 +86,9 @@ def sort(keys, LOG_K: tl.constexpr):
     places = _places(LOG_K)
     h = tl.reshape(keys, [2] * LOG_K)
     for runs in tl.static_range(1, LOG_K + 1):
-        # Bit 0 of `inverted` selects the keys to invert. For the current step, every second run of
-        # 2^runs keys is inverted. The `^=` also undoes the inversion of the previous step, whose
-        # runs are half as long.
+        # Bit 0 of `inverted` selects the keys to invert. This step inverts every second run of
+        # 2^runs keys. The `^=` also undoes the inversion of the previous step. In the previous
+        # step, runs were half as long.
         inverted = places >> runs
         if runs > 1:
             inverted ^= places >> (runs - 1)
