@@ -180,9 +180,10 @@ def pair_fwd(vocab: int) -> Config:
 
 
 def jsd_tvd_split_fwd(vocab: int, itemsize: int) -> Config:
-    """Returns the split size for a student's and a teacher's row. A row has at most 64 splits.
+    """Returns the Config of the kernel in jsd_tvd_fwd.py that splits rows.
 
-    A split is small enough to stay in the cache until the kernel reads the split again.
+    A row has at most 64 splits. A split is small enough to stay in the cache until the kernel reads
+    the split again.
     """
     block, span = (256, 4096) if itemsize == 2 else (512, 2048)
     span = max(span, ceil_pow2(ceil_div(vocab, 64)))
@@ -199,8 +200,8 @@ def pair_bwd(vocab: int, itemsize: int) -> Config:
 # states, padded to a power of two. Each entry is (rows, columns, warps, stages). An optional fifth
 # number limits the registers per thread. The kernel "fwd_expected" is a forward kernel that also
 # computes the sums of narrow_expected.py. The kernel "fwd_expected" and the backward kernels also
-# accumulate a sum of D columns. Therefore these kernels have smaller tiles of logits than "fwd" at
-# D = 256. At D = 512, only the backward kernels have smaller tiles than "fwd".
+# accumulate a sum that is D columns wide. Therefore these kernels have smaller tiles of logits than
+# "fwd" at D = 256. At D = 512, only the backward kernels have smaller tiles than "fwd".
 NARROW = {
     ("fwd", 2): {
         64: (128, 64, 4, 4), 128: (128, 64, 8, 4), 256: (128, 64, 8, 3), 512: (64, 64, 4, 2),

@@ -50,7 +50,7 @@ def _gather_fwd_kernel(
 
 
 def gather(x: Tensor, reading: Reading) -> Tensor:  # x (..., V)
-    """Returns the logits y at reading.ids, after the softcap, in fp32.
+    """Returns the logits y at `reading.ids`, after the softcap, in fp32.
 
     The result is NaN for ids outside [0, V), and 0 in ignored rows.
     """

@@ -41,7 +41,7 @@ LOGPROB = OUTPUTS.index("logprob")
 
 class _ReadPlan(NamedTuple):
     rows: Rows
-    outputs: tuple[tuple, ...]  # (index in OUTPUTS, shape, dtype) of the requested statistics
+    outputs: tuple[tuple, ...]  # (index in OUTPUTS, shape, dtype) of each requested statistic
     reads_label: bool
     reads_ids: bool
     reads_weight: bool
@@ -56,7 +56,7 @@ options_of = attrgetter("temperature", "softcap", "ignore_index")
 
 
 def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
-    """Returns the statistics in reading.wants, and the state that the backward needs."""
+    """Returns the statistics in `reading.wants`, and the state that the backward needs."""
     label, ids, weight = reading.label, reading.ids, reading.class_weight
     temperature, device = reading.row_temperature, x.device
     plan = _read_plan(

@@ -66,7 +66,7 @@ class Rows(NamedTuple):
         return self._replace(stride_b=self.rows_t * self.vocab, stride_t=self.vocab, lead=0)
 
     def written_to(self, place: "Place | None") -> "Rows":
-        """The layout of a gradient in the memory `place`, or in new memory if `place` is None."""
+        """Returns the layout of a gradient at `place`, or in new memory if `place` is None."""
         if place is None:
             return self.dense()
         offset, strides, itemsize = place
@@ -76,9 +76,9 @@ class Rows(NamedTuple):
         if itemsize >= self.itemsize:
             return rows._replace(lead=offset // self.itemsize)
         rows = rows._replace(lead=offset // itemsize, pack=16 // itemsize)
-        # The elements of this gradient are smaller than the elements of x. Kernels compute `head`
-        # and `body` of a gradient row with the pack size of x. The results are correct only if
-        # every row of the gradient starts on a 16-byte boundary.
+        # The elements of this gradient have fewer bytes than the elements of x. Kernels compute
+        # `head` and `body` of a gradient row with the pack size of x. The results are correct only
+        # if every row of the gradient starts on a 16-byte boundary.
         assert rows.starts_aligned
         return rows
 

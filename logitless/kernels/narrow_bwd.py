@@ -45,7 +45,7 @@ class Constants:
 
 
 class _Pairs(NamedTuple):
-    """Pointers to the tensors of `Pairs` and `Visits` (narrow_terms.py), and two counts.
+    """Pointers to the tensors of `Pairs` and `Visits` (narrow_terms.py), and the numbers of pairs.
 
     A pair is the row and column of a label or an id. `count` is the number of all pairs, and
     `slots` is the number of pairs per row. The pointers are None if the gradient of the loss has no

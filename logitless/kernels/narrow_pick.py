@@ -29,9 +29,9 @@ class _Constants:
 def _pick(WEIGHT, BIAS, h, ids, inside, softcap, top, CONSTANTS: tl.constexpr):
     """Returns min(y, top) at the ids, where y are the logits, and `top` is the max of the row.
 
-    Each y is a sum over the width D of the hidden states. Another kernel computed `top`, and may
-    have rounded its sums over D differently. If `_pick` returned y instead of min(y, top), y could
-    be larger than the max of its row. Then log p would be larger than 0.
+    Each y is a sum over the width D of the hidden states. Another kernel computes `top`, and can
+    round these sums differently. If `_pick` returned y instead of min(y, top), y could be larger
+    than the max of its row. Then log p would be larger than 0.
     """
     offs_d = tl.arange(0, layout(CONSTANTS, "block_d"))
     first = WEIGHT + ids.to(tl.int64) * layout(CONSTANTS, "stride_w")

@@ -49,7 +49,7 @@ class PairState(NamedTuple):
     m_q: tl.tensor  # max y of the student
     s_q: tl.tensor  # Σ e_q
     m_p: tl.tensor  # max of the teacher's logits; not used by "soft"
-    s_p: tl.tensor  # Σ e_p; for "soft", the sum of the results of `target`
+    s_p: tl.tensor  # Σ e_p; for "soft", the sum of `target` over the columns
     c: tl.tensor  # the sum c of the loss (see pair_fwd.py)
 
 

@@ -31,8 +31,8 @@ def profiled(
     """Returns the options `repr` and `launch_metadata` of triton.jit.
 
     The name of the kernel shows the values of the parameters in `shows`. By default, the bytes of a
-    launch are the bytes of all its tensors. The keyword argument P=count replaces the default for
-    the parameter P. The function count(args) returns the number of elements of P that a launch
+    launch are the bytes of all its tensors. The keyword argument `P=count` replaces the default for
+    the parameter P. The function `count(args)` returns the number of elements of P that a launch
     reads and writes.
     """
 

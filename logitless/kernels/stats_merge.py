@@ -232,7 +232,7 @@ def finish(
 ) -> Statistics:
     """Merges the splits of each row, and returns the statistics of whole rows.
 
-    The splits of each row are along dim 1 of partials.state. `shape` is the shape of a statistic
+    The splits of each row are along dim 1 of `partials.state`. `shape` is the shape of a statistic
     with one number per row. If `shape` is None, the shape is taken from the field `label`,
     `row_temperature` or `ids` of the reading. If these three fields are None, the shape is (N,).
     """

@@ -197,7 +197,7 @@ def write_tail(
 
 
 def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
-    """Returns the log of the softmax mass outside reading.ids, one number per row.
+    """Returns the log of the softmax mass outside `reading.ids`, one number per row.
 
     The function reads the fields `state` and `logprob` of `statistics`.
     """
