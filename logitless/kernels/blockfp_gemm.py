@@ -2,9 +2,9 @@
 
 Here dz is the gradient of the logits, and h are the hidden states. The sum over all chunks is the
 gradient of the weight. A sum in bf16 would be rounded to 8 bits after every chunk. A sum in fp32
-would take twice the memory of the bf16 gradient. In block floating point, the sum is stored as
-16-bit integers between chunks, in the memory of the gradient. In each row of the gradient, BLOCK
-neighbouring columns share one exponent:
+would take twice the memory of the bf16 gradient. Between two chunks, the sum is stored as 16-bit
+integers in the memory of the gradient. In each row of the gradient, BLOCK neighbouring columns
+share one exponent:
 
     x ≈ q 2^e, where q is an int16 with |q| ≤ 2^14, and e is an int8 per BLOCK columns
 

@@ -1,12 +1,12 @@
 """Statistics of the rows and the columns of similarities, from one pass over the similarities.
 
 Each program reads several rows of a strip of columns, one tile at a time. A tile has three
-dimensions: lanes, repeats and columns. A lane consists of adjacent rows, which are its repeats.
-Each warp holds one lane. So a sum over the rows of a lane needs no exchange between threads. A sum
-over the columns of a row stays inside one warp. Triton distributes the warps over the first
-dimension, so the lanes are the first dimension. The state of the columns stays in registers until
-the end of the strip. The states of the rows are written once per strip. A second launch merges the
-states of strips in a fixed order.
+dimensions: lanes, repeats and columns. A lane is a group of adjacent rows, and the repeats are the
+rows of a lane. Each warp holds one lane. So a sum over the rows of a lane needs no exchange between
+threads. A sum over the columns of a row stays inside one warp. Triton distributes the warps over
+the first dimension, so the lanes are the first dimension. The state of the columns stays in
+registers until the end of the strip. The states of the rows are written once per strip. A second
+launch merges the states of strips in a fixed order.
 
 All logits are multiplied by log2 e, and the kernels compute exponentials of base 2. The state of a
 row is a reference m, and the sum s of 2^(z - m) over all logits z of the row. In general, the

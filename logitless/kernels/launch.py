@@ -18,8 +18,9 @@ a Launch, or the compiled kernel does not depend on this alignment:
 
 Each parameter of a kernel costs host time per launch, even a constant parameter. Therefore a kernel
 with many constants has only one parameter for all constants. The parameter CONSTANTS is a frozen
-dataclass `_Constants`. The kernel reads a constant such as block_v by `field(CONSTANTS, "block_v")`
-(state.py). Triton compiles the kernel once per value of CONSTANTS, as for any `tl.constexpr`.
+dataclass `_Constants`. The kernel reads a constant such as `block_v` with
+`field(CONSTANTS, "block_v")` (state.py). Triton compiles the kernel once per value of CONSTANTS, as
+for any `tl.constexpr`.
 """
 
 import contextlib

@@ -80,12 +80,12 @@ def elements(t: torch.Tensor | TensorDescriptor) -> int:
 
 
 def at_ids(args: Arguments) -> int:
-    """Returns the number of ids, as the count for a tensor that is accessed only at the ids."""
+    """Returns the number of ids, for tensors that a launch accesses only at the ids."""
     return elements(args["IDS"])
 
 
 def nothing(args: Arguments) -> int:
-    """Returns 0, as the count for a tensor if a launch accesses only a small part of it."""
+    """Returns 0, for tensors of which a launch accesses only a small part."""
     return 0
 
 

@@ -6,7 +6,7 @@ split, into this integer. The program then waits until the integers of all split
 computes the max and the normaliser of the whole row. While the program waits, its split stays in
 the L1 cache.
 
-The exchange is free of deadlocks if programs start in the order of tl.program_id, and if all
+The exchange is free of deadlocks if programs start in the order of `tl.program_id`, and if all
 programs of one row fit on the GPU together. Under these two conditions, all programs of the oldest
 unfinished row are always running, and no program waits forever. A row has at most MAX_PROGRAMS
 programs. In Triton's interpreter, programs must not share a row, because the interpreter runs one

@@ -1,12 +1,13 @@
 """Draws ids at random from softmax(z)^proposal of each row.
 
 The file eager/sampled.py describes the draws, and contains the part of the algorithm that both
-backends share. Two kernels read logits. A span is SPAN columns of a row. The first kernel writes
-the sum of the masses in each span. A mass is relative to the max of its row, so each program first
-computes the max of its columns. The programs of a row exchange their maxima (program_exchange.py),
-and then read the same columns again, from the L1 cache. PyTorch finds the span of each draw in the
-cumulative sums of a row. The second kernel reads only the spans of the draws, and finds the column
-of each draw. A third kernel counts how often each id was drawn.
+backends share. Two kernels read logits. A span is SPAN columns of a row. The mass of a column is
+its exponential, relative to the max of the row. The first kernel writes the sum of the masses in
+each span. To find the max of the row, each program first computes the max of its own columns. The
+programs of a row exchange their maxima (program_exchange.py), and then read the same columns again,
+from the L1 cache. PyTorch computes the cumulative sums of each row, and finds the span of each
+draw. The second kernel reads only the spans of the draws, and finds the column of each draw. A
+third kernel counts how often each id was drawn.
 
 A mass is an integer of up to 41 bits. Kernels hold a mass as two 32-bit integers. A span is short,
 so the sums of these integers over a span fit into 32 bits. The sums have no rounding errors, so a

@@ -65,7 +65,7 @@ def scale_launch(
 )
 def _scale_two_kernel(
     X, Y, G,  # inputs; X and Y are also the outputs
-    size_x, size_y, tiles_x, tiles,  # elements of X and of Y; tiles of X, and tiles of both
+    size_x, size_y, tiles_x, tiles,  # elements of X, elements of Y, tiles of X, all tiles
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Each program loops over tiles. The tiles of X come before the tiles of Y."""

@@ -13,7 +13,8 @@ logit is appended to the waiting list and merged.
 
 Among equal logits, a lower column has a larger key (topk_keys.py). Blocks are read in the order of
 columns. So a later logit that equals the threshold has a smaller key than the k-th key of the
-sorted list, and is not among the k largest. A logit of -inf is never appended to the waiting list.
+sorted list. Such a logit is not among the k largest. A logit of -inf is never appended to the
+waiting list.
 """
 
 import triton

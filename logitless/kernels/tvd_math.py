@@ -12,7 +12,7 @@ above + below = 1, and the gradient of the student's logit z is
 The state of a row holds `ratio` = above / below. From `ratio`, kernels compute `above` and `below`
 with full relative precision.
 
-With the exponentials e_q and e_p, and the normalisers s_q and s_p, the difference q - p is
+Let e_q and e_p be the exponentials, and s_q and s_p the normalisers. Kernels compute q - p as
 (e_q - e_p · s_q / s_p) / s_q. If student and teacher are equal, s_q / s_p is 1, and the difference
 is exactly 0. The difference e_q / s_q - e_p / s_p would not always be exactly 0. The reason is that
 the compiler can use a fused multiply-add, which rounds only one of the two terms.
