@@ -181,9 +181,9 @@ def write_tile(state, tile, start, offs, mask):
     at = start + offs
     y, slope = capped(load(tile.X, at, mask), tile.terms.softcap)
     dz = dz_of(y, tile.W, at, mask, tile.terms.c0, tile.terms.lift, tile.terms, tile.HAS)
-    # With the modifier ".cs", the cache evicts the gradient before all other data, and keeps room
-    # for the logits of the next tiles. The gradient need not stay in the cache, because no kernel
-    # reads the gradient soon.
+    # With the modifier ".cs", the cache evicts the gradient first. So the logits of the next tiles
+    # can stay in the cache. The gradient need not stay in the cache, because no kernel reads the
+    # gradient soon.
     dx = (dz * slope).to(tile.DX.dtype.element_ty)
     tl.store(tile.DX + at, dx, mask=mask, cache_modifier=".cs")
     return state

@@ -292,8 +292,8 @@ def one_pass(
     """Returns -log p of each row's label, and writes the gradient times `factor` to `into`.
 
     If one pass over the logits is not possible, the function returns None and writes nothing. One
-    pass is possible if x has a (B, T, V) view with contiguous rows (layout.py), and if the programs
-    of a row are allowed to wait for each other (program_exchange.py).
+    pass requires that x has a (B, T, V) view with contiguous rows (layout.py). One pass also
+    requires that the programs of a row may wait for each other (see program_exchange.py).
 
     If `mean` is True, the loss and the gradient are divided by the number of rows that are not
     ignored. In this case, one pass also requires at least one row and at most MAX_COUNTED rows.

@@ -51,8 +51,8 @@ SUMS_OF_SPLIT = tl.constexpr(3)  # sums per split of a row
 class Norms(NamedTuple):
     """The shift and the log2 of the normaliser, for a student's row (q) and a teacher's row (p).
 
-    For a student's logit y with probability q, log2 q is (y - shift_q) · rate - log_q, where rate
-    is log2 e / temperature.
+    Let q be the probability of a student's logit y. Then log2 q is (y - shift_q) · rate - log_q,
+    where rate is log2 e / temperature.
     """
 
     shift_q: tl.tensor

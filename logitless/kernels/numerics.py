@@ -83,10 +83,10 @@ def _tanh(u, IN: tl.constexpr):
 def rounded_product(a, b):
     """Returns a · b, rounded to fp32 before any further arithmetic.
 
-    With the operator `*`, the compiler could contract y = a · b and a later difference y - max(y)
-    into one fused multiply-add. A fused multiply-add does not round y, but max(y) is rounded.
-    Therefore the difference y - max(y) would not be exactly 0 at the max. Dividing this difference
-    by a temperature of 1e-12 would make the exponent infinite.
+    With the operator `*`, the compiler could compute the product y = a · b and a later difference
+    y - max(y) with one fused multiply-add. A fused multiply-add does not round y, but max(y) is
+    rounded. Therefore the difference y - max(y) would not be exactly 0 at the max. Dividing this
+    difference by a temperature of 1e-12 would make the exponent infinite.
     """
     if is_cuda():
         return tl.inline_asm_elementwise(

@@ -114,9 +114,9 @@ def _write_tile(DX, both, terms, cols, mask, KIND: tl.constexpr):
                 gap = (d_q - d_p) * both.rate - (terms.norm_q - terms.norm_p)
                 q, g, _ = skewed(log_q, log_p, gap, both.blend, IN, KIND == "skewed_forward")
             dz = q * (g - terms.mean)
-    # With the modifier ".cs", the cache evicts the gradient before all other data, and keeps room
-    # for the logits of the next tiles. The gradient need not stay in the cache, because no kernel
-    # reads the gradient soon.
+    # With the modifier ".cs", the cache evicts the gradient first. So the logits of the next tiles
+    # can stay in the cache. The gradient need not stay in the cache, because no kernel reads the
+    # gradient soon.
     dx = (dz * terms.gain * slope).to(DX.dtype.element_ty)
     tl.store(DX + cols, dx, mask=mask, cache_modifier=".cs")
 

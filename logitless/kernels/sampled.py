@@ -47,10 +47,10 @@ def _mass_bits(y, top, rate):
     """Returns two integers, UP + high and REST + low.
 
     The mass is high · 2^20 + low, which is round(2^40 · e^((y - top) · rate)). All fp32 numbers
-    from 2^23 to 2^24 are integers. Adding 2^23 to a smaller number therefore rounds the number to
-    an integer, and the lowest bits of the sum hold this integer. This rounding takes less time than
-    a conversion. `low` can be negative, so 1.5 · 2^23 is added instead of 2^23. The results are
-    arbitrary integers if y or `top` is NaN, or if y and `top` are both infinite.
+    from 2^23 to 2^24 are integers. Therefore, adding 2^23 to a smaller positive number rounds this
+    number to an integer. The lowest bits of the sum hold the integer. This rounding takes less time
+    than a conversion. `low` can be negative, so 1.5 · 2^23 is added instead of 2^23. The results
+    are arbitrary integers if y or `top` is NaN, or if y and `top` are both infinite.
     """
     x = tl.exp2((y - top) * (rate * LOG2E) + 20.0)
     up = x + 8388608.0
