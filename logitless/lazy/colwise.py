@@ -1,10 +1,10 @@
 """Lazy logits for a fused head whose weight ColwiseParallel shards over ranks.
 
 ColwiseParallel turns a head's weight and hidden states into DTensors, and expects the head to
-return the logits as a DTensor. The options `output_layouts` and `use_local_output` of
-ColwiseParallel select the head's output: a tensor with all columns, a tensor with only the columns
-of this rank, or the DTensor. A fused head returns a `SpreadLogits` instead of the DTensor, so that
-each of these outputs is lazy.
+return the logits as a DTensor. ColwiseParallel then outputs a tensor with all columns, a tensor
+with only the columns of this rank, or the DTensor itself. Its options `output_layouts` and
+`use_local_output` select one of these outputs. A fused head returns a `SpreadLogits` instead of the
+DTensor, so that each of these outputs is lazy.
 """
 
 from typing import Any, NamedTuple
@@ -98,7 +98,7 @@ def spread(head: SpreadHead, placements: tuple) -> SpreadLogits:
 
 
 def spread_plain_logits(tensors: tuple, options: dict) -> Tensor:
-    """The materialised logits of a head as a DTensor, in the dtype that logits_dtype selects."""
+    """The materialised logits of a head as a DTensor, in the dtype that `logits_dtype` selects."""
     dtype = options.get("logits_dtype")
     if dtype is None:
         return nn.functional.linear(*tensors)

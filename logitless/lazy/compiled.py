@@ -78,8 +78,8 @@ def _tracer() -> Any:
         return None
 
 
-# Dynamo calls can_leave_graph and can_write while it traces, and treats their results as constants.
-# This loop has the same effect as torch.compiler.assume_constant_result, but does not import the
-# compiler.
+# While Dynamo traces, it calls `can_leave_graph` and `can_write`, and treats their results as
+# constants. This loop has the same effect as torch.compiler.assume_constant_result, but does not
+# import the compiler.
 for _function in (can_leave_graph, can_write):
     _function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -23,7 +23,7 @@ EXPONENTIALS: set[Callable] = {torch.exp, T.exp}
 
 
 class Expectation(NamedTuple):
-    """A formula of the form factor · p · log p (if `of.log` is true) or factor · p · y.
+    """The formula factor · p · log p if `of.log` is true, else factor · p · y.
 
     `of` describes y, the logits after scale and softcap, and p is softmax(y).
     """

@@ -35,8 +35,8 @@ from .report import warn_once
 
 _lazy = ContextVar("lazy", default=False)
 # The list holds one item per `with lazy_logits():` block that is running, in any thread. Dynamo
-# cannot read a ContextVar. Dynamo can read this list, and compiles code again if the list becomes
-# empty or non-empty.
+# cannot read a ContextVar. Dynamo can read this list, and recompiles code when the list changes
+# from empty to non-empty or back.
 _contexts: list[None] = []
 
 COMPILED = "torch.compile computed the logits as a plain product inside of its graph."
@@ -107,7 +107,7 @@ class FusedForward:
         return logits
 
     def stays_plain(self, args: tuple) -> bool:
-        """Whether logits without gradients will certainly be plain (checked before the forward)."""
+        """Whether logits without gradients will be plain tensors. Runs before the forward."""
         if not self.guard.lazy_inference:
             return True
         width = self.head.__dict__.get("out_features") or width_of(self.head)
@@ -186,14 +186,15 @@ class Products(TorchFunctionMode):
         self.found, self.obstacle = True, obstacle_of(hidden, weight, bias)
         if self.obstacle is not None:
             return func(*args, **kwargs)
-        # `wanted` depends on all parameters, because an adapter can train while `weight` is frozen.
+        # `wanted` depends on all parameters of the head, because an adapter can require gradients
+        # while `weight` is frozen.
         wanted = wants_gradient(*self.head.parameters())
         owner = owner_of(weight, self.head)
         tensors = (hidden, weight, bias)
         return lazy_product(tensors, self.options, owner, self.lazy_inference, wanted)
 
     def why_plain(self) -> str:
-        """The reason why the logits are plain, as a phrase that follows the head's name."""
+        """The reason why the logits are not lazy, as a phrase that follows the head's name."""
         if self.obstacle is not None:
             return f"computes plain logits, because {self.obstacle}"
         if self.found:
@@ -260,12 +261,12 @@ def is_traced() -> bool:
 
 
 def serves_inference(hidden: Any, weight: Any, module: nn.Module, options: dict) -> bool:
-    """Whether logits without gradients are lazy.
+    """Whether the head returns lazy logits in a forward without gradients.
 
-    Small logits are plain. Logits that a CUDA graph computes are plain, because replays of the
-    graph must compute the logits again. If a head is an FSDP module of its own, its logits are
-    plain. Reading lazy logits of such a head would gather the weight from all ranks. So each rank
-    would wait until all other ranks read their logits too.
+    Small logits are plain tensors. While a CUDA graph is captured, logits are plain tensors too, so
+    that each replay of the graph computes the logits again. If a head is an FSDP module of its own,
+    its logits are plain tensors. Reading lazy logits of such a head would gather the weight from
+    all ranks. So each rank would wait until all other ranks read their logits too.
     """
     plain = type(hidden) in (Tensor, nn.Parameter)
     plain = plain and (type(weight) in (Tensor, nn.Parameter) or is_readable(weight))
@@ -278,7 +279,7 @@ def serves_inference(hidden: Any, weight: Any, module: nn.Module, options: dict)
 
 
 def has_small_logits(hidden: Any, width: int) -> bool:
-    """Whether the logits of `hidden` are small enough to stay plain in inference.
+    """Whether the logits of `hidden` are so small that they are plain tensors in inference.
 
     The result is False if `hidden` is not a plain tensor. This check must be fast, because decoding
     calls the head once per token.
@@ -291,8 +292,8 @@ def has_small_logits(hidden: Any, width: int) -> bool:
 def leaves_graph(wanted: bool, plain: bool) -> bool:
     """Whether a traced head leaves Dynamo's graph, so that its logits can be lazy.
 
-    `wanted` is true if gradients are needed. `plain` is true if the logits would be plain outside
-    of a `lazy_logits` block.
+    `wanted` is true if gradients are needed. `plain` is true if the logits would be plain tensors
+    outside of a `lazy_logits` block.
     """
     if plain and not _contexts:
         return False
@@ -325,10 +326,11 @@ def lazy_product(
 ) -> Tensor:
     """Returns hidden @ weight.T + bias.
 
-    The result is lazy if gradients are needed, or if the call is inside `lazy_logits()`. If
-    `wanted` is true, gradients count as needed even if `hidden`, `weight` and `bias` require no
-    gradient. If `lazy_inference` is true, large results without gradients are lazy too
-    (`serves_inference`). Under a compiler, a tracer or torch.func, the result is a plain tensor.
+    The result is lazy if gradients are needed, or if the call is inside `lazy_logits()`. `wanted`
+    is true if a parameter of the head needs a gradient. Then the result is lazy even if `hidden`,
+    `weight` and `bias` require no gradient. If `lazy_inference` is true, large results without
+    gradients are lazy too (`serves_inference`). Under a compiler, a tracer or torch.func, the
+    result is a plain tensor.
     """
     hidden, weight, _ = tensors
     spread = is_dtensor(hidden) and is_dtensor(weight)
@@ -369,6 +371,6 @@ def _say_how_to_compile() -> None:
     )
 
 
-# Dynamo calls _say_how_to_compile while it traces. This line has the same effect as
+# Dynamo calls `_say_how_to_compile` while it traces. This line has the same effect as
 # torch.compiler.assume_constant_result, but does not import the compiler.
 _say_how_to_compile._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

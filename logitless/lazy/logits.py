@@ -140,7 +140,7 @@ class LazyLogits(Deferred, Source):
     def expose(self) -> Tensor:
         """Returns the values, for a caller that can overwrite them.
 
-        Later losses read the overwritten values.
+        Later losses are computed from these values, including all changes by the caller.
         """
         self.note_if_unread()
         return self.origin.expose()

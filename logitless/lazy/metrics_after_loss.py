@@ -8,7 +8,7 @@ each row takes 1.016 times as long as the loss alone (benchmarks/results/h200/lo
 So losses compute scores only for heads whose metrics are read:
 
 1. At first, losses over the logits of a head compute no scores. For each call of the head,
-   `Answers` counts the rows of the losses, and the rows of the metrics that follow. If the metrics
+   `Answers` counts the rows that losses read, and the rows that later metrics read. If the metrics
    read at least half as many rows as the losses, the head is added to `_READ`.
 2. From then on, losses over the logits of this head compute scores, and store the scores in a
    `Table`. Metrics of these logits and of their views are read from the `Table`. The rows that a
@@ -35,14 +35,13 @@ from ..losses.statistics import NO_CLASS, SCORES, Read, Scores, score
 from .recipe import Recipe
 
 # The heads whose metrics are read after a loss. The outer key is True for training and False for
-# evaluation. The inner value counts the calls of the head since a metric last used the scores.
+# evaluation. The inner value is the number of head calls since a metric last used the scores.
 _READ: dict[bool, "weakref.WeakKeyDictionary[nn.Module, int]"] = {
     True: weakref.WeakKeyDictionary(),
     False: weakref.WeakKeyDictionary(),
 }
 # If no scores are read during PATIENCE calls of a head, later losses over this head compute no
-# scores. The scores of 16 losses cost about as much time as one metric that is computed from the
-# head.
+# scores. Computing scores in 16 losses takes about as long as computing one metric from the head.
 PATIENCE = 16
 UNKNOWN = -1  # the label of rows without scores
 
@@ -107,8 +106,8 @@ class Answers:
         `places` holds the index of each row (class Recipe), or is None if losses over these logits
         compute no scores.
 
-        With drop_ignored=False, the host must never wait. Such a head has no `Answers`, because the
-        host would have to wait until the device has counted the rows without scores. An FSDP module
+        With drop_ignored=False, the host must never wait. A head with this option has no `Answers`,
+        because the host would have to wait for the number of rows without scores. An FSDP module
         has no `Answers`, because computing missing scores would gather the module's weight. All
         ranks must take part in this gather, but some ranks may have no missing scores. With
         deterministic algorithms, no head has `Answers`, because the bits of a loss can change if
@@ -219,12 +218,12 @@ class Answers:
     ) -> tuple[Scores, Tensor | None, Scores | None]:
         """Computes the scores that `recipe` needs and the `Table` lacks, except for ignored rows.
 
-        If `ids` is given, a row needs the scores for its id. The `Table` lacks these scores if the
-        row has another label in the `Table`. Returns (known, at, scores). `scores` holds the
-        computed scores, and `at` holds the indices of their rows. `known` holds the scores of all
-        other rows. If no scores were computed, `at` and `scores` are None. Computed scores are
-        added to the `Table`, but not to `known`. The reason is that `known` holds the scores for
-        only one id per row, but `recipe` can contain a row several times with different ids.
+        If `ids` is given, a row needs the scores for its id. If the row's label in the `Table`
+        differs from its id, the `Table` lacks these scores. Returns (known, at, scores). `scores`
+        holds the computed scores, and `at` holds the indices of their rows. `known` holds the
+        scores of all other rows. If no scores were computed, `at` and `scores` are None. Computed
+        scores are added to the `Table`, but not to `known`. `known` holds scores for only one id
+        per row, but `recipe` can contain a row several times with different ids.
 
         A trainer may compute a metric without `ids` for many small views, one after the other. So
         if `recipe` has less than half of the head call's rows, the missing scores of all rows are

@@ -79,7 +79,7 @@ def gradient_of(
     projected: bool = False,
     shares: Shares | None = None,
 ) -> Tensor | None:
-    """Returns a LazyGradient, or only `of_values` if `parts` and `computes` hold no gradient.
+    """Returns a LazyGradient. If `parts` and `computes` hold no gradient, returns `of_values`.
 
     `source` is the upstream gradient from which `parts`, `of_values` and `computes` were computed.
     """
@@ -169,13 +169,13 @@ class Op(NamedTuple):
     """An operation on plain logits."""
 
     function: Callable[..., Tensor]  # Maps the arguments' values to the result's values.
-    linear: bool = True  # True if the gradient does not depend on the values.
+    linear: bool = True  # False if the gradient depends on the arguments' values.
     # Maps the gradient of the result to the gradient of the argument, for a linear function. If
     # `pull` is None, autograd computes the gradient of the argument.
     pull: Callable[[Tensor], Tensor] | None = None
     is_view: bool = False  # Whether the result can share the memory of the argument.
-    # The field `projected` of the LazyGradient that backward returns. If `projects` is None, the
-    # field is copied from the upstream gradient.
+    # Backward returns a LazyGradient whose field `projected` has this value. If `projects` is None,
+    # backward copies `projected` from the upstream gradient.
     projects: bool | None = None
     name: str = "a function"  # The operation's name in error messages.
     # For each argument, the Formula that computes the argument from the head's logits. The recipe

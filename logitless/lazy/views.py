@@ -270,8 +270,8 @@ def cat(tensors, dim: int = 0):
     dim, recipes = _dim(first, dim), [z.recipe for z in tensors]
     alike = all(_same_head(recipe, recipes[0]) for recipe in recipes)
     # Only the first batch gets the weight's gradient, which is summed over all batches. So the
-    # batches are joined only if either all batches or no batches need this gradient. The same holds
-    # for the bias.
+    # batches are joined only if all of them need this gradient, or none of them. The same holds for
+    # the bias.
     alike = alike and all(r.needs[1:] == recipes[0].needs[1:] for r in recipes)
     alike = alike and len({z.requires_grad for z in tensors}) == 1
     ranks = {z.dim() for z in tensors}
@@ -312,7 +312,7 @@ def _same_head(a: Recipe, b: Recipe) -> bool:
 
 
 def options_of(head: Head) -> Head:
-    """The head without its tensors. Two such heads are equal if their options are equal."""
+    """Returns a copy of the head without tensors, for comparing the options of two heads."""
     return head.blank()
 
 
