@@ -195,7 +195,7 @@ class Call(NamedTuple):
         try:
             with torch.no_grad():
                 result = self.run(blanks)
-        except Exception:  # PyTorch raises the same error on plain logits
+        except Exception:  # PyTorch raises the same error on a plain tensor
             return None
         fits = isinstance(result, Tensor) and result.shape == (0, vocab)
         return result.dtype if fits and not result.is_complex() else None

@@ -307,7 +307,7 @@ def leaves_graph(wanted: bool, plain: bool) -> bool:
 def head_logits(
     module: nn.Linear, hidden: Tensor, options: dict, lazy_inference: bool = True
 ) -> Tensor:
-    """Returns the logits of a linear layer, which are lazy or plain as in `lazy_product`."""
+    """Returns the logits of a linear layer, lazy or as a plain tensor (see `lazy_product`)."""
     tensors = (hidden, module.weight, module.bias)
     if torch.compiler.is_compiling():
         wanted = wants_gradient(*tensors)

@@ -166,7 +166,7 @@ def gradients_of_values(of_values: Tensor, tensors: tuple, needs: tuple) -> Part
 
 
 class Op(NamedTuple):
-    """An operation on plain logits."""
+    """An operation on logits that are a plain tensor."""
 
     function: Callable[..., Tensor]  # Maps the arguments' values to the result's values.
     linear: bool = True  # False if the gradient depends on the arguments' values.
@@ -188,7 +188,7 @@ class LazyOp(Node):
     """The autograd node of an operation that maps lazy logits to lazy logits.
 
     `back` maps the `parts` of the result's gradient to the `parts` of the argument's gradient. `op`
-    performs the operation on plain logits. If the upstream gradient contains a gradient of the
+    performs the operation on a plain tensor. If the upstream gradient contains a gradient of the
     values (`of_values`), backward differentiates `op`. All arguments that need a gradient must have
     the same `hidden`, `weight`, `bias` and `low_rank`.
     """

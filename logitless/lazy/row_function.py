@@ -2,7 +2,7 @@
 
 This module runs functions that reduce over the vocabulary, such as `topk`, `amax` and `F.kl_div`.
 These functions have no kernel in this library. Values and gradients are the same as PyTorch's,
-because the function runs on plain logits and autograd differentiates the function.
+because the function runs on plain tensors and autograd differentiates the function.
 """
 
 from collections.abc import Callable, Iterator

@@ -28,9 +28,9 @@ def _rows(
     """Returns lazy logits whose leading dimensions are rearranged by `op`.
 
     `op` is applied to the hidden states immediately, and must keep their last dimension.
-    `on_logits` is the same operation on plain logits. By default, `on_logits` is `op`. Autograd
-    records a graph of `op` for backward. The graph begins at `leaf`, a tensor without memory of its
-    own. So the graph holds no hidden states.
+    `on_logits` is the same operation on a plain tensor of logits. By default, `on_logits` is `op`.
+    Autograd records a graph of `op` for backward. The graph begins at `leaf`, a tensor without
+    memory of its own. So the graph holds no hidden states.
     """
     recipe = z.recipe
     with torch.inference_mode(False), torch.enable_grad():
