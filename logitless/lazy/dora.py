@@ -2,8 +2,8 @@
 
 A DoRA adapter computes the logits scale · (x @ W.T + s · x @ A.T @ B.T) + bias. The scale has one
 number per column of the logits. For column i, this number is magnitude[i] / norm[i]. `magnitude` is
-a parameter of the adapter, and norm[i] is the norm of row i of the matrix W + s · B @ A. As in
-PEFT, the norm is a constant in backward.
+a parameter of the adapter. The number norm[i] is the norm of row i of the matrix W + s · B @ A. As
+in PEFT, the norm is a constant in backward.
 
 PEFT multiplies the logits by the scale. This multiplication materialises the logits. In this file,
 the rows of W and B are multiplied by the scale instead. The logits are then the sum of two

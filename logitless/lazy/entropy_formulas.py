@@ -55,7 +55,7 @@ def _calls(formula: Any, functions: set[Callable], arguments: int) -> bool:
 
 
 def _positive(formula: Any) -> tuple[Any, float]:
-    """Returns (the formula without a minus sign, 1.0 or -1.0 for the sign)."""
+    """Returns the formula without its minus sign, and the sign as 1.0 or -1.0."""
     return (formula.args[0], -1.0) if _calls(formula, NEGATIONS, arguments=1) else (formula, 1.0)
 
 

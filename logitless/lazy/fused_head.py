@@ -263,7 +263,7 @@ def is_traced() -> bool:
 def serves_inference(hidden: Any, weight: Any, module: nn.Module, options: dict) -> bool:
     """Whether the head returns lazy logits in a forward without gradients.
 
-    Small logits are plain tensors. While a CUDA graph is captured, logits are plain tensors too, so
+    Small logits are plain tensors. While a CUDA graph is captured, logits are plain tensors, so
     that each replay of the graph computes the logits again. If a head is an FSDP module of its own,
     its logits are plain tensors. Reading lazy logits of such a head would gather the weight from
     all ranks. So each rank would wait until all other ranks read their logits too.

@@ -70,10 +70,10 @@ class LazyGradient(Deferred):
 
     `of_values` is a plain tensor with the part of the gradient that comes from operations on
     materialised logits. `parts` are the gradients of `hidden`, `weight` and `bias` that losses over
-    lazy logits computed. Each function in `computes` returns the gradient of one of these losses
-    with respect to the logits, as a plain tensor. An operation that reads the gradient, such as
-    `norm`, calls the functions in `computes`. Operations that scale or add gradients do not call
-    the functions in `computes`.
+    lazy logits computed. The functions in `computes` return the gradients of these losses with
+    respect to the logits, as plain tensors. An operation that reads the gradient, such as `norm`,
+    calls the functions in `computes`. Operations that scale or add gradients do not call the
+    functions in `computes`.
     """
 
     what, copy = "gradients of lazy logits", "gradient.materialize()"
@@ -82,9 +82,9 @@ class LazyGradient(Deferred):
     of_values: Tensor | None
     computes: tuple[Compute, ...]
     known: Tensor | None  # The gradient as a plain tensor, or None before it is computed.
-    # True if this is the gradient of log-probabilities, and a loss over the logits computed it.
-    # Such a gradient must not be read, because it contains an additional term. The backward of
-    # log_softmax removes this term.
+    # True if this gradient of log-probabilities was computed by a loss over the logits. Such a
+    # gradient must not be read, because it contains an additional term. The backward of log_softmax
+    # removes this term.
     projected: bool
     shares: Shares  # empty if this gradient is complete (see `Joint`)
 

@@ -47,7 +47,7 @@ UNKNOWN = -1  # the label of rows without scores
 
 
 class Options(NamedTuple):
-    """The options of a softmax. A `Table` holds scores only for the options of its loss."""
+    """The options of a softmax. All scores in a `Table` are computed with the same options."""
 
     temperature: float
     softcap: float | None
@@ -216,14 +216,14 @@ class Answers:
     def complete(
         self, table: Table, recipe: Recipe, options: Options, ids: Tensor | None, ignored: Any
     ) -> tuple[Scores, Tensor | None, Scores | None]:
-        """Computes the scores that `recipe` needs and the `Table` lacks, except for ignored rows.
+        """Computes the scores that the `Table` does not have for the rows of `recipe`.
 
-        If `ids` is given, a row needs the scores for its id. If the row's label in the `Table`
-        differs from its id, the `Table` lacks these scores. Returns (known, at, scores). `scores`
-        holds the computed scores, and `at` holds the indices of their rows. `known` holds the
-        scores of all other rows. If no scores were computed, `at` and `scores` are None. Computed
-        scores are added to the `Table`, but not to `known`. `known` holds scores for only one id
-        per row, but `recipe` can contain a row several times with different ids.
+        Ignored rows are skipped. If `ids` is given, a row needs the scores for its id. If the row's
+        label in the `Table` differs from its id, the `Table` lacks these scores. Returns (known,
+        at, scores). `scores` holds the computed scores, and `at` holds the indices of their rows.
+        `known` holds the scores of all other rows. If no scores were computed, `at` and `scores`
+        are None. Computed scores are added to the `Table`, but not to `known`. `known` holds scores
+        for only one id per row, but `recipe` can contain a row several times with different ids.
 
         A trainer may compute a metric without `ids` for many small views, one after the other. So
         if `recipe` has less than half of the head call's rows, the missing scores of all rows are
@@ -268,7 +268,7 @@ def missing(table: Table, recipe: Recipe, ids: Tensor | None, ignored: Tensor | 
 
 
 def fill(table: Table, recipe: Recipe, options: Options, at: Tensor, ids: Tensor | None) -> Scores:
-    """Computes the scores of those rows of `recipe` whose indices are in `at`.
+    """Computes the scores of some rows of `recipe`. `at` holds the indices of these rows.
 
     If a row had no scores in the `Table`, its scores are added to the `Table`.
     """

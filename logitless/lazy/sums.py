@@ -88,8 +88,8 @@ def _joined(first: Recipe, second: Recipe) -> Head | None:
 
     The matrices of several adapters are copied into one `low_rank`. The result is None if this
     `low_rank` would be wider than a quarter of the weight. The result is also None if the dtypes of
-    the heads cannot be combined, or if the first logits are scaled. The second head must not have a
-    quantised weight or a `low_rank` of its own.
+    the heads cannot be combined, or if the logits of `first` are scaled. The second head must not
+    have a quantised weight or a `low_rank` of its own.
     """
     x, y = first.head, second.head
     scale, dtype = second.logits.pre, x.hidden.dtype  # pyright: ignore[reportOptionalMemberAccess]

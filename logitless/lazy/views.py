@@ -85,7 +85,7 @@ def _columns(z: LazyLogits, columns: slice):
 
 
 def _dim(z: LazyLogits, dim: int, new: int = 0) -> int:
-    """Returns `dim` as a nonnegative number, for an operation that adds `new` dimensions."""
+    """Returns `dim` as a nonnegative number. The operation adds `new` dimensions."""
     size = z.dim() + new
     if not -size <= dim < size:
         raise IndexError(f"dim must be in [{-size}, {size - 1}], got {dim}.")
@@ -270,7 +270,7 @@ def cat(tensors, dim: int = 0):
     dim, recipes = _dim(first, dim), [z.recipe for z in tensors]
     alike = all(_same_head(recipe, recipes[0]) for recipe in recipes)
     # Only the first batch gets the weight's gradient, which is summed over all batches. So the
-    # batches are joined only if all of them need this gradient, or none of them. The same holds for
+    # batches are joined only if all of them or none of them need this gradient. The same holds for
     # the bias.
     alike = alike and all(r.needs[1:] == recipes[0].needs[1:] for r in recipes)
     alike = alike and len({z.requires_grad for z in tensors}) == 1
