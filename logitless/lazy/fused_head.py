@@ -223,7 +223,7 @@ def owner_of(weight: Tensor, head: nn.Module) -> nn.Module:
 
 
 def obstacle_of(hidden: Any, weight: Any, bias: Any) -> str | None:
-    """The reason why hidden @ weight.T + bias cannot be lazy, or None if there is no reason."""
+    """The reason why hidden @ weight.T + bias cannot be lazy, or None."""
     given = {"input": hidden, "weight": weight, "bias": bias}
     tensors = {name: t for name, t in given.items() if t is not None}
     for name, t in tensors.items():

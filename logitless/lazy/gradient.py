@@ -1,4 +1,4 @@
-"""The gradient of lazy logits, which goes from a loss to the head in backward (see logits.py)."""
+"""The gradient that backward passes from a loss over lazy logits to the head (see logits.py)."""
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction

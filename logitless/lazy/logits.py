@@ -185,7 +185,7 @@ class LazyLogits(Deferred, Source):
     def over(self, shard) -> "LazyLogits":
         """Returns lazy logits with the columns of all ranks.
 
-        `self` has only the columns of this rank, which `shard` describes.
+        `self` has only the columns of this rank. `shard` holds the range of these columns.
         """
         recipe = self.recipe.replace(shard=shard.over(None), answers=None, places=None)
         sides = (shard.start, shard.vocab - shard.start - shard.width)

@@ -15,8 +15,8 @@ So losses compute scores only for heads whose metrics are read:
    loss ignored have no scores in the `Table`. The first metric computes the scores of the ignored
    rows.
 
-Training and evaluation are counted separately, because many trainers read metrics only in
-evaluations.
+Rows of training and of evaluation are counted separately, because many trainers read metrics only
+in evaluations.
 """
 
 import weakref
@@ -110,8 +110,8 @@ class Answers:
         because the host would have to wait for the number of rows without scores. An FSDP module
         has no `Answers`, because computing missing scores would gather the module's weight. All
         ranks must take part in this gather, but some ranks may have no missing scores. With
-        deterministic algorithms, no head has `Answers`, because the bits of a loss can change if
-        the loss also computes scores.
+        deterministic algorithms, no head has `Answers`, because computing scores can change the
+        last bits of a loss.
         """
         module, device = head.module, head.device
         if module is None or hasattr(type(module), "unshard") or not head.drop_ignored:
@@ -218,9 +218,9 @@ class Answers:
     ) -> tuple[Scores, Tensor | None, Scores | None]:
         """Computes the scores that the `Table` does not have for the rows of `recipe`.
 
-        Ignored rows are skipped. If `ids` is given, a row needs the scores for its id. If the row's
-        label in the `Table` differs from its id, the `Table` lacks these scores. Returns (known,
-        at, scores). `scores` holds the computed scores, and `at` holds the indices of their rows.
+        Ignored rows are skipped. If `ids` is given, a row needs the scores for its id. If the label
+        of the row in the `Table` is another id, the `Table` lacks these scores. Returns (known, at,
+        scores). `scores` holds the computed scores, and `at` holds the indices of their rows.
         `known` holds the scores of all other rows. If no scores were computed, `at` and `scores`
         are None. Computed scores are added to the `Table`, but not to `known`. `known` holds scores
         for only one id per row, but `recipe` can contain a row several times with different ids.
@@ -256,7 +256,7 @@ def places_of(recipe: Recipe) -> Tensor:
 
 
 def missing(table: Table, recipe: Recipe, ids: Tensor | None, ignored: Tensor | None) -> Tensor:
-    """Returns the rows of `recipe` that have no scores in the `Table`.
+    """Returns the indices of the rows of `recipe` that have no scores in the `Table`.
 
     The host waits for the GPU.
     """

@@ -92,7 +92,7 @@ class Recipe:
     watch: Watch | Watches
     trains: bool = False  # whether the logits were created in a training forward
     # Whether these are logits for inference. A fused head creates logits for inference if gradients
-    # are not needed and the call is outside of lazy_logits(). Writing to logits for inference is
+    # are not needed and the call is outside of `lazy_logits()`. Writing to logits for inference is
     # allowed. After logits for inference are computed, all operations use the values in memory.
     inference: bool = False
     inputs: tuple[RowInput, ...] = ()  # the formula's inputs
