@@ -38,7 +38,7 @@ def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = Fa
     """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     lazy = list({id(t): t for t in leaves if isinstance(t, LazyLogits)}.values())
-    lazy.sort(key=is_constant)  # now the logits with a gradient come first
+    lazy.sort(key=is_constant)  # logits that need a gradient come first
     first = lazy[0]
     usable = all(z.from_head and z.shape == first.shape for z in lazy) and not in_func()
     if not usable or not first.numel():
@@ -83,8 +83,8 @@ def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = Fa
 def in_memory(z: LazyLogits) -> Tensor:
     """Computes a lazy mask or lazy integers as a plain tensor, without materialising the logits.
 
-    Of all masks, only the results of the functions in QUESTIONS stay lazy. Other masks are computed
-    immediately, because a mask is smaller than the logits and callers often write to masks.
+    The functions in QUESTIONS return lazy masks. All other masks are computed immediately, because
+    a mask is smaller than the logits and callers often write to masks.
     """
     if z.recipe.axis is not None:
         return NotImplemented
@@ -195,7 +195,7 @@ class Call(NamedTuple):
         try:
             with torch.no_grad():
                 result = self.run(blanks)
-        except Exception:  # PyTorch raises the same error on plain logits
+        except Exception:  # PyTorch raises the same error on a plain tensor
             return None
         fits = isinstance(result, Tensor) and result.shape == (0, vocab)
         return result.dtype if fits and not result.is_complex() else None

@@ -23,7 +23,7 @@ EXPONENTIALS: set[Callable] = {torch.exp, T.exp}
 
 
 class Expectation(NamedTuple):
-    """A formula of the form factor · p · log p (if `of.log` is true) or factor · p · y.
+    """The formula factor · p · log p if `of.log` is true, else factor · p · y.
 
     `of` describes y, the logits after scale and softcap, and p is softmax(y).
     """
@@ -55,7 +55,7 @@ def _calls(formula: Any, functions: set[Callable], arguments: int) -> bool:
 
 
 def _positive(formula: Any) -> tuple[Any, float]:
-    """Returns (the formula without a minus sign, 1.0 or -1.0 for the sign)."""
+    """Returns the formula without its minus sign, and the sign as 1.0 or -1.0."""
     return (formula.args[0], -1.0) if _calls(formula, NEGATIONS, arguments=1) else (formula, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""The gradient of lazy logits, which goes from a loss to the head in backward (see logits.py)."""
+"""The gradient that backward passes from a loss over lazy logits to the head (see logits.py)."""
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -70,10 +70,10 @@ class LazyGradient(Deferred):
 
     `of_values` is a plain tensor with the part of the gradient that comes from operations on
     materialised logits. `parts` are the gradients of `hidden`, `weight` and `bias` that losses over
-    lazy logits computed. Each function in `computes` returns the gradient of one of these losses
-    with respect to the logits, as a plain tensor. An operation that reads the gradient, such as
-    `norm`, calls the functions in `computes`. Operations that scale or add gradients do not call
-    the functions in `computes`.
+    lazy logits computed. The functions in `computes` return the gradients of these losses with
+    respect to the logits, as plain tensors. An operation that reads the gradient, such as `norm`,
+    calls the functions in `computes`. Operations that scale or add gradients do not call the
+    functions in `computes`.
     """
 
     what, copy = "gradients of lazy logits", "gradient.materialize()"
@@ -82,9 +82,9 @@ class LazyGradient(Deferred):
     of_values: Tensor | None
     computes: tuple[Compute, ...]
     known: Tensor | None  # The gradient as a plain tensor, or None before it is computed.
-    # Whether this gradient belongs to log-probabilities, but was computed by a loss over the
-    # logits. Such a gradient must not be read, because it contains an additional term. The backward
-    # of log_softmax removes this term.
+    # True if this gradient of log-probabilities was computed by a loss over the logits. Such a
+    # gradient must not be read, because it contains an additional term. The backward of log_softmax
+    # removes this term.
     projected: bool
     shares: Shares  # empty if this gradient is complete (see `Joint`)
 
@@ -236,7 +236,7 @@ def added(a: Tensor, b: Tensor) -> LazyGradient:
 
 
 def added_shares(a: Shares, b: Shares) -> Shares:
-    """Returns, for each `Joint`, the sum of the `shares` of two gradients.
+    """Adds the `shares` of two gradients, separately for each `Joint`.
 
     A `Joint` whose shares add up to 1 is left out, because the sum of its gradients is complete.
     """
@@ -245,7 +245,10 @@ def added_shares(a: Shares, b: Shares) -> Shares:
 
 
 def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
-    """Returns the `shares` of each new gradient if `joint` splits g into `count` gradients."""
+    """Returns the `shares` of one new gradient.
+
+    The backward of `joint` splits g into `count` new gradients.
+    """
     if count == 1:
         return shares_of(g)
     return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}
@@ -261,7 +264,7 @@ def split(g: Tensor) -> tuple[Parts, Tensor | None]:
     """Returns the fields `parts` and `of_values` of g (class LazyGradient)."""
     if not isinstance(g, LazyGradient):
         return NO_PARTS, g
-    if torch.is_grad_enabled() and g.requires_grad:  # g has autograd history, g.parts has none
+    if torch.is_grad_enabled() and g.requires_grad:  # g has autograd history, but g.parts does not
         *parts, of_values = refuse_second((*g.parts, g.of_values), (g,))
         return tuple(parts), of_values  # pyright: ignore
     return g.parts, g.of_values

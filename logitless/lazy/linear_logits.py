@@ -77,7 +77,7 @@ class LinearLogits(AsTensor, Logits):
     `workspace` limits the number of bytes of logits that are in memory at the same time. The logits
     of a teacher need memory in addition to the workspace. The default workspace is 64 MiB on a CPU.
     On a GPU, the default workspace holds 1,024 rows of logits, but is at least 1 GiB and at most 2
-    GiB. For fp32 logits of 16-bit hidden states, the default workspace is 1.5 times as large. A
+    GiB. For fp32 logits of 16-bit hidden states, the default workspace is multiplied by 1.5. A
     smaller workspace saves memory and costs time. If many rows fit into the workspace, a GPU
     computes the logits of several whole rows at a time. If only few rows fit into the workspace, a
     GPU computes some columns of all rows at a time. A small head computes all logits at once. On an

@@ -6,10 +6,10 @@ Losses of logitless and of torch.nn.functional over lazy logits are computed chu
 (heads/). Functions that reduce over the vocabulary, such as argmax, are computed chunk by chunk
 too. Views, slices, casts and elementwise functions of lazy logits are lazy logits again
 (torch_functions.py). Any other operation materialises the logits, and returns the same result as
-for plain logits. Only logits for inference can be written to (`Recipe.inference`, writes.py).
+for a plain tensor. Only logits for inference can be written to (`Recipe.inference`, writes.py).
 Writing to other lazy logits raises.
 
-The autograd graph is the same as for plain logits: one node for the head, one node per view, and
+The autograd graph is the same as for a plain tensor: one node for the head, one node per view, and
 one node for the loss. Only the gradient has an unusual type. A loss computes the gradients of
 `hidden` and `weight`. The loss returns both gradients in a `LazyGradient`, which stands for the
 gradient of the logits. In backward, views and slices re-index the `LazyGradient`. The head then
@@ -140,7 +140,7 @@ class LazyLogits(Deferred, Source):
     def expose(self) -> Tensor:
         """Returns the values, for a caller that can overwrite them.
 
-        Later losses read the overwritten values.
+        Later losses are computed from these values, including all changes by the caller.
         """
         self.note_if_unread()
         return self.origin.expose()
@@ -185,7 +185,7 @@ class LazyLogits(Deferred, Source):
     def over(self, shard) -> "LazyLogits":
         """Returns lazy logits with the columns of all ranks.
 
-        `self` has only the columns of this rank, which `shard` describes.
+        `self` has only the columns of this rank. `shard` holds the range of these columns.
         """
         recipe = self.recipe.replace(shard=shard.over(None), answers=None, places=None)
         sides = (shard.start, shard.vocab - shard.start - shard.width)

@@ -44,7 +44,10 @@ def cross_entropy_loss(
 
 
 def _mass(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """The divisor of PyTorch's mean: the number or total weight of targets that are not ignored."""
+    """The divisor of PyTorch's mean over the targets that are not ignored.
+
+    The divisor is the number of these targets, or the sum of their weights if `weight` is given.
+    """
     mass = target != ignore_index
     if weight is not None:
         mass = torch.where(mass, weight[target.clamp(0, len(weight) - 1)], 0.0)
@@ -95,7 +98,7 @@ def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
 def unlogged(z: LazyLogits) -> LazyLogits:
     """Turns lazy log-probabilities z = log_softmax(logits) back into lazy logits.
 
-    log_softmax(z) equals z. So the values of z, once computed, are also valid logits.
+    log_softmax(z) equals z. So the values of z are also valid logits.
     """
     return values.changed(z, Op(lambda t: t, pull=lambda d: d, projects=True), log=False)
 

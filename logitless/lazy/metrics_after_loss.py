@@ -8,15 +8,15 @@ each row takes 1.016 times as long as the loss alone (benchmarks/results/h200/lo
 So losses compute scores only for heads whose metrics are read:
 
 1. At first, losses over the logits of a head compute no scores. For each call of the head,
-   `Answers` counts the rows of the losses, and the rows of the metrics that follow. If the metrics
+   `Answers` counts the rows that losses read, and the rows that later metrics read. If the metrics
    read at least half as many rows as the losses, the head is added to `_READ`.
 2. From then on, losses over the logits of this head compute scores, and store the scores in a
    `Table`. Metrics of these logits and of their views are read from the `Table`. The rows that a
    loss ignored have no scores in the `Table`. The first metric computes the scores of the ignored
    rows.
 
-Training and evaluation are counted separately, because many trainers read metrics only in
-evaluations.
+Rows of training and of evaluation are counted separately, because many trainers read metrics only
+in evaluations.
 """
 
 import weakref
@@ -35,20 +35,19 @@ from ..losses.statistics import NO_CLASS, SCORES, Read, Scores, score
 from .recipe import Recipe
 
 # The heads whose metrics are read after a loss. The outer key is True for training and False for
-# evaluation. The inner value counts the calls of the head since a metric last used the scores.
+# evaluation. The inner value is the number of head calls since a metric last used the scores.
 _READ: dict[bool, "weakref.WeakKeyDictionary[nn.Module, int]"] = {
     True: weakref.WeakKeyDictionary(),
     False: weakref.WeakKeyDictionary(),
 }
 # If no scores are read during PATIENCE calls of a head, later losses over this head compute no
-# scores. The scores of 16 losses cost about as much time as one metric that is computed from the
-# head.
+# scores. Computing scores in 16 losses takes about as long as computing one metric from the head.
 PATIENCE = 16
 UNKNOWN = -1  # the label of rows without scores
 
 
 class Options(NamedTuple):
-    """The options of a softmax. A `Table` holds scores only for the options of its loss."""
+    """The options of a softmax. All scores in a `Table` are computed with the same options."""
 
     temperature: float
     softcap: float | None
@@ -107,12 +106,12 @@ class Answers:
         `places` holds the index of each row (class Recipe), or is None if losses over these logits
         compute no scores.
 
-        With drop_ignored=False, the host must never wait. Such a head has no `Answers`, because the
-        host would have to wait until the device has counted the rows without scores. An FSDP module
+        With drop_ignored=False, the host must never wait. A head with this option has no `Answers`,
+        because the host would have to wait for the number of rows without scores. An FSDP module
         has no `Answers`, because computing missing scores would gather the module's weight. All
         ranks must take part in this gather, but some ranks may have no missing scores. With
-        deterministic algorithms, no head has `Answers`, because the bits of a loss can change if
-        the loss also computes scores.
+        deterministic algorithms, no head has `Answers`, because computing scores can change the
+        last bits of a loss.
         """
         module, device = head.module, head.device
         if module is None or hasattr(type(module), "unshard") or not head.drop_ignored:
@@ -217,14 +216,14 @@ class Answers:
     def complete(
         self, table: Table, recipe: Recipe, options: Options, ids: Tensor | None, ignored: Any
     ) -> tuple[Scores, Tensor | None, Scores | None]:
-        """Computes the scores that `recipe` needs and the `Table` lacks, except for ignored rows.
+        """Computes the scores that the `Table` does not have for the rows of `recipe`.
 
-        If `ids` is given, a row needs the scores for its id. The `Table` lacks these scores if the
-        row has another label in the `Table`. Returns (known, at, scores). `scores` holds the
-        computed scores, and `at` holds the indices of their rows. `known` holds the scores of all
-        other rows. If no scores were computed, `at` and `scores` are None. Computed scores are
-        added to the `Table`, but not to `known`. The reason is that `known` holds the scores for
-        only one id per row, but `recipe` can contain a row several times with different ids.
+        Ignored rows are skipped. If `ids` is given, a row needs the scores for its id. If the label
+        of the row in the `Table` is another id, the `Table` lacks these scores. Returns (known, at,
+        scores). `scores` holds the computed scores, and `at` holds the indices of their rows.
+        `known` holds the scores of all other rows. If no scores were computed, `at` and `scores`
+        are None. Computed scores are added to the `Table`, but not to `known`. `known` holds scores
+        for only one id per row, but `recipe` can contain a row several times with different ids.
 
         A trainer may compute a metric without `ids` for many small views, one after the other. So
         if `recipe` has less than half of the head call's rows, the missing scores of all rows are
@@ -257,7 +256,7 @@ def places_of(recipe: Recipe) -> Tensor:
 
 
 def missing(table: Table, recipe: Recipe, ids: Tensor | None, ignored: Tensor | None) -> Tensor:
-    """Returns the rows of `recipe` that have no scores in the `Table`.
+    """Returns the indices of the rows of `recipe` that have no scores in the `Table`.
 
     The host waits for the GPU.
     """
@@ -269,7 +268,7 @@ def missing(table: Table, recipe: Recipe, ids: Tensor | None, ignored: Tensor | 
 
 
 def fill(table: Table, recipe: Recipe, options: Options, at: Tensor, ids: Tensor | None) -> Scores:
-    """Computes the scores of those rows of `recipe` whose indices are in `at`.
+    """Computes the scores of some rows of `recipe`. `at` holds the indices of these rows.
 
     If a row had no scores in the `Table`, its scores are added to the `Table`.
     """

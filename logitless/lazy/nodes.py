@@ -79,7 +79,7 @@ def gradient_of(
     projected: bool = False,
     shares: Shares | None = None,
 ) -> Tensor | None:
-    """Returns a LazyGradient, or only `of_values` if `parts` and `computes` hold no gradient.
+    """Returns a LazyGradient. If `parts` and `computes` hold no gradient, returns `of_values`.
 
     `source` is the upstream gradient from which `parts`, `of_values` and `computes` were computed.
     """
@@ -166,16 +166,16 @@ def gradients_of_values(of_values: Tensor, tensors: tuple, needs: tuple) -> Part
 
 
 class Op(NamedTuple):
-    """An operation on plain logits."""
+    """An operation on logits that are a plain tensor."""
 
     function: Callable[..., Tensor]  # Maps the arguments' values to the result's values.
-    linear: bool = True  # True if the gradient does not depend on the values.
+    linear: bool = True  # False if the gradient depends on the arguments' values.
     # Maps the gradient of the result to the gradient of the argument, for a linear function. If
     # `pull` is None, autograd computes the gradient of the argument.
     pull: Callable[[Tensor], Tensor] | None = None
     is_view: bool = False  # Whether the result can share the memory of the argument.
-    # The field `projected` of the LazyGradient that backward returns. If `projects` is None, the
-    # field is copied from the upstream gradient.
+    # Backward returns a LazyGradient whose field `projected` has this value. If `projects` is None,
+    # backward copies `projected` from the upstream gradient.
     projects: bool | None = None
     name: str = "a function"  # The operation's name in error messages.
     # For each argument, the Formula that computes the argument from the head's logits. The recipe
@@ -188,7 +188,7 @@ class LazyOp(Node):
     """The autograd node of an operation that maps lazy logits to lazy logits.
 
     `back` maps the `parts` of the result's gradient to the `parts` of the argument's gradient. `op`
-    performs the operation on plain logits. If the upstream gradient contains a gradient of the
+    performs the operation on a plain tensor. If the upstream gradient contains a gradient of the
     values (`of_values`), backward differentiates `op`. All arguments that need a gradient must have
     the same `hidden`, `weight`, `bias` and `low_rank`.
     """

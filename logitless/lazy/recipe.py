@@ -92,7 +92,7 @@ class Recipe:
     watch: Watch | Watches
     trains: bool = False  # whether the logits were created in a training forward
     # Whether these are logits for inference. A fused head creates logits for inference if gradients
-    # are not needed and the call is outside of lazy_logits(). Writing to logits for inference is
+    # are not needed and the call is outside of `lazy_logits()`. Writing to logits for inference is
     # allowed. After logits for inference are computed, all operations use the values in memory.
     inference: bool = False
     inputs: tuple[RowInput, ...] = ()  # the formula's inputs
@@ -275,7 +275,7 @@ class Recipe:
     def constant_head(self, grad: bool = False) -> Head:
         """The head with detached tensors.
 
-        If `grad` is True, each tensor whose entry in `needs` is True requires a gradient. If the
+        If `grad` is True, the tensors that are marked True in `needs` require a gradient. If the
         vocabulary is sharded, the head computes only the columns of this rank.
         """
         self.check()
@@ -337,7 +337,7 @@ def raise_changed() -> None:
 
 def constant(t: Tensor) -> Tensor:
     """Returns t, detached. Inference tensors are cloned, because autograd cannot save them."""
-    if torch.compiler.is_compiling():  # is_inference cannot be compiled
+    if torch.compiler.is_compiling():  # torch.compile does not support is_inference()
         return t.detach()
     return t.clone() if t.is_inference() else t.detach()
 
@@ -348,7 +348,7 @@ def stored(hidden: Tensor) -> Tensor:
     Inference tensors are copied, because inference tensors have no version counter that shows a
     later write.
     """
-    if torch.compiler.is_compiling():  # is_inference cannot be compiled
+    if torch.compiler.is_compiling():  # torch.compile does not support is_inference()
         return hidden.detach()
     return own(hidden) if hidden.is_inference() else hidden.detach()
 

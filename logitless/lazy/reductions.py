@@ -104,7 +104,7 @@ def _expected(z: LazyLogits) -> Tensor | None:
 
 
 def _over(z: LazyLogits, dim: Any) -> tuple[int, ...] | None:
-    """The dimensions in `dim` other than the dimension of the vocabulary.
+    """The dimensions in `dim`, without the dimension of the vocabulary.
 
     Returns None if `dim` is invalid or does not include the vocabulary.
     """
@@ -206,8 +206,9 @@ def of_all(function: Callable, by_dim: Callable):
 class Attached(torch.autograd.Function):
     """Returns `value`, and passes the gradient of `value` to `rows`.
 
-    `rows` has the max or min of each row, and `value` is the max or min of `rows`. In backward, the
-    gradient of `rows` is the gradient of `value` times `shares`, which has one number per row.
+    `rows` has the max or min of each row, and `value` is the max or min of `rows`. Backward
+    multiplies the gradient of `value` by `shares`, and passes the product to `rows`. `shares` has
+    one number per row.
     """
 
     @staticmethod
@@ -241,9 +242,9 @@ def extreme(function: Callable, amax: Callable, by_dim: Callable):
         if not rows.requires_grad:
             return value
         # torch.max and torch.min divide the gradient equally among all values that equal the
-        # result. `equal` counts these values in each row. So each row gets a part of the gradient
-        # that is proportional to `equal`. The backward of torch.amax or torch.amin then divides
-        # this part equally among the row's largest or smallest values.
+        # result. `equal` is the number of these values in each row. So a row gets a part of the
+        # gradient in proportion to this number. The backward of torch.amax or torch.amin then
+        # divides this part equally among the row's largest or smallest values.
         equal = torch.where(rows == value, ties, 0).to(rows.dtype)
         return Attached.apply(rows, value, equal / equal.sum())
 

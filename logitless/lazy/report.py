@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 VARIABLE = "LOGITLESS_WARN_BYTES"
-HEAD = "_logitless_head"  # in a head's __dict__: the head's name, if its model has several heads
+HEAD = "_logitless_head"  # key in a head's __dict__ for its name, if its model has several heads
 PLACES = 1000  # the largest number of records; one more record replaces the oldest record
 LIMIT = 1 << 30  # the default of LOGITLESS_WARN_BYTES for logits outside of a training forward
 

@@ -2,7 +2,7 @@
 
 This module runs functions that reduce over the vocabulary, such as `topk`, `amax` and `F.kl_div`.
 These functions have no kernel in this library. Values and gradients are the same as PyTorch's,
-because the function runs on plain logits and autograd differentiates the function.
+because the function runs on plain tensors and autograd differentiates the function.
 """
 
 from collections.abc import Callable, Iterator
@@ -162,7 +162,7 @@ class RowFunction(RowLoss, OfValues):
 
 
 def sliced(t: Tensor | None, at: slice) -> Tensor | None:
-    """Returns the rows `at` of t.
+    """Returns the rows of t that the slice `at` selects.
 
     A 0-d tensor is returned unchanged, because it holds one number for all rows.
     """
@@ -170,9 +170,10 @@ def sliced(t: Tensor | None, at: slice) -> Tensor | None:
 
 
 def scaled(d: Tensor, factor: Tensor | None, at: slice) -> Tensor:
-    """Returns d · factor, where `d` is the gradient of the rows `at`.
+    """Multiplies the gradient d by `factor`.
 
-    `factor` can differ per row.
+    `factor` is one number, or has one number per row. The slice `at` selects the rows that belong
+    to d.
     """
     if factor is None:
         return d

@@ -32,9 +32,9 @@ def summed(a: LazyLogits, b: LazyLogits) -> Any:
     """Returns a + b as lazy logits of a single head, or NotImplemented.
 
     The width of a head is the number of columns of its weight. The wider head is the first head of
-    the sum. If only one argument needs a gradient, its head must be the narrower head. For example,
-    a LoRA adapter is narrower than its frozen layer. If no argument needs a gradient, the two
-    widths must differ. All other sums are computed in elementwise.py.
+    the sum. If only one argument needs a gradient, the head of this argument must be the narrower
+    head. For example, a LoRA adapter is narrower than its frozen layer. If no argument needs a
+    gradient, the two widths must differ. All other sums are computed in elementwise.py.
     """
     if not (is_summable(a) and is_summable(b)) or a.shape != b.shape or a.device != b.device:
         return NotImplemented
@@ -88,8 +88,8 @@ def _joined(first: Recipe, second: Recipe) -> Head | None:
 
     The matrices of several adapters are copied into one `low_rank`. The result is None if this
     `low_rank` would be wider than a quarter of the weight. The result is also None if the dtypes of
-    the heads cannot be combined, or if the first logits are scaled. The second head must not have a
-    quantised weight or a `low_rank` of its own.
+    the heads cannot be combined, or if the logits of `first` are scaled. The second head must not
+    have a quantised weight or a `low_rank` of its own.
     """
     x, y = first.head, second.head
     scale, dtype = second.logits.pre, x.hidden.dtype  # pyright: ignore[reportOptionalMemberAccess]
@@ -120,8 +120,8 @@ def _joined(first: Recipe, second: Recipe) -> Head | None:
 class LazySum(Node):
     """The autograd node of x + y, where x and y are the lazy logits of two heads.
 
-    `recipe` is the recipe of the sum. The last columns of `low_rank` in this recipe are the weight
-    of y's head.
+    `recipe` is the recipe of the sum. In this recipe, the last columns of `low_rank` hold the
+    weight of y's head.
     """
 
     @staticmethod

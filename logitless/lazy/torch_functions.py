@@ -227,7 +227,7 @@ OPERATIONS: dict[Any, Callable] = {
     **dict.fromkeys((T.any, torch.any), reductions.of_all(torch.any, _any)),
     **dict.fromkeys((T.all, torch.all), reductions.of_all(torch.all, _all)),
 }
-VIEWS = {  # operations that return a view if the logits are plain
+VIEWS = {  # operations that return a view of a plain tensor
     *(OPERATIONS[f] for f in (T.view, T.flatten, T.squeeze, T.unsqueeze, T.transpose, T.permute)),
     *(OPERATIONS[f] for f in (T.movedim, T.narrow, T.split, T.chunk, T.unbind, T.__getitem__)),
     OPERATIONS[T.mT.__get__],  # pyright: ignore

@@ -166,9 +166,9 @@ def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
 
     `other` must be a number, a tensor with one number per column, or the lazy logits of another
     head (sums.py). A number or a tensor is added to the head's bias. For scaled logits, the bias
-    would have to be `other / scale`. In 16 bits, `other / scale` can overflow, and so can the
-    rounded product `(other / scale) * scale`. So a number or a tensor cannot be added to scaled
-    logits in this way.
+    would have to be `other / scale`. In 16 bits, both `other / scale` and the rounded product
+    `(other / scale) * scale` can overflow. So the bias is changed only if the logits are not
+    scaled.
     """
     if isinstance(other, LazyLogits):
         summable = alpha == 1 and is_summable(z) and is_summable(other)
@@ -215,8 +215,8 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
     if columns.dtype != torch.bool or head is None:
         return NotImplemented
     _, weight, bias, low_rank = head.tensors
-    # In 16 bits, `value / pre` can overflow, and so can the rounded product `(value / pre) * pre`.
-    # So finite values are accepted only up to ±`most`.
+    # In 16 bits, both `value / pre` and the rounded product `(value / pre) * pre` can overflow. So
+    # finite values are accepted only up to ±`most`.
     most = torch.finfo(z.dtype).max * (1 if pre == 1 else 0.5 * min(pre, 1))
     inside = abs(value) <= most or abs(value) == torch.inf
     fixed = is_quantized(weight) or is_freed(weight)

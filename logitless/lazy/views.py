@@ -28,9 +28,9 @@ def _rows(
     """Returns lazy logits whose leading dimensions are rearranged by `op`.
 
     `op` is applied to the hidden states immediately, and must keep their last dimension.
-    `on_logits` is the same operation on plain logits. By default, `on_logits` is `op`. Autograd
-    records a graph of `op` for backward. The graph begins at `leaf`, a tensor without memory of its
-    own. So the graph holds no hidden states.
+    `on_logits` is the same operation on a plain tensor of logits. By default, `on_logits` is `op`.
+    Autograd records a graph of `op` for backward. The graph begins at `leaf`, a tensor without
+    memory of its own. So the graph holds no hidden states.
     """
     recipe = z.recipe
     with torch.inference_mode(False), torch.enable_grad():
@@ -85,7 +85,7 @@ def _columns(z: LazyLogits, columns: slice):
 
 
 def _dim(z: LazyLogits, dim: int, new: int = 0) -> int:
-    """Returns `dim` as a nonnegative number, for an operation that adds `new` dimensions."""
+    """Returns `dim` as a nonnegative number. The operation adds `new` dimensions."""
     size = z.dim() + new
     if not -size <= dim < size:
         raise IndexError(f"dim must be in [{-size}, {size - 1}], got {dim}.")
@@ -270,8 +270,8 @@ def cat(tensors, dim: int = 0):
     dim, recipes = _dim(first, dim), [z.recipe for z in tensors]
     alike = all(_same_head(recipe, recipes[0]) for recipe in recipes)
     # Only the first batch gets the weight's gradient, which is summed over all batches. So the
-    # batches are joined only if either all batches or no batches need this gradient. The same holds
-    # for the bias.
+    # batches are joined only if all of them or none of them need this gradient. The same holds for
+    # the bias.
     alike = alike and all(r.needs[1:] == recipes[0].needs[1:] for r in recipes)
     alike = alike and len({z.requires_grad for z in tensors}) == 1
     ranks = {z.dim() for z in tensors}
@@ -312,7 +312,7 @@ def _same_head(a: Recipe, b: Recipe) -> bool:
 
 
 def options_of(head: Head) -> Head:
-    """The head without its tensors. Two such heads are equal if their options are equal."""
+    """Returns a copy of the head without tensors, for comparing the options of two heads."""
     return head.blank()
 
 
