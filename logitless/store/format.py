@@ -160,8 +160,8 @@ class Header:
         """Returns the number of bytes that a token and its row take in a shard, with checksums.
 
         With values="counts", `distinct` is the mean number of distinct ids per row. The default is
-        DISTINCT times the number of draws. The columns `starts`, `slots`, `index.hash` and
-        `index.doc` are not counted.
+        DISTINCT times the number of draws. The result does not include the columns `starts`,
+        `slots`, `index.hash` and `index.doc`.
         """
         row = self.row_bytes()
         if self.sampled:
@@ -239,7 +239,7 @@ def unpack(fields: Mapping[int, Tensor], integers: Tensor) -> None:
 
 
 def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tensor:
-    """Extracts the 8 / width fields of each byte, and shifts the fields left by `shift` bits."""
+    """Cuts each byte into fields of `width` bits, and shifts the fields left by `shift` bits."""
     fields = _fields_of_byte(width, shift, dtype)
     found = fields.index_select(0, field.flatten().int())
     return found.view(dtype).view(*field.shape[:-1], field.shape[-1] * (8 // width))

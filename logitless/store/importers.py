@@ -26,7 +26,7 @@ from .device import on_cpu
 
 # Entry of one token in a server's output: {id: log-probability}, or None if there is no entry.
 Entry = Mapping[int, float] | None
-# With return_tokens_as_token_ids, vLLM's JSON writes the id 7 as "token_id:7".
+# With `return_tokens_as_token_ids`, vLLM's JSON writes the id 7 as "token_id:7".
 VLLM_ID = "token_id:"
 
 
@@ -54,7 +54,7 @@ def from_vllm(
     """Returns the tokens and targets of a document from vLLM's output.
 
     `output` is a RequestOutput, or the JSON of a server. `tokens` are the token ids of the prompt,
-    and can be omitted if the output contains prompt_token_ids.
+    and can be omitted if the output contains `prompt_token_ids`.
 
     If the output has `prompt_logprobs`, the document is the prompt. Without `prompt_logprobs`, the
     document is the prompt followed by the completion. In this case, the rows of the prompt are
@@ -102,10 +102,10 @@ def from_sglang(
 ) -> tuple[Tensor, SparseTargets]:
     """Returns the tokens and targets of a document from SGLang's JSON, like `from_vllm`.
 
-    The request must set return_logprob and top_logprobs_num=k. To store rows of the prompt, the
-    request must also set logprob_start_len=0. `tokens` are the ids of the prompt, and can be
-    omitted if the output has input_token_logprobs. `completion` has the same meaning as in
-    `from_vllm`. The completion's entries are in output_top_logprobs. `choice` must be 0, because
+    The request must set `return_logprob` and `top_logprobs_num=k`. To store rows of the prompt, the
+    request must also set `logprob_start_len=0`. `tokens` are the ids of the prompt, and can be
+    omitted if the output has `input_token_logprobs`. `completion` has the same meaning as in
+    `from_vllm`. The completion's entries are in `output_top_logprobs`. `choice` must be 0, because
     SGLang returns several completions as several outputs.
     """
     checks.slots(k)

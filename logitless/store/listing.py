@@ -43,7 +43,7 @@ SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class ListedShard(NamedTuple):
-    """A shard as store.index lists it."""
+    """The properties of a shard, from store.index."""
 
     file: Listed
     documents: int

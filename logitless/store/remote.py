@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class Listed(NamedTuple):
-    """A file of a store, as store.index lists it."""
+    """The name, the size and the SHA-256 of a file, from store.index."""
 
     name: str
     bytes: int
@@ -59,7 +59,7 @@ class Remote:
     A request over http or https fails if the server sends nothing for `timeout` seconds. `options`
     are the keyword arguments of fsspec's file system, for example timeouts. For http and https, the
     only option is `headers`. If a server redirects a request to another host, `headers` are not
-    sent to this host. `argument` is the name of the caller's argument in error messages.
+    sent to this host. In error messages, `argument` is the name of the argument with the address.
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class Remote:
     ) -> Result:
         """Calls `attempt` up to `attempts` times, until a call succeeds, and returns its result.
 
-        An error is raised at once if another attempt would fail too, for example if the file does
-        not exist.
+        An error is raised immediately if another attempt would fail too, for example if the file
+        does not exist.
         """
         wait, last, attempts = FIRST_WAIT, None, attempts or self.attempts
         for number in range(attempts):
