@@ -26,7 +26,8 @@ from .format import Header, Table, pack
 def encoded_counts(targets: SparseTargets, header: Header) -> Table:
     """Encodes sampled targets of shape (T,), on the device of the targets.
 
-    `capture_sampled` returns NaN for rows whose logits are NaN. The encoded row then has no slots.
+    `capture_sampled` returns NaN for rows whose logits are NaN. Such rows are encoded without
+    slots.
     """
     n = header.k
     counts = counts_of(targets, n)

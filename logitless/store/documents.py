@@ -32,9 +32,10 @@ class Documents(IterableDataset):
     shards are shuffled together. So only a few shards of a remote store are needed at a time, and
     the next shards are fetched in the background. Call `set_epoch` before each epoch.
 
-    Each rank reads the same number of documents. So up to (world - 1) documents are left out of an
-    epoch. By default, `rank` and `world` are the environment variables RANK and WORLD_SIZE, which
-    torchrun sets. The documents of a rank are divided among the workers of its DataLoader.
+    Each rank reads the same number of documents. If `world` does not divide the number of
+    documents, the epoch leaves out the remainder. By default, `rank` and `world` are the
+    environment variables RANK and WORLD_SIZE, which torchrun sets. The documents of a rank are
+    divided among the workers of its DataLoader.
 
     `state_dict` returns the position in the epoch. The first iteration after `load_state_dict`
     reads only the rest of the saved epoch. If the state was saved at the end of an epoch, the first

@@ -70,8 +70,8 @@ takes 2.25 bytes. Checksums add 1 byte per 1,024 bytes. Each document takes 8 by
 and 12 bytes per index entry.
 
 With values="counts", a token with m distinct ids takes ceil(n / 8) + (m + 1) b / 8 bytes. Checksums
-add 1 byte per 1,024 bytes here too. At n = 50, V = 151,936 and m = 15, each token takes 43.04
-bytes. Each document takes 16 bytes for its start and its first slot.
+also add 1 byte per 1,024 bytes. At n = 50, V = 151,936 and m = 15, each token takes 43.04 bytes.
+Each document takes 16 bytes for its start and its first slot.
 
 Shards of version 1 can be read too. Version 1 has no `crc`, so only `verify` and `merge` detect a
 changed byte. In version 1, every code c up to 253 means c units. Readers ignore the stored index of

@@ -2,7 +2,7 @@
 
 In the output of both servers, entry t is the predicted distribution of token t. Entry 0 of a prompt
 is None. Row i of a store is the distribution of token i + 1, so row i is the server's entry i + 1.
-A row is masked if the server returned no entry for it. The row of a document's last token is
+A row is masked if the server returned no entry for the row. The row of a document's last token is
 usually masked. If the log-probabilities of the prompt were not requested, the rows of the prompt
 are masked too, except the row of the prompt's last token. This row is entry 0 of the completion.
 
@@ -63,7 +63,8 @@ def from_vllm(
     `completion=False`, the document is only the prompt. If there are several completions, `choice`
     is the number of the completion to use.
 
-    vLLM returns at most 20 log-probabilities per token, unless vLLM is started with max_logprobs=k.
+    vLLM returns at most 20 log-probabilities per token by default. To get k log-probabilities,
+    start vLLM with `max_logprobs=k`.
 
     >>> for output in llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=64)):
     ...     writer.add(*from_vllm(output, k=64))

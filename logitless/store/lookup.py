@@ -59,7 +59,7 @@ class Index:
 
     def __init__(self, shards: Sequence[Any]):
         self.shards: list[Any] = []
-        self.first = [0]  # number of each shard's first document, then the total number
+        self.first = [0]  # number of each shard's first document, then the number of all documents
         self.hashes = self._numbers = torch.empty(0, dtype=torch.int64)
         self.add(shards)
 
@@ -244,7 +244,7 @@ class Index:
         return list(zip(places.tolist(), map(range, low.tolist(), high.tolist()), strict=True))
 
     def _candidate(self, entry: int) -> Match:
-        """Returns a Match with the whole document of an index entry."""
+        """Returns a `Match` with the whole document of an index entry."""
         number = self.numbers[entry]
         number = -1 - number if number < 0 else number
         file_checks.in_store(number, self.first[-1])

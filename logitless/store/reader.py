@@ -244,8 +244,8 @@ class Store:
         `matches` are the documents that were found from left to right.
 
         If all tokens after these documents are padding, the result is `matches`. Otherwise, this
-        method searches for other documents that fill the row. Raises KeyError if there are no such
-        documents.
+        method searches for other documents that fill the row. Raises KeyError if no documents fill
+        the row.
         """
         begin, end = row * width, (row + 1) * width
         at = begin + sum(match.length for match in matches)
@@ -328,7 +328,7 @@ class Store:
         """Pickles only the constructor's arguments and the digest.
 
         Each DataLoader worker opens the files itself. Unpickling raises an error if the digest has
-        changed, because the documents can have other numbers then.
+        changed, because documents of a changed store can have other numbers.
         """
         return _reopened, (self.path, self._arguments, self.digest)
 
@@ -339,7 +339,7 @@ class Store:
 
 
 def _reopened(path: str | Path, arguments: dict[str, Any], digest: str) -> Store:
-    """Opens the store again when a Store is unpickled."""
+    """Opens the store again when a `Store` is unpickled."""
     store = Store(path, **arguments)
     file_checks.same_store(path, store.digest == digest)
     return store

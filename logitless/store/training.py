@@ -1,6 +1,6 @@
 """Looks up the targets of a batch in a store, and computes the student's loss.
 
-logitless/hf.py uses this module in a Trainer of Transformers.
+logitless/hf.py uses this module in a `Trainer` of Transformers.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -29,7 +29,7 @@ MOST_MASS = 1 + 2**-8 * (1 + math.log(2**16))
 
 @dataclass
 class Report:
-    """The result of `verify`. A Report is falsy if there are problems."""
+    """The result of `verify`. A `Report` is falsy if there are problems."""
 
     documents: int = 0
     tokens: int = 0
