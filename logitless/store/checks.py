@@ -267,7 +267,7 @@ def documents(seed: Any, mixed: Any, rank: Any, world: Any) -> None:
 
 
 def state_of_documents(state: Any, fixed: dict[str, Any]) -> None:
-    """Checks that `state` was saved with the same store, seed, `mixed`, ranks and workers."""
+    """Checks that the store and the settings of `Documents` are the same as in `state`."""
     names = {"epoch", "position", *fixed}
     if not isinstance(state, Mapping) or state.keys() != names:
         got = sorted(state) if isinstance(state, Mapping) else type(state).__name__

@@ -143,8 +143,8 @@ class Header:
     def layout(self) -> Layout:
         """Returns, for each column in memory, the dtype and the shape of one row.
 
-        The columns of a shard have the same dtypes and shapes as the columns in memory. With
-        values="counts", the columns of a shard differ (store/counts.py).
+        With values="u8" and "f16", the columns of a shard have the same dtypes and shapes. With
+        values="counts", the columns of a shard differ from the columns in memory (store/counts.py).
         """
         return _layout(self)
 

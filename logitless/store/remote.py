@@ -27,7 +27,7 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts
 PIECE = 1 << 24  # largest number of bytes per call of `read`
 LARGEST = 1 << 36  # if the size of a file is not known, at most this many bytes are read
 # For these protocols, a folder is created before a file is written into the folder. For other
-# protocols, folders are not created, because a folder at a misspelt address can be a new bucket.
+# protocols, folders are not created, because this could create a new bucket with a misspelt name.
 FOLDERS = {"file", "local", "ftp", "hdfs", "sftp", "smb", "ssh", "webdav"}
 TRY_AGAIN = {408, 425, 429}  # HTTP statuses below 500 after which another attempt can succeed
 Result = TypeVar("Result")

@@ -260,7 +260,7 @@ def _wanted(
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Returns the expected dtype and shape of every column of a shard.
 
-    The numbers of documents, tokens and index entries are taken from the shapes in `entries`.
+    The shapes in `entries` give the number of documents, of tokens and of index entries.
     """
 
     def length(name: str) -> int:
