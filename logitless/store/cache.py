@@ -98,7 +98,7 @@ class Cache:
                 try:
                     self._fetch(listed, fetch)
                 except (FileNotFoundError, PermissionError):
-                    raise  # not recorded, because every process gets this error at once
+                    raise  # not recorded, because another fetch would fail without delay
                 except OSError as error:
                     failed = path.with_name(f"{path.name}.failed")
                     _replace(failed, f"{uuid.uuid4()}\n{error}")
@@ -108,8 +108,7 @@ class Cache:
         """Fetches a file in the background, if the cache does not have the file.
 
         Raises a ValueError if another process is reading or fetching the file. If `fetch` fails,
-        only this process raises the error. Other processes that wait for the file do not raise this
-        error.
+        only this process raises the error.
         """
         path = self.folder / listed.sha256
         with Lock(self._lock(path)):
@@ -137,9 +136,9 @@ class Cache:
                 fetch(listed, file)
                 file.flush()
                 os.fsync(file.fileno())
-            # Without the lock, `_has_room` of another process could list the name `part` just
-            # before the file is renamed. Then `_has_room` would count the size of the file as free,
-            # although the file still exists.
+            # `_has_room` lists the names of the files, and then reads the sizes. Without the lock,
+            # the file could be renamed between these two steps. Then `_has_room` would not find the
+            # file under its old name, and would count the size of the file as free.
             with Lock(self.folder / "cache.lock", wait=True):
                 os.replace(part, path)
         finally:

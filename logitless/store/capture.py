@@ -45,11 +45,11 @@ def capture(
     A tensor holds input_ids of shape (B, T), with one document per row. A dict holds the keyword
     arguments of a Transformers model. In a dict, attention_mask is 0 for padding. Documents that
     the writer already has are skipped before the model runs. So calling `capture` again resumes a
-    run that was killed. `k` is at most the writer's k, which is also the default. `head` has the
-    same meaning as in `fuse`. After each captured document, `progress` is called with the number of
-    tokens in the document. For the skipped documents of a batch, `progress` is called once, with
-    their total number of tokens. If the head returns more logits than the writer's vocab_size, the
-    additional logits are ignored.
+    run that was killed. `k` is at most the writer's k. By default, `k` is the writer's k. `head`
+    has the same meaning as in `fuse`. After each captured document, `progress` is called with the
+    number of tokens in the document. For the skipped documents of a batch, `progress` is called
+    once, with their total number of tokens. If the head returns more logits than the writer's
+    vocab_size, the additional logits are ignored.
 
     Under torchrun, each rank captures the part of the batches that the function `share` selects:
 

@@ -1,4 +1,4 @@
-"""Checks the arguments of Writer, Store, capture and the training functions.
+"""Checks the arguments of `Writer`, `Store`, `capture` and the training functions.
 
 The errors have the form `<argument> must <rule>, got <value>.` The module store/server_checks.py
 checks the output of inference servers, and store/file_checks.py checks files.
@@ -258,7 +258,7 @@ def unknown_document(tokens: Tensor, row: int, start: int, length: int | None) -
 
 
 def documents(seed: Any, mixed: Any, rank: Any, world: Any) -> None:
-    """Checks the arguments of Documents."""
+    """Checks the arguments of `Documents`."""
     if seed is not None:
         whole("seed", seed, 0, 2**31)
     whole("mixed", mixed, 1, 10**6)
@@ -267,7 +267,7 @@ def documents(seed: Any, mixed: Any, rank: Any, world: Any) -> None:
 
 
 def state_of_documents(state: Any, fixed: dict[str, Any]) -> None:
-    """Checks that `state` was saved with the same store, seed, `mixed`, ranks and workers."""
+    """Checks that the store and the settings of `Documents` are the same as in `state`."""
     names = {"epoch", "position", *fixed}
     if not isinstance(state, Mapping) or state.keys() != names:
         got = sorted(state) if isinstance(state, Mapping) else type(state).__name__

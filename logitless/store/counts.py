@@ -3,8 +3,8 @@
 `capture_sampled` draws n ids per row, and the weight of an id is count / n. The n draws of a row
 are sorted by their ids. Bit j of the column `draws` is 1 if draw j is the first draw of its id. So
 the number of bits that are 1 is the number of distinct ids. The count of an id is the distance from
-its bit to the next bit that is 1. The count of the last id is the distance from its bit to bit n.
-All bits of a row without slots are 0.
+its bit to the next bit that is 1. The count of the last id is n minus the position of its bit. All
+bits of a row without slots are 0.
 
 In memory, all rows have the same size. The column `ids` holds n numbers per row: first the distinct
 ids, and then zeros. In a shard, only the distinct ids are stored, one row after the other
@@ -26,7 +26,8 @@ from .format import Header, Table, pack
 def encoded_counts(targets: SparseTargets, header: Header) -> Table:
     """Encodes sampled targets of shape (T,), on the device of the targets.
 
-    `capture_sampled` returns NaN for rows whose logits are NaN. The encoded row then has no slots.
+    `capture_sampled` returns NaN for rows whose logits are NaN. Such rows are encoded without
+    slots.
     """
     n = header.k
     counts = counts_of(targets, n)
@@ -65,7 +66,7 @@ class CountsDecoding:
         self.rows = end
         file_checks.ids_in_vocabulary(table["ids"], self.header.vocab_size)
         bits = bits_of(table["draws"], self.header.k)
-        slot = bits.cumsum(-1)  # the slot of each draw, numbered from 1
+        slot = bits.cumsum(-1)  # slot number of each draw; slots are numbered from 1
         # In a row without slots, all bits are 0, so `slot` is 0 for all draws. These draws are
         # counted in column 0 of `counts`. The slice [:, 1:] drops column 0.
         counts = torch.zeros(len(bits), self.header.k + 1, dtype=torch.int64)

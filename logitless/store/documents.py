@@ -32,14 +32,15 @@ class Documents(IterableDataset):
     shards are shuffled together. So only a few shards of a remote store are needed at a time, and
     the next shards are fetched in the background. Call `set_epoch` before each epoch.
 
-    Each rank reads the same number of documents. So up to (world - 1) documents are left out of an
-    epoch. By default, `rank` and `world` are the environment variables RANK and WORLD_SIZE, which
-    torchrun sets. The documents of a rank are divided among the workers of its DataLoader.
+    Each rank reads the same number of documents. If `world` does not divide the number of
+    documents, the epoch leaves out the remainder. By default, `rank` and `world` are the
+    environment variables RANK and WORLD_SIZE, which torchrun sets. The documents of a rank are
+    divided among the workers of its DataLoader.
 
     `state_dict` returns the position in the epoch. The first iteration after `load_state_dict`
     reads only the rest of the saved epoch. If the state was saved at the end of an epoch, the first
-    iteration reads no documents. A resumed run must have the same store, seed, `mixed`, number of
-    ranks and number of workers.
+    iteration reads no documents, because the saved epoch has no documents left. A resumed run must
+    have the same store, seed, `mixed`, number of ranks and number of workers.
 
     >>> loader = StatefulDataLoader(Documents(store, seed=0), 8, collate_fn=pad_documents)
     """
@@ -162,8 +163,8 @@ def pad_documents(
     first = torch.cumsum(lengths, 0) - lengths
     place = torch.arange(int(lengths.max()))
     is_token = place < lengths[:, None]
-    # `pad_token` and an empty row are appended after the tokens and rows of all documents. For
-    # padding, `at` is the index of this token and this row.
+    # `pad_token` is appended after the tokens of all documents, and an empty row is appended after
+    # their rows. Both have the index `lengths.sum()`, and `at` is this index at padding positions.
     at = torch.where(is_token, first[:, None] + place, lengths.sum())
     tokens = torch.cat([*(tokens for tokens, _ in documents), torch.tensor([pad_token])])[at]
     rows = [targets for _, targets in documents]

@@ -145,8 +145,7 @@ def shard_starts(path: Any, starts: Tensor, tokens: int) -> None:
 def shard_slots(path: Any, slots: Tensor, lengths: dict[str, tuple[int, int]]) -> None:
     """Checks the column `slots` of sampled targets.
 
-    `lengths` maps the name of each column of ids to the actual length and the expected length of
-    the column.
+    For each column of ids, `lengths` holds the actual length and the expected length.
     """
     if int(slots[0]) != 0 or not bool((slots[1:] >= slots[:-1]).all()):
         refuse(path, "have slots that start at 0 and never decrease", "other slots")

@@ -70,8 +70,8 @@ takes 2.25 bytes. Checksums add 1 byte per 1,024 bytes. Each document takes 8 by
 and 12 bytes per index entry.
 
 With values="counts", a token with m distinct ids takes ceil(n / 8) + (m + 1) b / 8 bytes. Checksums
-add 1 byte per 1,024 bytes here too. At n = 50, V = 151,936 and m = 15, each token takes 43.04
-bytes. Each document takes 16 bytes for its start and its first slot.
+also add 1 byte per 1,024 bytes. At n = 50, V = 151,936 and m = 15, each token takes 43.04 bytes.
+Each document takes 16 bytes for its start and its first slot.
 
 Shards of version 1 can be read too. Version 1 has no `crc`, so only `verify` and `merge` detect a
 changed byte. In version 1, every code c up to 253 means c units. Readers ignore the stored index of
@@ -143,8 +143,8 @@ class Header:
     def layout(self) -> Layout:
         """Returns, for each column in memory, the dtype and the shape of one row.
 
-        The columns of a shard have the same dtypes and shapes as the columns in memory. With
-        values="counts", the columns of a shard differ (store/counts.py).
+        With values="u8" and "f16", the columns of a shard have the same dtypes and shapes. With
+        values="counts", the columns of a shard differ from the columns in memory (store/counts.py).
         """
         return _layout(self)
 
@@ -160,8 +160,8 @@ class Header:
         """Returns the number of bytes that a token and its row take in a shard, with checksums.
 
         With values="counts", `distinct` is the mean number of distinct ids per row. The default is
-        DISTINCT times the number of draws. The columns `starts`, `slots`, `index.hash` and
-        `index.doc` are not counted.
+        DISTINCT times the number of draws. The result does not include the columns `starts`,
+        `slots`, `index.hash` and `index.doc`.
         """
         row = self.row_bytes()
         if self.sampled:
@@ -239,7 +239,7 @@ def unpack(fields: Mapping[int, Tensor], integers: Tensor) -> None:
 
 
 def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tensor:
-    """Extracts the 8 / width fields of each byte, and shifts the fields left by `shift` bits."""
+    """Cuts each byte into fields of `width` bits, and shifts the fields left by `shift` bits."""
     fields = _fields_of_byte(width, shift, dtype)
     found = fields.index_select(0, field.flatten().int())
     return found.view(dtype).view(*field.shape[:-1], field.shape[-1] * (8 // width))

@@ -2,7 +2,7 @@
 
 In the output of both servers, entry t is the predicted distribution of token t. Entry 0 of a prompt
 is None. Row i of a store is the distribution of token i + 1, so row i is the server's entry i + 1.
-A row is masked if the server returned no entry for it. The row of a document's last token is
+A row is masked if the server returned no entry for the row. The row of a document's last token is
 usually masked. If the log-probabilities of the prompt were not requested, the rows of the prompt
 are masked too, except the row of the prompt's last token. This row is entry 0 of the completion.
 
@@ -26,7 +26,7 @@ from .device import on_cpu
 
 # Entry of one token in a server's output: {id: log-probability}, or None if there is no entry.
 Entry = Mapping[int, float] | None
-# With return_tokens_as_token_ids, vLLM's JSON writes the id 7 as "token_id:7".
+# With `return_tokens_as_token_ids`, vLLM's JSON writes the id 7 as "token_id:7".
 VLLM_ID = "token_id:"
 
 
@@ -54,7 +54,7 @@ def from_vllm(
     """Returns the tokens and targets of a document from vLLM's output.
 
     `output` is a RequestOutput, or the JSON of a server. `tokens` are the token ids of the prompt,
-    and can be omitted if the output contains prompt_token_ids.
+    and can be omitted if the output contains `prompt_token_ids`.
 
     If the output has `prompt_logprobs`, the document is the prompt. Without `prompt_logprobs`, the
     document is the prompt followed by the completion. In this case, the rows of the prompt are
@@ -63,7 +63,8 @@ def from_vllm(
     `completion=False`, the document is only the prompt. If there are several completions, `choice`
     is the number of the completion to use.
 
-    vLLM returns at most 20 log-probabilities per token, unless vLLM is started with max_logprobs=k.
+    vLLM returns at most 20 log-probabilities per token by default. To get k log-probabilities,
+    start vLLM with `max_logprobs=k`.
 
     >>> for output in llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=64)):
     ...     writer.add(*from_vllm(output, k=64))
@@ -102,10 +103,10 @@ def from_sglang(
 ) -> tuple[Tensor, SparseTargets]:
     """Returns the tokens and targets of a document from SGLang's JSON, like `from_vllm`.
 
-    The request must set return_logprob and top_logprobs_num=k. To store rows of the prompt, the
-    request must also set logprob_start_len=0. `tokens` are the ids of the prompt, and can be
-    omitted if the output has input_token_logprobs. `completion` has the same meaning as in
-    `from_vllm`. The completion's entries are in output_top_logprobs. `choice` must be 0, because
+    The request must set `return_logprob` and `top_logprobs_num=k`. To store rows of the prompt, the
+    request must also set `logprob_start_len=0`. `tokens` are the ids of the prompt, and can be
+    omitted if the output has `input_token_logprobs`. `completion` has the same meaning as in
+    `from_vllm`. The completion's entries are in `output_top_logprobs`. `choice` must be 0, because
     SGLang returns several completions as several outputs.
     """
     checks.slots(k)

@@ -50,7 +50,7 @@ from .rows import Table, encoded, tensor_of
 
 MAGIC = b"LLJ2"
 START = 8  # bytes before the first record
-HEAD = struct.Struct("<III")  # n, k and CRC-32, before the tokens of a record
+HEAD = struct.Struct("<III")  # n, k and CRC-32, at the start of each record
 RECORD = HEAD.size
 ROWS = 4096  # number of rows of short documents that are encoded at once
 AT_ONCE = 1 << 16  # number of tokens that recovery looks up in the store at once
@@ -285,7 +285,7 @@ def _targets(waiting: list[_Waiting]) -> SparseTargets:
     logprobs = tensor_of(data["logprobs"], rows, torch.float32, (k,))
     tail = tensor_of(data["tail"], rows, torch.float32, ())
     missing = tail.isnan()
-    if bool(missing.any()):  # as in topk_distill, a missing tail is log(1 - Σ p)
+    if bool(missing.any()):  # as in `topk_distill`, a missing tail is log(1 - Σ p)
         mass = logprobs.masked_fill(ids < 0, -torch.inf).double().exp().sum(-1)
         tail = torch.where(missing, torch.log1p(-mass.clamp_max(1)).float(), tail)
     return unchecked(ids.clamp_min(0), logprobs, tail, ids >= 0)

@@ -43,7 +43,7 @@ SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class ListedShard(NamedTuple):
-    """A shard as store.index lists it."""
+    """The properties of a shard, from store.index."""
 
     file: Listed
     documents: int
@@ -113,7 +113,7 @@ def _fields(where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
 def _is_listed(item: Any, length: int, name: Any) -> bool:
     """Returns whether `item` is a list of a file name, a size and a SHA-256.
 
-    The list of a shard has three more items: two counts and another SHA-256. The file name must
+    For a shard, the list has three more items: two counts and another SHA-256. The file name must
     match the pattern `name`, because the file name becomes a part of an address.
     """
     return (

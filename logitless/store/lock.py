@@ -42,7 +42,7 @@ class Lock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this process took the lock. A process that is forked later gets False."""
+        """Whether this process took the lock. In a forked process, the value is False."""
         return self.owner == os.getpid()
 
     def release(self) -> None:

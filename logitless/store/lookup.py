@@ -59,7 +59,7 @@ class Index:
 
     def __init__(self, shards: Sequence[Any]):
         self.shards: list[Any] = []
-        self.first = [0]  # number of each shard's first document, then the total number
+        self.first = [0]  # number of each shard's first document, then the number of all documents
         self.hashes = self._numbers = torch.empty(0, dtype=torch.int64)
         self.add(shards)
 
@@ -121,10 +121,10 @@ class Index:
                 searches, self._proposed(hashes, starts, searches), strict=True
             ):
                 limit = limits[search.at]
-                # If a document of at least `limit` tokens matches, its prefixes of 1, 4, 16, ...
-                # tokens up to the limit are in the index. The search that starts from the longest
-                # of these prefixes finds the document. All other searches can ignore documents of
-                # `limit` or more tokens.
+                # Suppose that a document of at least `limit` tokens matches. Then the index has its
+                # prefixes of 1, 4, 16, ... tokens. The search with the longest of these prefixes,
+                # up to `limit` tokens, finds the document. So all other searches ignore documents
+                # of at least `limit` tokens.
                 may_be_cut_off = 4 * search.length > limit
                 candidates = self._in_order(hits, limit, whole, may_be_cut_off)
                 proposed.append((starts[search.at], candidates))
@@ -215,11 +215,11 @@ class Index:
         """Returns the candidates, sorted from the longest match to the shortest match.
 
         For each shard, at most one candidate with `limit` or more tokens is returned. This
-        candidate is the document with the longest index entry in `hits`. Suppose that another
-        document of the shard shares this entry. If both documents have the same first `limit`
-        tokens, it is enough to return one of them. If the documents differ in these tokens, the
-        index has a longer entry for the other document. This longer entry is not in `hits`, so the
-        other document does not match.
+        candidate is the document of the longest prefix in `hits`. Suppose that another document of
+        the shard has the same prefix. If both documents have the same first `limit` tokens, either
+        document is a correct result. If the documents differ in these tokens, the index has a
+        longer prefix of the other document. This longer prefix is not in `hits`, so the other
+        document does not match.
         """
         cut_off, ending = {}, {}
         for length, entry, alone in sorted(hits, key=lambda hit: -hit[0]):
@@ -244,7 +244,7 @@ class Index:
         return list(zip(places.tolist(), map(range, low.tolist(), high.tolist()), strict=True))
 
     def _candidate(self, entry: int) -> Match:
-        """Returns a Match with the whole document of an index entry."""
+        """Returns a `Match` with the whole document of an index entry."""
         number = self.numbers[entry]
         number = -1 - number if number < 0 else number
         file_checks.in_store(number, self.first[-1])

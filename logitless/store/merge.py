@@ -23,7 +23,7 @@ def merge(
     Returns the number of documents in the new store. A document that is in several stores is copied
     only once. The headers of all stores must be equal. Before anything is copied, the SHA-256 of
     each file is checked. Rows of version 1 (store/format.py) are rounded again. All other rows are
-    copied as they are. To change the size of a store's shards, merge only this store, with another
+    copied unchanged. To change the size of a store's shards, merge only this store, with another
     `shard_bytes`. Running the same merge again resumes a merge that was killed.
     """
     opened = [store if isinstance(store, Store) else Store(store) for store in stores]

@@ -157,7 +157,7 @@ def _whole(path: Path) -> Iterator[Path]:
 
 
 def _header_of(name: str, file: Any, given: dict[str, Any]) -> Header:
-    """Returns the header from a file's metadata, or else from the arguments."""
+    """Returns the header in a file's metadata, or `Header(**given)` if the file has no header."""
     stored = (file.schema_arrow.metadata or {}).get(METADATA)
     parquet_checks.one_header(name, stored, given)
     return Header(**given) if stored is None else Header.from_json(name, stored)
@@ -214,7 +214,7 @@ def _read(
 
 
 def _offsets(name: str, column: str, array: Any) -> tuple[Tensor, Any]:
-    """Returns the offsets of the lists in `array`, from 0, and one array with all items."""
+    """Returns the offsets of the lists in `array`, starting at 0, and one array with all items."""
     pa, _ = parquet_checks.pyarrow()
     parquet_checks.is_list(name, column, array, pa)
     # The offsets are computed from the lengths, because the offsets of a slice do not start at 0.

@@ -1,9 +1,9 @@
 """Fetches the shards that will be read next, in background threads.
 
-The order of the shards is known in two cases: the reader has passed the order of the documents, or
-the reader reads one shard after the other. Each thread fetches one shard into the cache, and then
-ends. If a thread fails, its error is ignored. Then the reader fetches the shard itself, and raises
-an error if this fetch fails too.
+The order of the shards is known in two cases: `Store.prefetch` was called with the order of the
+documents, or the shards are read one after the other. Each thread fetches one shard into the cache,
+and then ends. If a thread fails, its error is ignored. Then the reader fetches the shard itself,
+and raises an error if this fetch fails too.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ NEARBY = 1024  # a shard is not fetched again if one of the last NEARBY document
 class Prefetch:
     """Starts the threads that fetch shards. `fetch(number)` fetches one shard.
 
-    `use(number)` returns whether the cache has a shard, and sets the time of its last use to now.
-    So the cache does not delete this shard to make room for the next shard. The cache has room for
-    `room` shards.
+    `use(number)` returns whether the cache has a shard, and sets the time of the shard's last use
+    to now. So the cache does not delete this shard to make room for the next shard. The cache has
+    room for `room` shards.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class Prefetch:
 
         If `order` is None, the shards are read in the order of the store.
 
-        The documents of `mixed` shards are read at the same time.
+        The documents of `mixed` shards are shuffled together, so these shards are read at the same
+        time.
         """
         self._fetching()
         with self._change:

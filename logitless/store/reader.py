@@ -133,9 +133,9 @@ class Store:
 
     @on_cpu
     def __getitem__(self, index: Any) -> tuple[Tensor, SparseTargets]:
-        """store[i] returns the tokens and targets of document i.
+        """`store[i]` returns the tokens and targets of document i.
 
-        store[i, a:b] returns only the tokens a to b - 1 of document i, and their targets.
+        `store[i, a:b]` returns only the tokens a to b - 1 of document i, and their targets.
         """
         i, tokens = index if isinstance(index, tuple) and len(index) == 2 else (index, slice(None))
         i = checks.document_number(i, len(self))
@@ -244,8 +244,8 @@ class Store:
         `matches` are the documents that were found from left to right.
 
         If all tokens after these documents are padding, the result is `matches`. Otherwise, this
-        method searches for other documents that fill the row. Raises KeyError if there are no such
-        documents.
+        method searches for other documents that fill the row. Raises KeyError if no documents fill
+        the row.
         """
         begin, end = row * width, (row + 1) * width
         at = begin + sum(match.length for match in matches)
@@ -295,7 +295,7 @@ class Store:
             yield from self.index.whole_documents(hashes, at, end - at)
 
     def _longest(self, flat: Tensor, hashes: Hashes, starts: list[int], width: int):
-        """Returns, for each start, the longest match that ends within the row of the start."""
+        """Returns the longest match at each start, up to the end of the row."""
         limits = [width - at % width for at in starts]
         return self.index.match(flat, hashes, starts, limits, whole=False)
 
@@ -325,10 +325,10 @@ class Store:
         return pieces
 
     def __reduce__(self):
-        """Pickles only the arguments and the digest. Each DataLoader worker opens the files itself.
+        """Pickles only the constructor's arguments and the digest.
 
-        The digest is compared after unpickling, because a store that has changed can have other
-        document numbers.
+        Each DataLoader worker opens the files itself. Unpickling raises an error if the digest has
+        changed, because documents of a changed store can have other numbers.
         """
         return _reopened, (self.path, self._arguments, self.digest)
 
@@ -339,7 +339,7 @@ class Store:
 
 
 def _reopened(path: str | Path, arguments: dict[str, Any], digest: str) -> Store:
-    """Opens the store again when a Store is unpickled."""
+    """Opens the store again when a `Store` is unpickled."""
     store = Store(path, **arguments)
     file_checks.same_store(path, store.digest == digest)
     return store

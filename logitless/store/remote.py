@@ -27,15 +27,14 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts
 PIECE = 1 << 24  # largest number of bytes per call of `read`
 LARGEST = 1 << 36  # if the size of a file is not known, at most this many bytes are read
 # For these protocols, a folder is created before a file is written into the folder. For other
-# protocols, folders are not created. Otherwise, a misspelt bucket name would create a new bucket in
-# an object store.
+# protocols, folders are not created, because this could create a new bucket with a misspelt name.
 FOLDERS = {"file", "local", "ftp", "hdfs", "sftp", "smb", "ssh", "webdav"}
 TRY_AGAIN = {408, 425, 429}  # HTTP statuses below 500 after which another attempt can succeed
 Result = TypeVar("Result")
 
 
 class Listed(NamedTuple):
-    """A file of a store, as store.index lists it."""
+    """The name, the size and the SHA-256 of a file, from store.index."""
 
     name: str
     bytes: int
@@ -59,7 +58,7 @@ class Remote:
     A request over http or https fails if the server sends nothing for `timeout` seconds. `options`
     are the keyword arguments of fsspec's file system, for example timeouts. For http and https, the
     only option is `headers`. If a server redirects a request to another host, `headers` are not
-    sent to this host. `argument` is the name of the caller's argument in error messages.
+    sent to this host. In error messages, `argument` is the name of the argument with the address.
     """
 
     def __init__(
@@ -160,8 +159,8 @@ class Remote:
     ) -> Result:
         """Calls `attempt` up to `attempts` times, until a call succeeds, and returns its result.
 
-        An error is raised at once if another attempt would fail too, for example if the file does
-        not exist.
+        An error is raised immediately if another attempt would fail too, for example if the file
+        does not exist.
         """
         wait, last, attempts = FIRST_WAIT, None, attempts or self.attempts
         for number in range(attempts):

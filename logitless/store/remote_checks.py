@@ -85,7 +85,7 @@ def own_address(url: str, name: str, same: bool) -> None:
 
 
 def refused(where: str, error: Any) -> NoReturn:
-    """Raises the error for an HTTP status that another attempt would not change."""
+    """Raises an error for an HTTP status after which the request is not repeated."""
     if error.code in (404, 410):
         raise missing(where, f"HTTP status {error.code}")
     kind = PermissionError if error.code in (401, 403) else OSError
@@ -156,9 +156,10 @@ def cache_folder(folder: Path) -> None:
 
 
 def failed_meanwhile(before: str, after: str) -> None:
-    """Raises the error that another process wrote to the file SHA256.failed, if there is one.
+    """Raises the error in SHA256.failed if another process wrote this error during the wait.
 
-    `before` and `after` are the text of the file before and after this process waited.
+    `before` is the text of this file before the process waited for the fetch. `after` is the text
+    after the wait.
     """
     if after != before:
         raise OSError(after.partition("\n")[2])

@@ -2,10 +2,10 @@
 
 store/format.py describes the columns. A slot is one of the K stored ids of a row. The
 log-probability of a slot is stored as its distance below `top`, the log-probability of the row's
-first slot. With `values="u8"`, distances are measured in units, and each row has its own unit, in
-nats. Distances of up to NEAR units are rounded to whole units. Beyond NEAR units, the distance
-grows by a factor of 2^0.4, about 1.32, from one code to the next. So a slot with a probability of
-almost 0 does not force its row to use a larger unit.
+first slot. With `values="u8"`, each row has its own unit of distance, which is a number of nats.
+Distances of up to NEAR units are rounded to whole units. Beyond NEAR units, the distance grows by a
+factor of 2^0.4, about 1.32, from one code to the next. So a slot with a probability of almost 0
+does not force its row to use a larger unit.
 
 The stored `top` is chosen so that rounding does not change the sum of a row's probabilities.
 Rounding changes only the ratios between the probabilities. The KL divergence that rounding causes
@@ -27,13 +27,14 @@ from . import file_checks
 from .counts import CountsDecoding, encoded_counts
 from .format import Header, Table, pack, unpack, widths
 
-CODES = 253  # the largest code of a positive probability
+CODES = 253  # the largest code for a probability above 0
 ZERO, EMPTY = 254, 255
 NEAR, GROWTH = 223, 0.4  # codes above NEAR mean (NEAR · 2^(GROWTH · (code - NEAR))) units
 PER_OCTAVE, LOWEST = 32, -288  # a unit is 2^((step + LOWEST) / 32) nats; step is 0 to 255
-TRIED = 8  # number of units to try after the first unit; each is 2 % larger than the one before
+TRIED = 8  # number of other units to try; each unit is 2 % larger than the previous unit
 AT_ONCE = 1 << 16  # largest number of tensor elements in a pass that tries several units
-# With the smallest of the TRIED units, the slots beyond NEAR units have at most this total mass.
+# With the smallest of the TRIED units, some slots can be more than NEAR units below `top`. The
+# total mass of these slots is at most FAR_MASS.
 FAR_MASS = 2.0**-17
 NEGLIGIBLE = 2.0**-20  # a row keeps its first unit if the divergence is at most this many nats
 
@@ -59,7 +60,7 @@ def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Ta
     top = torch.where(top == -torch.inf, top, mass - rounded_mass)
     table["top"] = torch.where(valid[:, 0], top, torch.nan)
     tail = targets.tail
-    if tail is None:  # as in topk_distill, a missing tail is log(1 - Σ p)
+    if tail is None:  # as in `topk_distill`, a missing tail is log(1 - Σ p)
         tail = torch.log1p(-mass.double().exp().clamp_max(1))
     table["tail"] = torch.where(valid[:, 0], tail.float(), 0.0)
     packed = pack(torch.where(valid, ids, 0), header.bits)
@@ -99,10 +100,10 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
     The first unit of a row is the smallest unit for which all slots are at most NEAR units below
     `top`. The row uses this unit if the divergence of the decoded row from the exact row is at most
     NEGLIGIBLE. Otherwise, TRIED other units are tried too, and the row uses the unit with the
-    smallest divergence. With the smallest of these units, the slots that are more than NEAR units
-    below `top` have a total mass of at most FAR_MASS. Trying several units reduces the divergence,
-    because most of a row's mass is in a few slots. For some units, the rounding errors of all these
-    slots are small.
+    smallest divergence. With the smallest of these units, some slots can be more than NEAR units
+    below `top`. The total mass of these slots is at most FAR_MASS. Trying several units reduces the
+    divergence, because most of a row's mass is in a few slots. For some units, the rounding errors
+    of all these slots are small.
     """
     p = torch.softmax(logprobs.clamp_min(torch.finfo(torch.float32).min), -1)
     beyond = p.flip(-1).cumsum(-1).flip(-1) <= FAR_MASS
@@ -127,8 +128,9 @@ def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
     off = below - _codes(below, _unit(steps)[..., None])[1]
     # `off` is the rounding error of each distance. So the decoded row p̂ satisfies
     # log p̂ = log p + off - log Σ p e^off. `off` is limited to 80, so that e^off does not overflow.
-    # The limit does not change the choice of the unit. Where `off` is above 80, either p is 0, or
-    # the divergence is so large that another unit is chosen.
+    # The limit does not change which unit is chosen. A slot with p = 0 does not change the
+    # divergence. If `off` is above 80 for a slot with p > 0, the divergence is large, and another
+    # unit is chosen.
     return (p * off.clamp_max(80.0).exp_()).sum(-1).log_() - (p * off).sum(-1)
 
 
@@ -222,8 +224,8 @@ class Decoding:
         all_slots = False
         if self.header.values == "u8":
             most = self._far(logprobs, codes)
-            # A NaN in `top` marks a row without slots. The sum is NaN only if a `top` is NaN,
-            # because no `top` is +inf.
+            # A NaN in `top` marks a row without slots. The sum of `top` is NaN only if an element
+            # is NaN, because no element is +inf.
             all_slots = most < EMPTY and not math.isnan(float(top.sum()))
             logprobs.mul_(_all_units().index_select(0, table["step"].int())[:, None])
         torch.sub(top[:, None], logprobs, out=logprobs)
@@ -231,10 +233,9 @@ class Decoding:
             self._masked(begin, logprobs)
 
     def _far(self, units: Tensor, codes: Tensor) -> int:
-        """Replaces each code in the tensor `units` by its distance, in units.
+        """Replaces codes by distances, and returns the largest code.
 
-        Returns the largest code.
-
+        The tensor `units` holds codes before the call, and distances (in units) after the call.
         Only codes above `self.near` change, because smaller codes equal their distances.
         """
         last = codes[:, -1]  # a row's codes ascend, so its last code is the largest
@@ -268,7 +269,7 @@ def _all_units() -> Tensor:
 
 @functools.lru_cache
 def _units_of_codes(near: int) -> Tensor:
-    """Returns a table of 256 distances, in units. Entry c is the distance of code c.
+    """Returns a table that maps each of the 256 codes to its distance, in units.
 
     For ZERO, the code of probability 0, the distance is inf. For EMPTY, the code of a masked slot,
     the distance is NaN.

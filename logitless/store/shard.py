@@ -105,8 +105,8 @@ class Shard:
     def _packed(self, name: str, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
         """Returns one tensor with the integers of several spans, and the position of each span.
 
-        In all columns, every eighth integer begins at a byte boundary. So each span is extended to
-        multiples of eight integers.
+        In all columns, every eighth integer begins at a byte boundary. So each span is extended
+        until its start and its end are multiples of eight.
         """
         whole = [(begin - begin % 8, end + -end % 8) for begin, end in spans]
         counts = [b - a for a, b in whole]
@@ -157,8 +157,9 @@ class Shard:
 
         Rows of sampled targets have different lengths in the shard.
 
-        The column `slots` holds only the first slot of each document. To compute the first slot of
-        a span, `draws` is read from the first row of the span's document.
+        The column `slots` holds only the first slot of each document. If a span starts inside a
+        document, the slots of the document's earlier rows are counted. So `draws` is read from the
+        first row of the document.
         """
         size, offset = self.header.sizes()["draws"], self.entries["draws"].begin
         documents = [bisect.bisect_right(self._spans, a) - 1 for a, _ in spans]
@@ -259,7 +260,7 @@ def _wanted(
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Returns the expected dtype and shape of every column of a shard.
 
-    The numbers of documents, tokens and index entries are taken from the shapes in `entries`.
+    The shapes in `entries` give the number of documents, of tokens and of index entries.
     """
 
     def length(name: str) -> int:

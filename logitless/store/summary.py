@@ -28,7 +28,7 @@ class Summary:
     # Entropy in nats per row. This is a lower bound, because the whole tail counts as one token.
     entropy: Tensor
     rank: Tensor  # rank of each next token among the slots, from 0; K if no slot has the token
-    slots: float  # mean number of slots with a positive probability per row
+    slots: float  # mean number of slots per row whose probability is above 0
 
     def within(self, k: int) -> float:
         """The fraction of next tokens that are among the k most probable tokens."""

@@ -1,6 +1,6 @@
 """Looks up the targets of a batch in a store, and computes the student's loss.
 
-logitless/hf.py uses this module in a Trainer of Transformers.
+logitless/hf.py uses this module in a `Trainer` of Transformers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ def distill_loss(
 
     `logits`, of shape (B, T, V), are a tensor, a `LinearLogits` or the output of a fused causal
     model. `labels`, of shape (B, T), must not be shifted, because the logits at position t are
-    compared with labels[:, t + 1]. Tokens with the label -100 are ignored. `targets` come from
+    compared with `labels[:, t + 1]`. Tokens with the label -100 are ignored. `targets` come from
     `Store.targets_for`, and have the shape of `labels`. The loss is the mean over the tokens that
     are not ignored. With `num_items`, the loss is the sum over the tokens that are not ignored,
     divided by `num_items`. With `parts=True`, the cross-entropy `ce` and the divergence `kd` are
@@ -86,7 +86,7 @@ def whole_loss(
     temperature: float = 1.0,
     t_squared: bool = False,
 ) -> DistillLosses:
-    """Returns the loss of `distill_loss` for a teacher with logits of shape (B, T, V).
+    """Computes the loss of `distill_loss` from teacher logits of shape (B, T, V).
 
     `divergence` is a name, or a mapping from names to weights. With a mapping, the divergence of a
     token is the weighted sum of these divergences. The logits of student and teacher are read once

@@ -79,7 +79,7 @@ def divergences(divergence: Any) -> dict[str, float]:
 
 
 def sparse_options(divergence: Any, support: Any) -> None:
-    """Checks the options `divergence` and `support` of DistillTrainer for sparse targets."""
+    """Checks the options `divergence` and `support` of `DistillTrainer` for sparse targets."""
     _checks.one_of("support", support, (*_option_checks.SUPPORTS, "whole"))
     if isinstance(divergence, Mapping):
         raise ValueError(
@@ -90,7 +90,7 @@ def sparse_options(divergence: Any, support: Any) -> None:
 
 
 def live_teacher(store: Any, support: Any, on_policy: Any, generation_config: Any) -> None:
-    """Checks the arguments of DistillTrainer that are not possible with a store."""
+    """Checks `on_policy`, and refuses arguments of `DistillTrainer` that contradict each other."""
     _option_checks.fraction("on_policy", on_policy)
     if store is not None and support == "whole":
         raise ValueError(

@@ -110,9 +110,9 @@ class Uploads:
         """Returns the names of all shards that are known to be at the address.
 
         A shard is at the address if the store.index at the address lists the shard. `records` are
-        RANK.uploaded files. If only these files list a shard, the size of the file at the address
-        is compared with the size of the local file. Raises if the address has another store,
-        because the upload would replace the files of that store.
+        RANK.uploaded files. A shard that is listed only in `records` counts too, if its size at the
+        address equals its local size. Raises if the address has another store, because the upload
+        would replace the files of that store.
         """
         found = {*self._uploaded, *self._listed()}
         for name in set().union(*(_recorded(record, self.remote.url) for record in records)):

@@ -22,14 +22,14 @@ OFFSETS = (-1, 0, 1)
 # Rows count as shifted if another offset has a higher mean log-probability than offset 0. The
 # difference counts only if it is larger than this many standard errors.
 CERTAIN = 5.0
-# The largest sum of a row's probabilities that counts as valid. SparseTargets accepts the same sum
-# for K = 2^16, the largest K.
+# A row is valid if the sum of its probabilities is at most this number. `SparseTargets` has the
+# same limit for K = 2^16, the largest possible K.
 MOST_MASS = 1 + 2**-8 * (1 + math.log(2**16))
 
 
 @dataclass
 class Report:
-    """The result of `verify`. A Report is falsy if there are problems."""
+    """The result of `verify`. A `Report` is falsy if there are problems."""
 
     documents: int = 0
     tokens: int = 0
@@ -61,7 +61,7 @@ class _Shift:
         self.n, self.sums, self.squares = 0, torch.zeros(3).double(), torch.zeros(3).double()
 
     def add(self, tokens: Tensor, targets: SparseTargets, inner: Tensor, vocab_size: int) -> None:
-        """Adds the rows with the indices `inner`. These rows have tokens at all three offsets."""
+        """Adds rows to the means. `inner` lists the rows that have tokens at all three offsets."""
         ids, logprobs = targets.ids[inner], targets.logprobs[inner]
         # A token outside the slots gets an equal share of the tail. Sampled targets have no tail,
         # so a token that was not drawn gets half the weight of one draw.

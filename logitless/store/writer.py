@@ -43,11 +43,11 @@ SHORT = 64
 class Writer:
     """Appends documents to a store. The store is created if it does not exist.
 
-    The document is not lost if the process is killed after `add` has returned. The next writer with
-    the same `part` recovers the document. Readers find the document after its shard is full, after
-    `flush`, or after the end of the `with` block. From then on, the document also survives a loss
-    of power. Adding a document again does nothing. So running the same program again resumes a run
-    that was killed.
+    After `add` has returned, the document is not lost if the process is killed. The next writer
+    with the same `part` recovers the document. Readers find the document after its shard is full,
+    after `flush`, or after the end of the `with` block. From then on, the document also survives a
+    loss of power. Adding a document again does nothing. So running the same program again resumes a
+    run that was killed.
 
     Several processes can write to one store at the same time, each with its own `part`. By default,
     `part` is the environment variable RANK, which torchrun sets. While a writer is open, opening
@@ -123,7 +123,7 @@ class Writer:
     def __len__(self) -> int:
         """The number of documents in the store.
 
-        A document is not counted if another rank added it after this writer was opened.
+        The number does not include documents that other ranks added after this writer was opened.
         """
         return sum(map(len, self.shards)) + len(self.journal)
 
