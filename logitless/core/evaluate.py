@@ -129,9 +129,9 @@ def _by_single_rows(
 
 
 def single_row(loss: RowLoss, row: int, lead: torch.Size) -> RowLoss:
-    """Returns the loss for a batch with only this row.
+    """Returns the loss of one row, as the loss of a batch of one row.
 
-    The row of the teacher is copied, so that the row has the same alignment in all batches.
+    The teacher's row is copied, so that the copy has the same alignment in all batches.
     """
     one = loss.rows(slice(row, row + 1), lead)
     return one.map_tensors({TEACHER: lambda t: t.clone(memory_format=torch.contiguous_format)})

@@ -58,7 +58,7 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
     PyTorch allows an autograd function with several outputs to overwrite a base tensor, but not a
     view. If the logits are a view of all elements of a base tensor, the base tensor is marked as
     overwritten. Logits that are a leaf or a slice of a larger tensor cannot be marked as
-    overwritten. For these logits, only the version counter is increased.
+    overwritten. For such logits, autograd increases only the version counter.
     """
     base = logits if logits._base is None else logits._base
     if logits.is_leaf or base.is_leaf:

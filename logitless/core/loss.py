@@ -165,8 +165,8 @@ class RowLoss:
     def fold_scale(self, scale: float, softcap: float | None) -> "RowLoss | None":
         """Returns a new loss f with f(x) = g(scale · x), where g is this loss.
 
-        The new loss divides the temperature and `softcap` by `scale`. The result is None if a term
-        of the loss always uses temperature 1.
+        The temperature of f is the temperature of g divided by `scale`. The softcap of f is softcap
+        / scale. The result is None if a term of the loss always uses temperature 1.
         """
         if scale != 1 and "logprob_t1" in self.reading.wants:
             return None

@@ -21,7 +21,7 @@ class Explanation(NamedTuple):
     gemms: float  # number of GEMMs; a GEMM over some of the logits counts as a fraction
     floor: int  # the least number of GEMMs for this reduction
     share: float  # estimated speed, relative to a loss that takes `floor` GEMMs
-    rest: int  # number of columns at the end that a small GEMM computes (see gemms.gemm)
+    rest: int  # a small GEMM computes the last `rest` columns (see gemms.gemm)
     title: str
 
     def __str__(self) -> str:

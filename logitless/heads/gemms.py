@@ -186,9 +186,9 @@ def aligned_part(t: Tensor, dim: int) -> int:
     """Returns how many rows (dim=0) or columns (dim=1) of t the large GEMM uses.
 
     If t is padded and t.shape[dim] is larger than UNIT, the result is t.shape[dim] rounded down to
-    a multiple of UNIT. Otherwise, the result is t.shape[dim]. With dim=1, t is padded if its rows
-    start on 16-byte boundaries, but do not end on 16-byte boundaries. With dim=0, the same rule
-    applies to the columns of t.
+    a multiple of UNIT. Otherwise, the result is t.shape[dim]. For dim=1, "padded" means that the
+    rows of t start on 16-byte boundaries, but do not end on 16-byte boundaries. For dim=0, the same
+    rule applies to the columns of t.
     """
     size, pack = t.shape[dim], 16 // t.element_size()
     padded = size % pack and t.stride(dim) == 1 and t.stride(1 - dim) % pack == 0

@@ -7,8 +7,8 @@ from the tensors, because autograd saves the tensors.
 
 A head can have a second weight, `low_rank`, such as the matrix B of a LoRA adapter. The two weights
 act like one weight of shape (V, D + R), but are stored as two tensors. The hidden states are one
-tensor of shape (..., D + R). So operations on the rows of `hidden`, such as a view, a split or a
-sum over ranks, need no additional code for adapters.
+tensor of shape (..., D + R). So code that splits the rows of `hidden`, or sums `hidden` over ranks,
+needs no special case for adapters.
 """
 
 import contextlib
@@ -247,7 +247,7 @@ class Head:
         return not freed and all(map(is_dense, loss.teachers))
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
-        """Returns a bool mask (N,) that is False in ignored rows. The GEMMs leave these rows out.
+        """Returns a bool mask (N,) that is False in ignored rows. The GEMMs leave out ignored rows.
 
         The result is None if the GEMMs compute all rows.
         """

@@ -178,7 +178,7 @@ def captured_of_head(
     no_rows = torch.empty((0, width), device=head.device, dtype=head.dtype)
     # torch.cat needs at least one tensor, even if there are no rows
     results = [capture.rows(slice(0)).of(backend, no_rows, *options)]
-    loss = RowLoss(Reading(head.vocab))  # a loss that ignores no rows
+    loss = RowLoss(Reading(head.vocab))  # this loss ignores no rows
     with torch.no_grad(), head.ready(loss):
         for tile in chunks_of(head, loss, head.work()).tiles(loss):
             results.append(capture.rows(tile.rows).of(backend, tile.logits, *options))

@@ -36,9 +36,9 @@ def is_quantized(t: Tensor) -> bool:
 def why_not_readable(t: Any) -> str | None:
     """Returns the reason why a quantised weight cannot be read in blocks of rows, or None.
 
-    The result completes an error message that ends with "got a <class>, which ...". Some classes of
-    quantised weights also quantise the input of the matrix product. A head cannot read such
-    weights. The GEMMs of a head do not quantise `hidden`, so the logits would be different.
+    The result is the end of an error message of the form "... got a <class>, which <result>." Some
+    classes of quantised weights also quantise the input of the matrix product. A head cannot read
+    such weights. The GEMMs of a head do not quantise `hidden`, so the logits would be different.
     """
     if t.requires_grad:
         return "is quantised and requires a gradient"
@@ -47,7 +47,7 @@ def why_not_readable(t: Any) -> str | None:
     for name in ("act_quant_kwargs", "activation_quantization", "input_quant_func"):
         if getattr(t, name, None) is not None:
             return "is quantised together with its input"
-    if torch.compiler.is_compiling():  # a traced weight has no values
+    if torch.compiler.is_compiling():  # under torch.compile, the weight has no values
         return None
     try:
         rows = t.detach()[:UNIT].dequantize()

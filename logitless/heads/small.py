@@ -157,7 +157,7 @@ def _counted(ctx: Any, hidden: Tensor, loss: RowLoss) -> Tensor | None:
 def _gradients(
     ctx: Any,
     hidden: Tensor,
-    counted: Tensor | None,  # the result of _counted
+    counted: Tensor | None,  # the result of `_counted`
     weight: Tensor,
     bias: Tensor | None,
     dz: Tensor,  # the gradient of the logits
