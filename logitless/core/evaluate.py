@@ -119,7 +119,7 @@ def _by_single_rows(
     results = []
     for i, row in enumerate(x.reshape(-1, x.shape[-1]).split(1)):
         one = single_row(loss, i, lead).replace(row_inputs=tuple(t[i] for t in inputs))
-        # Each row is copied to memory of its own, so that all rows have the same alignment.
+        # Each row is copied to a new tensor, so that all rows have the same alignment.
         result = evaluate_on(backend, row.clone(), one, "none", None)
         results.append(result if isinstance(result, tuple) else (result,))
     outputs = tuple(

@@ -12,8 +12,8 @@ uses. Inside `invariant`, every split depends only on the vocabulary, the dtype 
 - The GEMMs of a head add the terms of each sum in a fixed order (kernels/row_gemm.py,
   eager/row_gemm.py).
 
-The field `invariant` of a `Reading` (contract.py) holds the setting. The `Reading` is part of a
-loss, and autograd nodes keep the loss. So backward uses the setting that was active in forward.
+Every loss stores whether `invariant` is active (`Reading.invariant` in contract.py). Autograd nodes
+keep the loss. So backward uses the setting that was active in forward.
 """
 
 import contextlib

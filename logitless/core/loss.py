@@ -21,8 +21,8 @@ logits of whole rows overrides `forward` and `backward`.
 `backend` is `kernels`, `eager`, or a backend that reads some columns at a time and merges partial
 statistics. ColumnBackend (parallel/rank_merge.py) merges the statistics of several ranks.
 BlockBackend (heads/blocks.py) merges the statistics of several blocks of columns. OnChipBackend
-(heads/on_chip.py) merges the statistics of several ranges of columns, for a head whose D is small.
-See `Backend` in backend.py.
+(heads/on_chip.py) merges the statistics of several ranges of columns, for a head whose hidden size
+D is small. See `Backend` in backend.py.
 
 `flatten` returns the tensors that backward reads, and the loss without tensors. `rebuild` puts the
 tensors back into the loss. `map_tensors` applies a different function to each of three kinds of

@@ -91,7 +91,7 @@ class Blocks:
         """Chooses the blocks whose logits are kept until their gradient is computed.
 
         The kept logits are stored in memory that is allocated for the weight's gradient. The
-        gradient is written to this memory later.
+        weight's gradient is written to this memory later.
         """
         chunks, (rows, vocab) = self.chunks, self.shape
         if self.sums is not None and chunks.cut.kept:

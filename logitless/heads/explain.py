@@ -85,10 +85,10 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
     else:  # fp32 logits of 16-bit hidden states need extra memory for the gradient
         memory = rows * cut.columns * (size + work.itemsize * work.wide)
     if cut.on_chip:
-        # For the mean of a cross-entropy, two GEMMs compute the same logits. The first GEMM is for
-        # the loss and the gradient of `hidden`. The second GEMM is for the gradient of the weight.
-        # Two more GEMMs compute the two gradients. For results per row, a fifth GEMM computes the
-        # logits once more in backward, for the gradient of `hidden`.
+        # For the mean of a cross-entropy, the logits are computed twice: once for the loss and the
+        # gradient of `hidden`, and once for the gradient of the weight. Two more GEMMs compute the
+        # two gradients. For results per row, a fifth GEMM computes the logits once more in
+        # backward, for the gradient of `hidden`.
         way, memory, again = "on the chip", 0, (4 if mean else 5) - floor if gradient else 0
         extra = again
     else:

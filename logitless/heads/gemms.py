@@ -183,7 +183,7 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
 
 
 def aligned_part(t: Tensor, dim: int) -> int:
-    """Returns how many rows (dim=0) or columns (dim=1) of t the large GEMM uses.
+    """Returns the number of rows (dim=0) or columns (dim=1) of t in the large GEMM.
 
     If t is padded and t.shape[dim] is larger than UNIT, the result is t.shape[dim] rounded down to
     a multiple of UNIT. Otherwise, the result is t.shape[dim]. For dim=1, "padded" means that the

@@ -2,9 +2,9 @@
 
 `HeadLogits` is the Source (core/source.py) of these logits. A loss is computed from the logits of
 one chunk of rows at a time (chunks.py), or of one block of columns at a time (blocks.py). For a
-narrow head, whose D is small, kernels can compute the logits without writing them to memory
-(on_chip.py). choose_cut.py chooses between chunks, blocks and these kernels. All logits of a small
-head are computed at once (small.py). For a mean or sum, forward also computes the gradients
+narrow head, whose hidden size D is small, kernels can compute the logits without writing them to
+memory (on_chip.py). choose_cut.py chooses between chunks, blocks and these kernels. All logits of a
+small head are computed at once (small.py). For a mean or sum, forward also computes the gradients
 (total.py). A mean or sum takes three GEMMs, or up to four GEMMs with a split by columns. Results
 per row (per_row.py) take four GEMMs, or three GEMMs for a small head. If no logits are written to
 memory, a mean or sum takes four or five GEMMs, and results per row take five GEMMs.

@@ -1,4 +1,4 @@
-"""Computes a loss over a narrow head, whose D is small, without writing logits to memory.
+"""Computes a loss over a narrow head (small hidden size D) without writing logits to memory.
 
 The methods of a loss get an `OnChip` instead of a tensor of logits, and an `OnChipBackend` as the
 backend. So a loss whose statistics can be merged needs no additional code. Each kernel recomputes
