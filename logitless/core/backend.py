@@ -32,7 +32,7 @@ class Backend(Protocol):
         state: Tensor,
         coefficients: Coefficients,
         upstream: Tensor,  # () or (...)
-        factor: Tensor | None = None,  # one number, or one number per row; multiplies `upstream`
+        factor: Tensor | None = None,  # () or (N,), multiplies `upstream`
         into: Tensor | None = None,
         start: int | None = None,  # the id of the first column of x; None if x has all columns
     ) -> Tensor:

@@ -213,7 +213,7 @@ def in_func() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
 
 
-# The attribute _dynamo_marked_constant makes torch.compile treat the result of in_func as a
+# The attribute _dynamo_marked_constant makes torch.compile treat the result of `in_func` as a
 # constant. The function torch.compiler.assume_constant_result sets the same attribute, but also
 # imports the compiler.
 in_func._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -39,9 +39,10 @@ class Capture(Protocol):
 
 
 class TopK(NamedTuple):
-    """Captures the top k ids (..., k), their log-probabilities (..., k) and log of the tail mass.
+    """Captures the top k ids of each row, their log-probabilities, and the log of the tail mass.
 
-    The tail mass (...) is the probability of all other ids.
+    The ids and their log-probabilities have shape (..., k). The tail mass (...) is the probability
+    of all other ids.
     """
 
     k: int

@@ -129,7 +129,7 @@ def _by_single_rows(
 
 
 def single_row(loss: RowLoss, row: int, lead: torch.Size) -> RowLoss:
-    """Returns the loss of one row, as the loss of a batch of one row.
+    """Returns the loss of a batch that contains only this row.
 
     The teacher's row is copied, so that the copy has the same alignment in all batches.
     """

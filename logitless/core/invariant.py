@@ -36,9 +36,9 @@ def invariant():
 
     The bits do not depend on the other rows of the batch, on the number and the order of the rows,
     on `workspace`, or on ignored rows. This rule applies to all results per row, and to the
-    gradients of logits and hidden states. The bits of the gradients of weight and bias do depend on
-    the batch, because these gradients are sums over the batch. Backward can run outside of the
-    block. `invariant` applies to all threads of the process.
+    gradients of logits and hidden states. The gradients of the weight and the bias are sums over
+    the batch, so their bits do depend on the batch. Backward can run outside of the block.
+    `invariant` applies to all threads of the process.
 
     >>> import logitless as ll
     >>> z = torch.randn(8, 1000)

@@ -120,7 +120,7 @@ class RowLoss:
         x: Tensor,
         saved: Saved,
         upstream: Upstream,
-        factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
+        factor: Tensor | None = None,  # () or (N,), multiplies `upstream`
         into: Tensor | None = None,  # output (..., V) or (N, V), can be x; None means a new tensor
     ) -> Tensor:
         coefficients, gain = self.coefficients(saved, upstream)
@@ -228,7 +228,7 @@ class RowLoss:
 
     def replace(self, **changed) -> "RowLoss":
         """Returns a copy of the loss with changed fields."""
-        copy = object.__new__(type(self))  # dataclasses.replace takes four times as long
+        copy = object.__new__(type(self))  # four times as fast as dataclasses.replace
         copy.__dict__ = {**self.__dict__, **changed}
         return copy
 

@@ -24,7 +24,7 @@ from .gradient_sums import GradientSums, Needs, Sum, SumInPlace, way_to_sum
 from .head import Head, Rows
 from .quantized import is_quantized
 
-WAITING = 4  # the number of Partials that are merged at a time
+WAITING = 4  # the number of `Partials` that are merged at a time
 
 
 class BlockChunks(Chunks):

@@ -90,7 +90,7 @@ class Work(NamedTuple):
     itemsize: int  # bytes per element of the hidden states
     wide: bool  # whether the logits are fp32 and the hidden states are not
     merges: bool  # whether the loss can be computed from merged partial statistics
-    gemms: int  # how many more GEMMs a split by columns takes than a split by rows, 0 or 1
+    gemms: int  # extra GEMMs of a split by columns, compared with a split by rows: 0 or 1
     sums: bool  # False if the weight needs no gradient, or if `accumulate` is "weight"
     keeps: bool  # whether logits can use the memory of d_weight until d_weight is written
     narrow: bool = False  # whether the backend's on-chip kernels support this head

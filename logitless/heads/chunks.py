@@ -99,9 +99,9 @@ class Chunks:
         return self.head.backend()
 
     def gradients(self, needs: Needs, into: Tensor | None = None) -> GradientSums:
-        """Allocates the sums of the gradients over chunks.
+        """Allocates the tensors in which the gradients are summed over chunks.
 
-        The method `tiles` adds the gradients of each chunk to these sums.
+        The method `tiles` adds the gradients of each chunk to these tensors.
         """
         all_rows = self.index is None
         return GradientSums(

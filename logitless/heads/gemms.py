@@ -269,7 +269,7 @@ def dense_logits(
 
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for this device."""
-    if not torch._C._is_any_autocast_enabled():  # is_autocast_enabled takes six times as long
+    if not torch._C._is_any_autocast_enabled():  # six times as fast as is_autocast_enabled
         return False
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
@@ -285,6 +285,6 @@ def cast_by_autocast(t: Tensor) -> Tensor:
     """Casts t to the dtype that autocast uses in F.linear. fp64 tensors are not cast."""
     if not isinstance(t, Tensor) or t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return t
-    if is_quantized(t):  # row_blocks casts each block
+    if is_quantized(t):  # `row_blocks` casts each block of a quantised weight
         return t
     return t.to(torch.get_autocast_dtype(t.device.type))

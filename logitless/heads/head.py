@@ -65,8 +65,8 @@ class Head:
     module: nn.Module | None = None  # the module that owns the weight, if FSDP can free the weight
     columns: Any = None  # the ColumnBackend, if the weight is one rank's shard of the vocabulary
     invariant: bool = False  # whether rows have the same bits in every batch (core/invariant.py)
-    low_rank: Tensor | None = None  # (V, R), a second weight; fp32 or the dtype of hidden
-    skips_first: bool = False  # whether the first D columns of hidden need no gradient
+    low_rank: Tensor | None = None  # (V, R), a second weight; fp32 or the dtype of `hidden`
+    skips_first: bool = False  # whether the first D columns of `hidden` need no gradient
 
     @property
     def tensors(self) -> "HeadTensors":
@@ -116,7 +116,7 @@ class Head:
         """Returns a copy of the head with changed fields."""
         if torch.compiler.is_compiling():
             return replace(self, **changed)
-        copy = object.__new__(type(self))  # dataclasses.replace takes several times as long
+        copy = object.__new__(type(self))  # several times as fast as dataclasses.replace
         copy.__dict__.update(self.__dict__, **changed)
         return copy
 

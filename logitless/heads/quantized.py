@@ -51,7 +51,7 @@ def why_not_readable(t: Any) -> str | None:
         return None
     try:
         rows = t.detach()[:UNIT].dequantize()
-    except Exception:  # each class raises its own exceptions
+    except Exception:  # the exceptions differ between classes of tensors
         return "is quantised, and its rows cannot be dequantised separately"
     fits = type(rows) is Tensor and rows.shape == (min(UNIT, len(t)), t.shape[1])
     return None if fits else "is quantised, and its rows cannot be dequantised separately"
