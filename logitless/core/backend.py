@@ -80,7 +80,7 @@ class Backend(Protocol):
         ...
 
     def outside(self, x: Tensor, reading: Reading, found: Statistics) -> Tensor:
-        """Returns the log of the total probability of the ids outside `reading.ids`, per row.
+        """For each row, returns the log of the total probability of all ids outside `reading.ids`.
 
         `found` holds the other statistics of the rows.
         """

@@ -159,7 +159,7 @@ def default_workspace(row: int, device: str) -> int:
 def extra_cost(work: Work, cut: Cut, device: str) -> float:
     """Returns the estimated cost of a split, not counting the GEMMs that every split needs."""
     # If the weight's gradient is summed in the dtype of the weight, the GEMM adds each product
-    # directly to the gradient. This takes half as long as summing in fp32.
+    # directly to the gradient. Then summing takes half as long as in fp32.
     cost = SUM_ROWS.get(device, 0.0) * (1 if work.sums else 0.5)
     if cut.columns is None:
         rows = even_chunk(work.rows, cut.rows)
@@ -204,7 +204,7 @@ def stays_on_chip(work: Work) -> bool:
 def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, int]:
     """Returns a dict {block: slot} of the blocks whose logits are kept in memory.
 
-    A slot is a part of the memory of the weight's gradient. A slot holds the rows · columns logits
+    A slot is a part of the memory of the weight's gradient. A slot holds the logits (rows, columns)
     of one block. Each block writes `columns` rows of the weight's gradient. These rows hold columns
     · width numbers. The last block writes first, and block 0 writes last. While a GEMM writes the
     rows of block b, the GEMM still reads the slot of block b. So the slot must end before these

@@ -7,8 +7,8 @@ from the tensors, because autograd saves the tensors.
 
 A head can have a second weight, `low_rank`, such as the matrix B of a LoRA adapter. The two weights
 act like one weight of shape (V, D + R), but are stored as two tensors. The hidden states are one
-tensor of shape (..., D + R). So code that splits the rows of `hidden`, or sums `hidden` over ranks,
-needs no special case for adapters.
+tensor of shape (..., D + R). So code that views, splits or gathers the rows of `hidden` needs no
+special case for adapters.
 """
 
 import contextlib

@@ -36,9 +36,9 @@ def is_quantized(t: Tensor) -> bool:
 def why_not_readable(t: Any) -> str | None:
     """Returns the reason why a quantised weight cannot be read in blocks of rows, or None.
 
-    The result is the end of an error message of the form "... got a <class>, which <result>." Some
-    classes of quantised weights also quantise the input of the matrix product. A head cannot read
-    such weights. The GEMMs of a head do not quantise `hidden`, so the logits would be different.
+    The result is used in an error message of the form "got a <class>, which <result>". Some classes
+    of quantised weights also quantise the input of the matrix product. A head cannot read such
+    weights. The GEMMs of a head do not quantise `hidden`, so the logits would be different.
     """
     if t.requires_grad:
         return "is quantised and requires a gradient"

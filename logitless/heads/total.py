@@ -127,8 +127,9 @@ def _values_and_gradients(
         if wanted:
             into = tile.into
             # An invariant loss must have the same bits with and without gradients. Without
-            # gradients, the method `forward` computes the loss. So `forward` computes the loss with
-            # gradients too. The kernel that computes loss and gradient in one pass is not used.
+            # gradients, the method `forward` computes the loss. So `forward` also computes the loss
+            # if gradients are needed. The kernel that computes loss and gradient in one pass is not
+            # used.
             both = RowLoss if head.invariant else type(loss)
             outputs, tile.gradient, saved = both.value_and_gradient(
                 tile.loss, backend, z, scale, into
