@@ -32,7 +32,7 @@ class Backend(Protocol):
         state: Tensor,
         coefficients: Coefficients,
         upstream: Tensor,  # () or (...)
-        factor: Tensor | None = None,  # one number, or one number per row; multiplies `upstream`
+        factor: Tensor | None = None,  # () or (N,), multiplies `upstream`
         into: Tensor | None = None,
         start: int | None = None,  # the id of the first column of x; None if x has all columns
     ) -> Tensor:
@@ -80,17 +80,17 @@ class Backend(Protocol):
         ...
 
     def outside(self, x: Tensor, reading: Reading, found: Statistics) -> Tensor:
-        """Returns the log of the softmax mass outside `reading.ids`, one number per row.
+        """For each row, returns the log of the total probability of all ids outside `reading.ids`.
 
         `found` holds the other statistics of the rows.
         """
         ...
 
     def with_repeats(self, state: Tensor, ids: Tensor) -> Tensor:
-        """Returns the state with the field REPEATS filled in.
+        """Returns the state with the field REPEATS set.
 
-        A backend that does not read REPEATS returns the state unchanged. REPEATS is 1 if two ids of
-        the row are equal, and 0 otherwise.
+        REPEATS is 1 if two ids of the row are equal, and 0 otherwise. A backend that does not read
+        REPEATS returns the state unchanged.
         """
         ...
 
@@ -102,8 +102,8 @@ class Backend(Protocol):
 
         The signature of the function is (x, reading, coefficients, factor, into, mean=False). The
         function writes the gradient to `into` and returns -log p of each row's label. If one pass
-        over these logits is not possible, the function returns None. A backend without such a
-        function returns None for this property.
+        over these logits is not possible, the function returns None. The property is None for a
+        backend without such a function.
         """
         ...
 

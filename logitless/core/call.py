@@ -129,7 +129,7 @@ def as_bool(mask: Tensor) -> Tensor:
 def as_label(mask: Tensor | None) -> Tensor | None:
     """Converts a mask of rows to labels.
 
-    Rows whose mask is 0 get the label 0, which serves as ignore_index.
+    A row whose mask is False gets the label 0. Callers set ignore_index=0, so this row is ignored.
     """
     return None if mask is None else as_bool(mask).view(torch.int8)
 
@@ -192,7 +192,7 @@ def check_values(loss) -> None:
 
 
 def reads_label(loss) -> bool:
-    """Whether the labels of the loss are class ids, and not only a mask of rows."""
+    """Whether the labels of the loss are class ids, instead of a mask of rows."""
     wants = loss.reading.wants
     if loss.labels_are_ids or "nll" in wants or "logprob_t1" in wants:
         return True
@@ -213,7 +213,7 @@ def in_func() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
 
 
-# The attribute _dynamo_marked_constant makes torch.compile treat the result of in_func as a
+# The attribute _dynamo_marked_constant makes torch.compile treat the result of `in_func` as a
 # constant. The function torch.compiler.assume_constant_result sets the same attribute, but also
 # imports the compiler.
 in_func._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

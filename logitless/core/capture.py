@@ -1,4 +1,4 @@
-"""Captures of a teacher: the most probable ids of each row, or ids that are drawn at random.
+"""Captures from a teacher's logits: the most probable ids of each row, or randomly drawn ids.
 
 A `Capture` computes its results from the logits of some rows. The method `capture` of a Source
 (source.py) calls the `Capture` for one chunk of rows at a time, and joins the results of all rows.
@@ -39,7 +39,11 @@ class Capture(Protocol):
 
 
 class TopK(NamedTuple):
-    """Captures ids (..., k), log-probabilities (..., k) and the log of the tail mass (...)."""
+    """Captures the top k ids of each row, their log-probabilities, and the log of the tail mass.
+
+    The ids and their log-probabilities have shape (..., k). The tail mass (...) is the probability
+    of all other ids.
+    """
 
     k: int
     name = "capture_topk"

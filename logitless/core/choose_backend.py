@@ -50,7 +50,7 @@ def chosen() -> str | None:
 
 
 def on_gpu(x: Tensor) -> bool:
-    return x.is_cuda or x.is_xpu  # x.device.type would take six times as long
+    return x.is_cuda or x.is_xpu  # six times as fast as reading x.device.type
 
 
 def backend_of(x: Tensor) -> Backend:

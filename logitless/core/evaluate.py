@@ -119,7 +119,7 @@ def _by_single_rows(
     results = []
     for i, row in enumerate(x.reshape(-1, x.shape[-1]).split(1)):
         one = single_row(loss, i, lead).replace(row_inputs=tuple(t[i] for t in inputs))
-        # Each row is copied to memory of its own, so that all rows have the same alignment.
+        # Each row is copied to a new tensor, so that all rows have the same alignment.
         result = evaluate_on(backend, row.clone(), one, "none", None)
         results.append(result if isinstance(result, tuple) else (result,))
     outputs = tuple(
@@ -129,9 +129,9 @@ def _by_single_rows(
 
 
 def single_row(loss: RowLoss, row: int, lead: torch.Size) -> RowLoss:
-    """Returns the loss for a batch with only this row.
+    """Returns the loss of a batch that contains only this row.
 
-    The row of the teacher is copied, so that the row has the same alignment in all batches.
+    The teacher's row is copied, so that the copy has the same alignment in all batches.
     """
     one = loss.rows(slice(row, row + 1), lead)
     return one.map_tensors({TEACHER: lambda t: t.clone(memory_format=torch.contiguous_format)})

@@ -3,8 +3,9 @@
 Forward computes the loss and the gradient for an upstream gradient of 1. Backward multiplies the
 gradient by the upstream gradient, on the device. Autograd records that the logits are overwritten.
 If an earlier operation saved the logits, the backward of that operation raises an error. If a later
-operation uses the overwritten logits and gets an upstream gradient, the backward of the loss raises
-an error. If the logits are a leaf or a slice of a larger tensor, a later use is not detected.
+operation uses the overwritten logits, and backward also runs through this operation, the backward
+of the loss raises an error. If the logits are a leaf or a slice of a larger tensor, a later use is
+not detected.
 """
 
 import torch
@@ -58,7 +59,7 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
     PyTorch allows an autograd function with several outputs to overwrite a base tensor, but not a
     view. If the logits are a view of all elements of a base tensor, the base tensor is marked as
     overwritten. Logits that are a leaf or a slice of a larger tensor cannot be marked as
-    overwritten. For these logits, only the version counter is increased.
+    overwritten. For such logits, forward increases only the version counter.
     """
     base = logits if logits._base is None else logits._base
     if logits.is_leaf or base.is_leaf:

@@ -12,8 +12,8 @@ uses. Inside `invariant`, every split depends only on the vocabulary, the dtype 
 - The GEMMs of a head add the terms of each sum in a fixed order (kernels/row_gemm.py,
   eager/row_gemm.py).
 
-The field `invariant` of a `Reading` (contract.py) holds the setting. The `Reading` is part of a
-loss, and autograd nodes keep the loss. So backward uses the setting that was active in forward.
+Every loss stores whether `invariant` is active (`Reading.invariant` in contract.py). Autograd nodes
+keep the loss. So backward uses the setting that was active in forward.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ def invariant():
 
     The bits do not depend on the other rows of the batch, on the number and the order of the rows,
     on `workspace`, or on ignored rows. This rule applies to all results per row, and to the
-    gradients of logits and hidden states. The bits of the gradients of weight and bias do depend on
-    the batch, because these gradients are sums over the batch. Backward can run outside of the
-    block. `invariant` applies to all threads of the process.
+    gradients of logits and hidden states. The gradients of the weight and the bias are sums over
+    the batch, so their bits do depend on the batch. Backward can run outside of the block.
+    `invariant` applies to all threads of the process.
 
     >>> import logitless as ll
     >>> z = torch.randn(8, 1000)

@@ -21,8 +21,8 @@ logits of whole rows overrides `forward` and `backward`.
 `backend` is `kernels`, `eager`, or a backend that reads some columns at a time and merges partial
 statistics. ColumnBackend (parallel/rank_merge.py) merges the statistics of several ranks.
 BlockBackend (heads/blocks.py) merges the statistics of several blocks of columns. OnChipBackend
-(heads/on_chip.py) merges the statistics of several ranges of columns, for a head whose D is small.
-See `Backend` in backend.py.
+(heads/on_chip.py) merges the statistics of several ranges of columns, for a head whose hidden size
+D is small. See `Backend` in backend.py.
 
 `flatten` returns the tensors that backward reads, and the loss without tensors. `rebuild` puts the
 tensors back into the loss. `map_tensors` applies a different function to each of three kinds of
@@ -120,7 +120,7 @@ class RowLoss:
         x: Tensor,
         saved: Saved,
         upstream: Upstream,
-        factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
+        factor: Tensor | None = None,  # () or (N,), multiplies `upstream`
         into: Tensor | None = None,  # output (..., V) or (N, V), can be x; None means a new tensor
     ) -> Tensor:
         coefficients, gain = self.coefficients(saved, upstream)
@@ -165,8 +165,8 @@ class RowLoss:
     def fold_scale(self, scale: float, softcap: float | None) -> "RowLoss | None":
         """Returns a new loss f with f(x) = g(scale · x), where g is this loss.
 
-        The new loss divides the temperature and `softcap` by `scale`. The result is None if a term
-        of the loss always uses temperature 1.
+        The temperature of f is the temperature of g divided by `scale`. The softcap of f is softcap
+        / scale. The result is None if a term of the loss always uses temperature 1.
         """
         if scale != 1 and "logprob_t1" in self.reading.wants:
             return None
@@ -228,7 +228,7 @@ class RowLoss:
 
     def replace(self, **changed) -> "RowLoss":
         """Returns a copy of the loss with changed fields."""
-        copy = object.__new__(type(self))  # dataclasses.replace takes four times as long
+        copy = object.__new__(type(self))  # four times as fast as dataclasses.replace
         copy.__dict__ = {**self.__dict__, **changed}
         return copy
 

@@ -21,7 +21,7 @@ from .call import check_values, in_func
 from .choose_backend import backend_of
 from .invariant import refuse_operator
 
-# Maps each field of a loss to the schema of the operator's arguments for this field. A struct
+# Maps each field of a loss to arguments of the operator, written as in a PyTorch schema. A struct
 # becomes one argument per field of the struct.
 _ARGUMENTS = {
     "reading": "SymInt vocab, Tensor? label, Tensor? ids, Tensor? class_weight,"

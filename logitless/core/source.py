@@ -3,9 +3,9 @@
 `source_of` converts logits to a Source. evaluate.py evaluates a loss over a plain tensor. Any other
 object that represents logits (..., V) is a `Source`. Examples are a head whose logits are not
 materialised (heads/linear.py), lazy logits (lazy/logits.py), one rank's shard of the vocabulary
-(parallel/shard.py), and a user's own subclass. The public functions check shape, dtype and device
-of their arguments, build a RowLoss, and pass the loss to `evaluate` of the source. The rest of the
-library treats all sources alike.
+(parallel/shard.py), and a user's own subclass. The public functions check the shapes, dtypes and
+devices of their arguments. Then they build a RowLoss, and pass the loss to the method `evaluate` of
+the source. The rest of the library treats all sources alike.
 
 Users construct LinearLogits and VocabShard, which are subclasses of `Logits`. The class `Logits`
 has only the members that users need. The attribute `_source` of a `Logits` is the Source that
@@ -128,7 +128,7 @@ def is_dtensor(t: Any) -> bool:
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether any of the tensors requires a gradient. any() with a generator would be slower."""
+    """Whether any of the tensors requires a gradient. The loop is faster than any()."""
     for t in tensors:  # noqa: SIM110
         if t is not None and t.requires_grad:
             return True

@@ -1,12 +1,12 @@
 """Computes a loss over a head in blocks of columns: first all statistics, then all gradients.
 
 The methods of a loss get a `Blocks` instead of a tensor of logits, and a `BlockBackend` as the
-backend. So a loss whose statistics can be merged needs no additional code for blocks. If the logits
-of a block are kept in memory, they are computed only once. Otherwise, they are computed once for
-the statistics, and again for the gradient. Statistics are computed from the first block to the
-last. Gradients are computed from the last block to the first. So the first rows of the weight's
-gradient are written last. Until then, the memory of these rows can hold the logits of later blocks
-(kept_blocks in choose_cut.py).
+backend. So a loss whose statistics can be merged needs no additional code for blocks. Logits that
+are kept in memory are computed only once. All other logits are computed twice: once for the
+statistics, and once for the gradient. Statistics are computed from the first block to the last.
+Gradients are computed from the last block to the first. So the first rows of the weight's gradient
+are written last. Until then, the memory of these rows can hold the logits of later blocks
+(`kept_blocks` in choose_cut.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ from .gradient_sums import GradientSums, Needs, Sum, SumInPlace, way_to_sum
 from .head import Head, Rows
 from .quantized import is_quantized
 
-WAITING = 4  # the number of Partials that are merged at a time
+WAITING = 4  # the number of `Partials` that are merged at a time
 
 
 class BlockChunks(Chunks):
@@ -83,15 +83,15 @@ class Blocks:
         self.shape, self.device = (len(self.h), len(chunks.weight)), self.h.device
         self.kept: dict[int, int] = {}  # maps a kept block to its slot (see choose_cut.kept_blocks)
         self.kept_in: Tensor | None = None
-        # Maps each slot of memory to the block whose logits are in this slot. The workspace has the
-        # key None.
+        # Maps each slot to the block whose logits are in this slot. The key None stands for the
+        # workspace.
         self.holds: dict[int | None, int] = {}
 
     def keep(self) -> None:
         """Chooses the blocks whose logits are kept until their gradient is computed.
 
         The kept logits are stored in memory that is allocated for the weight's gradient. The
-        gradient is written to this memory later.
+        weight's gradient is written to this memory later.
         """
         chunks, (rows, vocab) = self.chunks, self.shape
         if self.sums is not None and chunks.cut.kept:
@@ -122,7 +122,7 @@ class Blocks:
 
 
 class ReadsNoLogits:
-    """Wraps a backend. This class has only those functions of the backend that read no logits."""
+    """Wraps a backend, without the functions that read logits."""
 
     one_pass = None  # one pass is not possible, because a gradient needs statistics of whole rows
 

@@ -51,24 +51,24 @@ MIN_GAIN = 0.1
 
 # A small head (small.py) has at most SMALL bytes of logits.
 SMALL = {"cuda": 512 << 20, "cpu": 1 << 20}
-# In addition, the product rows · V · (D + READ_WIDTH) of a small head is at most SMALL_WORK. D is
-# the size of the hidden states. For a head at this limit, a GPU takes about 2 ms for the loss, and
-# the host takes at least as long. READ_WIDTH accounts for the time to read and write the logits.
-# Reading and writing the logits takes as long as the three GEMMs of a head with D = READ_WIDTH.
+# For a small head, rows · V · (D + READ_WIDTH) is also at most SMALL_WORK. D is the size of the
+# hidden states. For a head at this limit, a GPU takes about 2 ms for the loss, and the host takes
+# at least as long. READ_WIDTH accounts for the time to read and write the logits. Reading and
+# writing the logits takes as long as the three GEMMs of a head with D = READ_WIDTH.
 SMALL_WORK = {"cuda": 2e11, "cpu": math.inf}
 READ_WIDTH = 200
 
-# Limits for heads that are computed on the chip. D is the size of the hidden states. Each key is an
-# upper limit of D. The value is the largest vocabulary of a head with at most this D. Only 16-bit
-# heads within these limits are computed on the chip. On an H200, heads with a larger D are faster
-# with logits in memory (benchmarks/results/h200/narrow.md).
+# A dict {largest D: largest vocabulary} of limits for heads that are computed on the chip. D is the
+# size of the hidden states. Only 16-bit heads within these limits are computed on the chip. On an
+# H200, heads with a larger D are faster with logits in memory (benchmarks/results/h200/narrow.md).
 ON_CHIP_VOCAB = {128: 1 << 31}
-# The kernels need sorted pairs (row, id). Each row has one pair for its label, and one pair for
-# each further id. Sorting takes time and needs 64 bytes of memory per pair. So a head is computed
-# on the chip only if its loss has at most ON_CHIP_PAIRS pairs.
+# The on-chip kernels need sorted pairs (row, id). Each row has one pair for its label, and one pair
+# for each further id. Sorting the pairs takes time, and needs 64 bytes of memory per pair. So a
+# head is computed on the chip only if its loss has at most ON_CHIP_PAIRS pairs.
 ON_CHIP_PAIRS = 1 << 19
 
-# A chunk of n rows with fp32 logits takes the memory of n + n // 64 + 2 rows of 16-bit logits.
+# If the logits are fp32, a chunk of n rows takes as much memory as n + n // 64 + 2 rows of 16-bit
+# logits.
 SPARE_EVERY = 64
 
 
@@ -90,7 +90,7 @@ class Work(NamedTuple):
     itemsize: int  # bytes per element of the hidden states
     wide: bool  # whether the logits are fp32 and the hidden states are not
     merges: bool  # whether the loss can be computed from merged partial statistics
-    gemms: int  # how many more GEMMs a split by columns takes than a split by rows, 0 or 1
+    gemms: int  # extra GEMMs of a split by columns, compared with a split by rows: 0 or 1
     sums: bool  # False if the weight needs no gradient, or if `accumulate` is "weight"
     keeps: bool  # whether logits can use the memory of d_weight until d_weight is written
     narrow: bool = False  # whether the backend's on-chip kernels support this head
@@ -158,8 +158,8 @@ def default_workspace(row: int, device: str) -> int:
 
 def extra_cost(work: Work, cut: Cut, device: str) -> float:
     """Returns the estimated cost of a split, not counting the GEMMs that every split needs."""
-    # A sum in the weight's own dtype costs half the time of a sum in fp32, because the GEMM adds
-    # directly to the sum.
+    # If the weight's gradient is summed in the dtype of the weight, the GEMM adds each product
+    # directly to the gradient. Then summing takes half as long as in fp32.
     cost = SUM_ROWS.get(device, 0.0) * (1 if work.sums else 0.5)
     if cut.columns is None:
         rows = even_chunk(work.rows, cut.rows)
@@ -204,11 +204,11 @@ def stays_on_chip(work: Work) -> bool:
 def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, int]:
     """Returns a dict {block: slot} of the blocks whose logits are kept in memory.
 
-    A slot is a part of the memory of the weight's gradient. A slot holds the logits of one block,
-    which are rows · columns numbers. Each block writes `columns` rows of the weight's gradient.
-    These rows hold columns · width numbers. The last block writes first, and block 0 writes last.
-    While block b writes its rows of the weight's gradient, the slot of block b is still read. So
-    the slot must end before these rows begin in memory.
+    A slot is a part of the memory of the weight's gradient. A slot holds the logits (rows, columns)
+    of one block. Each block writes `columns` rows of the weight's gradient. These rows hold columns
+    · width numbers. The last block writes first, and block 0 writes last. While a GEMM writes the
+    rows of block b, the GEMM still reads the slot of block b. So the slot must end before these
+    rows begin in memory.
     """
     kept: dict[int, int] = {}
     for block in range(1, -(-vocab // columns)):
@@ -267,7 +267,7 @@ def bounds(rows: int, count: int, cut: Cut) -> tuple[tuple[int, int], ...]:
 
 
 class Slot(NamedTuple):
-    """Some rows of a chunk. The logits of these rows are in memory at the same time."""
+    """A range of rows of a chunk. The logits of these rows are in memory at the same time."""
 
     rows: slice  # a range of rows of the chunk
     at: int  # the row of the chunk's memory at which the logits begin
@@ -278,19 +278,20 @@ class Slot(NamedTuple):
 def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
     """Returns the size of a chunk's memory, and the slots of the chunk (see `Slot`).
 
-    The size is given as a number of rows of logits in the dtype of `hidden`.
+    The unit of the size is the memory of one row of logits in the dtype of `hidden`.
 
     If the gradient has the dtype of the logits, one slot holds the logits of all rows, and the
-    gradient overwrites these logits. The 16-bit gradient of fp32 logits is written from the left
-    end of the memory. The fp32 logits of a slot are stored at the right end of the memory:
+    gradient overwrites these logits. Otherwise, the logits are fp32 and the gradient is 16-bit. The
+    gradient is then written from the left end of the memory to the right. The logits of a slot are
+    stored at the right end:
 
         | gradient of earlier slots | gap |  logits of this slot, fp32  |
         | gradient so far                 ▸ overwrites logits already read
 
     A slot holds as many rows of logits as fit after the gradient of earlier slots. The gradient of
-    the logits in a slot is written in several steps. Each step ends before its gradient would
-    overwrite unread logits. So a chunk of n rows with fp32 logits needs only the memory of n +
-    spare_rows(n) rows of 16-bit logits.
+    a slot is written in several steps. Each step ends before the gradient would overwrite logits
+    that are still needed. So if the logits are fp32, a chunk of n rows takes only as much memory as
+    n + spare_rows(n) rows of 16-bit logits.
     """
     if not wide:
         return rows, (Slot(slice(0, rows), 0, (slice(0, rows),)),)

@@ -99,9 +99,9 @@ class Chunks:
         return self.head.backend()
 
     def gradients(self, needs: Needs, into: Tensor | None = None) -> GradientSums:
-        """Allocates the sums of the gradients over chunks.
+        """Allocates the tensors in which the gradients are summed over chunks.
 
-        The method `tiles` adds the gradients of each chunk to these sums.
+        The method `tiles` adds the gradients of each chunk to these tensors.
         """
         all_rows = self.index is None
         return GradientSums(
@@ -157,10 +157,10 @@ class Chunks:
                 sums.add(rows, h, dz)
 
     def _step(self, whole: Tile, at: slice, count: int) -> Tile:
-        """Returns a `Tile` with only the rows `at` of the tile `whole`.
+        """Returns a part of the tile `whole`: the rows in the slice `at`.
 
-        The gradient of the rows `at` overwrites only logits that are no longer needed (see
-        choose_cut.layout).
+        The gradient of this part overwrites only logits that are no longer needed (see `layout` in
+        choose_cut.py).
         """
         saved = whole.saved
         if saved is not None:  # a saved tensor that is shared by all rows is not sliced

@@ -21,7 +21,7 @@ class Explanation(NamedTuple):
     gemms: float  # number of GEMMs; a GEMM over some of the logits counts as a fraction
     floor: int  # the least number of GEMMs for this reduction
     share: float  # estimated speed, relative to a loss that takes `floor` GEMMs
-    rest: int  # number of columns at the end that a small GEMM computes (see gemms.gemm)
+    rest: int  # a small GEMM computes the last `rest` columns (see gemms.gemm)
     title: str
 
     def __str__(self) -> str:
@@ -85,10 +85,10 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
     else:  # fp32 logits of 16-bit hidden states need extra memory for the gradient
         memory = rows * cut.columns * (size + work.itemsize * work.wide)
     if cut.on_chip:
-        # For the mean of a cross-entropy, two GEMMs compute the same logits. The first GEMM is for
-        # the loss and the gradient of `hidden`. The second GEMM is for the gradient of the weight.
-        # Two more GEMMs compute the two gradients. For results per row, a fifth GEMM computes the
-        # logits once more in backward, for the gradient of `hidden`.
+        # For the mean of a cross-entropy, the logits are computed twice: once for the loss and the
+        # gradient of `hidden`, and once for the gradient of the weight. Two more GEMMs compute the
+        # two gradients. For results per row, a fifth GEMM computes the logits once more in
+        # backward, for the gradient of `hidden`.
         way, memory, again = "on the chip", 0, (4 if mean else 5) - floor if gradient else 0
         extra = again
     else:

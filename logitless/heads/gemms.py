@@ -183,12 +183,12 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
 
 
 def aligned_part(t: Tensor, dim: int) -> int:
-    """Returns how many rows (dim=0) or columns (dim=1) of t the large GEMM uses.
+    """Returns the number of rows (dim=0) or columns (dim=1) of t in the large GEMM.
 
     If t is padded and t.shape[dim] is larger than UNIT, the result is t.shape[dim] rounded down to
-    a multiple of UNIT. Otherwise, the result is t.shape[dim]. With dim=1, t is padded if its rows
-    start on 16-byte boundaries, but do not end on 16-byte boundaries. With dim=0, the same rule
-    applies to the columns of t.
+    a multiple of UNIT. Otherwise, the result is t.shape[dim]. For dim=1, "padded" means that the
+    rows of t start on 16-byte boundaries, but do not end on 16-byte boundaries. For dim=0, the same
+    rule applies to the columns of t.
     """
     size, pack = t.shape[dim], 16 // t.element_size()
     padded = size % pack and t.stride(dim) == 1 and t.stride(1 - dim) % pack == 0
@@ -269,7 +269,7 @@ def dense_logits(
 
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for this device."""
-    if not torch._C._is_any_autocast_enabled():  # is_autocast_enabled takes six times as long
+    if not torch._C._is_any_autocast_enabled():  # six times as fast as is_autocast_enabled
         return False
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
@@ -285,6 +285,6 @@ def cast_by_autocast(t: Tensor) -> Tensor:
     """Casts t to the dtype that autocast uses in F.linear. fp64 tensors are not cast."""
     if not isinstance(t, Tensor) or t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return t
-    if is_quantized(t):  # row_blocks casts each block
+    if is_quantized(t):  # `row_blocks` casts each block of a quantised weight
         return t
     return t.to(torch.get_autocast_dtype(t.device.type))

@@ -236,7 +236,7 @@ class Sum:
 class SumInPlace:
     """The sum of dz.T @ h over chunks, in block floating point with 16 bits per number.
 
-    Between chunks, the sum is exact to 14 bits. At the end, the sum is rounded to bf16.
+    Between chunks, the sum has 14 bits of precision. At the end, the sum is rounded to bf16.
     """
 
     def __init__(self, backend: Any, total: Tensor, count: int, fresh: bool = True):

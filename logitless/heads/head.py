@@ -7,8 +7,8 @@ from the tensors, because autograd saves the tensors.
 
 A head can have a second weight, `low_rank`, such as the matrix B of a LoRA adapter. The two weights
 act like one weight of shape (V, D + R), but are stored as two tensors. The hidden states are one
-tensor of shape (..., D + R). So operations on the rows of `hidden`, such as a view, a split or a
-sum over ranks, need no additional code for adapters.
+tensor of shape (..., D + R). So code that views, splits or gathers the rows of `hidden` needs no
+special case for adapters.
 """
 
 import contextlib
@@ -65,8 +65,8 @@ class Head:
     module: nn.Module | None = None  # the module that owns the weight, if FSDP can free the weight
     columns: Any = None  # the ColumnBackend, if the weight is one rank's shard of the vocabulary
     invariant: bool = False  # whether rows have the same bits in every batch (core/invariant.py)
-    low_rank: Tensor | None = None  # (V, R), a second weight; fp32 or the dtype of hidden
-    skips_first: bool = False  # whether the first D columns of hidden need no gradient
+    low_rank: Tensor | None = None  # (V, R), a second weight; fp32 or the dtype of `hidden`
+    skips_first: bool = False  # whether the first D columns of `hidden` need no gradient
 
     @property
     def tensors(self) -> "HeadTensors":
@@ -116,7 +116,7 @@ class Head:
         """Returns a copy of the head with changed fields."""
         if torch.compiler.is_compiling():
             return replace(self, **changed)
-        copy = object.__new__(type(self))  # dataclasses.replace takes several times as long
+        copy = object.__new__(type(self))  # several times as fast as dataclasses.replace
         copy.__dict__.update(self.__dict__, **changed)
         return copy
 
@@ -247,7 +247,7 @@ class Head:
         return not freed and all(map(is_dense, loss.teachers))
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
-        """Returns a bool mask (N,) that is False in ignored rows. The GEMMs leave these rows out.
+        """Returns a bool mask (N,) that is False in ignored rows. The GEMMs leave out ignored rows.
 
         The result is None if the GEMMs compute all rows.
         """

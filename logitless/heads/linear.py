@@ -2,9 +2,9 @@
 
 `HeadLogits` is the Source (core/source.py) of these logits. A loss is computed from the logits of
 one chunk of rows at a time (chunks.py), or of one block of columns at a time (blocks.py). For a
-narrow head, whose D is small, kernels can compute the logits without writing them to memory
-(on_chip.py). choose_cut.py chooses between chunks, blocks and these kernels. All logits of a small
-head are computed at once (small.py). For a mean or sum, forward also computes the gradients
+narrow head, whose hidden size D is small, kernels can compute the logits without writing them to
+memory (on_chip.py). choose_cut.py chooses between chunks, blocks and these kernels. All logits of a
+small head are computed at once (small.py). For a mean or sum, forward also computes the gradients
 (total.py). A mean or sum takes three GEMMs, or up to four GEMMs with a split by columns. Results
 per row (per_row.py) take four GEMMs, or three GEMMs for a small head. If no logits are written to
 memory, a mean or sum takes four or five GEMMs, and results per row take five GEMMs.
@@ -43,7 +43,7 @@ def checked_head(
 
     `low_rank` is None, or the pair (hidden, weight) of LinearLogits.
     """
-    if is_dtensor(weight):  # shard_of_head checks the local tensors later
+    if is_dtensor(weight):  # `shard_of_head` checks the local tensors later
         rules.head_placements(hidden, weight, bias)
         rules.no_low_rank(low_rank)
         return Head(hidden, weight, bias, **options)
@@ -55,7 +55,7 @@ def checked_head(
         hidden, weight, bias, second, second_weight = map(cast_by_autocast, given)
     if torch.compiler.is_compiling():
         head = Head(hidden, weight, bias, **options)
-    else:  # the generated __init__ of a frozen dataclass takes five times as long
+    else:  # five times as fast as the generated __init__ of a frozen dataclass
         head = object.__new__(Head)
         head.__dict__.update(options, hidden=hidden, weight=weight, bias=bias)
     call.check_once(
@@ -178,7 +178,7 @@ def captured_of_head(
     no_rows = torch.empty((0, width), device=head.device, dtype=head.dtype)
     # torch.cat needs at least one tensor, even if there are no rows
     results = [capture.rows(slice(0)).of(backend, no_rows, *options)]
-    loss = RowLoss(Reading(head.vocab))  # a loss that ignores no rows
+    loss = RowLoss(Reading(head.vocab))  # this loss ignores no rows
     with torch.no_grad(), head.ready(loss):
         for tile in chunks_of(head, loss, head.work()).tiles(loss):
             results.append(capture.rows(tile.rows).of(backend, tile.logits, *options))

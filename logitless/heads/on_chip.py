@@ -1,12 +1,11 @@
-"""Computes a loss over a narrow head, whose D is small, without writing logits to memory.
+"""Computes a loss over a narrow head (small hidden size D) without writing logits to memory.
 
 The methods of a loss get an `OnChip` instead of a tensor of logits, and an `OnChipBackend` as the
 backend. So a loss whose statistics can be merged needs no additional code. Each kernel recomputes
-the logits. D is the size of the hidden states. For a small D, choose_cut.py chooses these kernels,
-because computing the logits takes less time than writing the logits to memory. The gradient of the
-weight takes two GEMMs. For a cross-entropy, two GEMMs compute both the statistics and the gradient
-of `hidden`. For other losses, the statistics take one GEMM, and the gradient of `hidden` takes two
-GEMMs.
+the logits. For a small D, choose_cut.py chooses these kernels, because computing the logits takes
+less time than writing the logits to memory. The gradient of the weight takes two GEMMs. For a
+cross-entropy, two GEMMs compute both the statistics and the gradient of `hidden`. For other losses,
+the statistics take one GEMM, and the gradient of `hidden` takes two GEMMs.
 """
 
 from typing import Any

@@ -325,7 +325,7 @@ def evaluate_compiled(head: Head, loss: RowLoss, reduction: str, row_weight: Ten
     if in_func():
         tensor_checks.no_head_in_func()
     operator = HEAD_OPERATORS.get(type(loss))
-    if reduction == "none" or operator is None:  # losses of `row_loss` have no operator
+    if reduction == "none" or operator is None:  # a loss from `row_loss` has no operator
         outputs = loss.traced(head, call_rows)
         return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
     needs = needs_of(head.tensors, row_weight, (), torch.is_grad_enabled())

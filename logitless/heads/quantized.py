@@ -36,8 +36,8 @@ def is_quantized(t: Tensor) -> bool:
 def why_not_readable(t: Any) -> str | None:
     """Returns the reason why a quantised weight cannot be read in blocks of rows, or None.
 
-    The result completes an error message that ends with "got a <class>, which ...". Some classes of
-    quantised weights also quantise the input of the matrix product. A head cannot read such
+    The result is used in an error message of the form "got a <class>, which <result>". Some classes
+    of quantised weights also quantise the input of the matrix product. A head cannot read such
     weights. The GEMMs of a head do not quantise `hidden`, so the logits would be different.
     """
     if t.requires_grad:
@@ -47,11 +47,11 @@ def why_not_readable(t: Any) -> str | None:
     for name in ("act_quant_kwargs", "activation_quantization", "input_quant_func"):
         if getattr(t, name, None) is not None:
             return "is quantised together with its input"
-    if torch.compiler.is_compiling():  # a traced weight has no values
+    if torch.compiler.is_compiling():  # under torch.compile, the weight has no values
         return None
     try:
         rows = t.detach()[:UNIT].dequantize()
-    except Exception:  # each class raises its own exceptions
+    except Exception:  # the exceptions differ between classes of tensors
         return "is quantised, and its rows cannot be dequantised separately"
     fits = type(rows) is Tensor and rows.shape == (min(UNIT, len(t)), t.shape[1])
     return None if fits else "is quantised, and its rows cannot be dequantised separately"

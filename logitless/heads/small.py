@@ -8,8 +8,8 @@ would have to wait until the GPU has counted the other rows.
 
 For a mean or sum, forward computes the loss and all gradients, and backward multiplies the
 gradients by the upstream gradient. The gradient of the logits overwrites the logits. A second
-backward computes the logits and the gradients again. For results per row, autograd saves the logits
-until backward.
+backward computes the logits and the gradients again. For results per row, backward reads the
+logits, so autograd saves the logits.
 """
 
 from typing import Any
@@ -157,7 +157,7 @@ def _counted(ctx: Any, hidden: Tensor, loss: RowLoss) -> Tensor | None:
 def _gradients(
     ctx: Any,
     hidden: Tensor,
-    counted: Tensor | None,  # the result of _counted
+    counted: Tensor | None,  # the result of `_counted`
     weight: Tensor,
     bias: Tensor | None,
     dz: Tensor,  # the gradient of the logits

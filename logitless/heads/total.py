@@ -46,9 +46,9 @@ class Call(NamedTuple):
         return self._replace(head=head, loss=self.loss.rebuild(of_loss), row_weight=row_weight)
 
     def steady(self) -> "Call":
-        """Returns a call with an invariant head and invariant teachers, if the loss is invariant.
+        """Makes the head and the teachers of this call invariant, if the loss is invariant.
 
-        Otherwise, returns this call unchanged.
+        Returns the changed copy, or this call if the loss is not invariant.
         """
         if not self.loss.reading.invariant:
             return self
@@ -57,7 +57,7 @@ class Call(NamedTuple):
 
     @property
     def divides_in_backward(self) -> bool:
-        """Whether the gradients of a mean are divided in backward instead of in forward.
+        """Whether backward, instead of forward, divides the gradients of a mean by the divisor.
 
         The divisor is usually the number of rows that are not ignored. Gradients in fp16 are
         divided in backward, because a division in forward could cause underflow.
@@ -127,8 +127,9 @@ def _values_and_gradients(
         if wanted:
             into = tile.into
             # An invariant loss must have the same bits with and without gradients. Without
-            # gradients, the method `forward` computes the loss. So `forward` computes the loss here
-            # too. The kernel that computes loss and gradient in one pass is not used.
+            # gradients, the method `forward` computes the loss. So `forward` also computes the loss
+            # if gradients are needed. The kernel that computes loss and gradient in one pass is not
+            # used.
             both = RowLoss if head.invariant else type(loss)
             outputs, tile.gradient, saved = both.value_and_gradient(
                 tile.loss, backend, z, scale, into
@@ -165,7 +166,7 @@ def put_outputs(results: list[Tensor], outputs: Sequence[Tensor], rows: Rows, co
 def outputs_of_no_rows(call: Call) -> tuple[Tensor, ...]:
     """Returns outputs with zero rows.
 
-    These outputs have the same dtypes and trailing dimensions as the outputs of any batch.
+    The outputs of every other batch have the same dtypes and trailing dimensions.
     """
     head, loss = call.head, call.loss
     nothing = head.hidden.detach().new_empty((0, len(head.weight)), dtype=head.dtype)
