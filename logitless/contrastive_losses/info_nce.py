@@ -309,7 +309,7 @@ def _sums(
     rows: Tensor,
     columns: Tensor | None,
     by_row: Tensor | None,  # (N,), the upstream gradient, or None for ones
-    needs: Sequence[bool],  # whether a, b, scale and the other arguments need a gradient
+    needs: Sequence[bool],  # whether `a`, `b`, `scale` and the others need a gradient
 ) -> Sums:
     """Runs the second pass, and returns the gradients of `a`, `b` and `scale`."""
     for_a, for_b, for_scale, *_ = needs

@@ -36,7 +36,7 @@ def local(t, grad_placements=None) -> Tensor:
 class _Arrived(Node):
     """Waits until a collective has written the shard.
 
-    Kernels would read the shard without waiting.
+    A kernel does not wait for the collective.
     """
 
     @staticmethod

@@ -92,7 +92,7 @@ class SparseTargets:
         return self.shape[0]
 
     def __getitem__(self, rows) -> "SparseTargets":
-        """Selects rows. It is not possible to select some of the K ids of a row."""
+        """Selects rows. An index over the K ids of a row raises an error."""
         index = sparse_checks.row_index(rows, self.ids)
         return self._map(lambda t: t[index])
 
@@ -167,8 +167,8 @@ def unchecked(ids, logprobs, tail=None, mask=None) -> SparseTargets:
     """Builds SparseTargets without checks, from valid tensors or from leaves of a pytree."""
     targets = object.__new__(SparseTargets)
     for name, t in zip(_NAMES, (ids, logprobs, tail, mask), strict=True):
-        # object.__setattr__ can set attributes of a frozen dataclass, and older versions of Dynamo
-        # can trace this call.
+        # The dataclass is frozen, so object.__setattr__ sets its attributes. Older versions of
+        # Dynamo can trace this call too.
         object.__setattr__(targets, name, t)
     return targets
 

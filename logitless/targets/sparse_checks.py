@@ -89,7 +89,7 @@ def _where(place: tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def _once_each(ids: Tensor, p: Tensor) -> Tensor:
-    """Returns `p` sorted by id, with 0 for all repetitions of an id within a row.
+    """Returns `p` sorted by id. Each id of a row has at most one probability above 0.
 
     If an id is in several slots of a row, the slot with the largest `p` keeps its value, and the
     other slots of this id get 0.
@@ -109,7 +109,7 @@ _SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))
 def row_index(index: Any, ids: Tensor) -> tuple:
     """Returns the index as a tuple, with slices instead of an Ellipsis.
 
-    Raises if an entry of the index selects among the K ids of a row.
+    Raises an error if an entry of the index applies to the dimension of the K ids.
     """
     entries = index if isinstance(index, tuple) else (index,)
     entries = [entry if isinstance(entry, _SIMPLE) else _array(entry) for entry in entries]
@@ -132,7 +132,7 @@ def _array(entry: Any) -> Tensor:
 
 
 def _dimensions(entry: Any) -> int:
-    """Returns the number of dimensions that one entry of an index consumes."""
+    """Returns the number of dimensions of the tensor that one entry of an index selects from."""
     if entry is None or entry is Ellipsis or isinstance(entry, bool):
         return 0
     return entry.dim() if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
