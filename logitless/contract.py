@@ -177,9 +177,9 @@ STATE = 6
 class Partials(NamedTuple):
     """Partial statistics of the logits, for several disjoint sets of columns.
 
-    A set of columns is a split (the columns that one program reads), a block of columns that a head
-    computes at once, or the shard of one rank. Partial statistics can be merged in any order. For
-    an empty set of columns, the max M is -inf, and all sums are 0.
+    A set of columns can be a split (the columns that one program reads), a block of columns that a
+    head computes at once, or the shard of one rank. Partial statistics can be merged in any order.
+    For an empty set of columns, the max M is -inf, and all sums are 0.
     """
 
     state: Tensor  # (N, number of sets, part_width); the fields M, ..., REF are listed below
@@ -189,8 +189,7 @@ class Partials(NamedTuple):
 # Fields of Partials.state. In the comments, y is z · temperature, m is the max of y over the set of
 # columns, and d is y - m. The order of the fields is fixed, and the fields that most losses need
 # come first. Partials.state ends after the last field that a requested statistic needs. All earlier
-# fields are allocated too. If no requested statistic needs an earlier field, its values are
-# undefined.
+# fields are allocated too. An earlier field that no requested statistic needs has undefined values.
 M = 0  # max y
 S = 1  # Σ e^(d / temperature)
 Y_LABEL = 2  # y at the label; 0 if the label is outside these columns

@@ -153,7 +153,7 @@ def cross_entropy(
     inplace=True saves the memory of the gradient, because the gradient overwrites the logits in
     forward. If another operation saved the logits before this call, the backward of that operation
     raises an error. If an operation uses the logits after this call, a backward through that
-    operation raises an error too. This second error is not raised if the logits are a leaf or a
+    operation raises an error too. Such a later use raises no error if the logits are a leaf or a
     slice of a larger tensor. With inplace=True, a second backward raises an error. If no gradient
     is needed, inplace=True does not overwrite the logits. Under torch.compile, inplace=True has no
     effect, because the compiler plans memory itself.
@@ -256,9 +256,9 @@ def linear_cross_entropy(
     """Computes the cross-entropy of the logits hidden (..., D) @ weight (V, D).T + bias.
 
     Large logits are never materialised as a whole. `class_weight` is the option `weight` of
-    cross_entropy, and `options` are the other options of cross_entropy. The options `workspace`,
-    `logits_dtype`, `accumulate`, `main_grad`, `drop_ignored` and `low_rank` have the same meaning
-    as in LinearLogits.
+    `cross_entropy`, and `options` are the other options of `cross_entropy`. The options
+    `workspace`, `logits_dtype`, `accumulate`, `main_grad`, `drop_ignored` and `low_rank` have the
+    same meaning as in LinearLogits.
 
     >>> linear_cross_entropy(hidden, head.weight, target)
     """

@@ -65,8 +65,9 @@ def sampled_softmax(
         row_weight · (log (e^z_target + Σ e^z_negative) - z_target)
 
     Suppose that the sampler draws the K negatives independently, and draws item j with probability
-    q_j. To correct for the sampling, pass log_q = log(K · q) and remove_hits=True, and leave out
-    target_log_q. Then the sum of exponentials is an unbiased estimate of the sum over all V items.
+    q_j. To correct for the sampling, pass `log_q` = log(K · q) and remove_hits=True, and do not
+    pass `target_log_q`. Then the sum of exponentials is an unbiased estimate of the sum over all V
+    items.
 
     A hit is a negative that is equal to the target of the row. With remove_hits=True, hits are left
     out of the sum. A negative that occurs several times counts several times.

@@ -4,9 +4,9 @@
 
 Here, z are the logits after softcap and temperature. If the columns of a row are split into
 disjoint sets, the five numbers of the row can be computed from the five numbers of each set.
-`Partial` holds (m, s, w) of some columns, and `merge` merges two Partials. `row_stats` computes the
-statistics of whole rows in one pass over the logits. `row_stats` is differentiable. All losses over
-row statistics have the same backward formula:
+`Partial` holds (m, s, w) of some columns, and `merge` merges two `Partial`s. `row_stats` computes
+the statistics of whole rows in one pass over the logits. `row_stats` is differentiable. All losses
+over row statistics have the same backward formula:
 
     dz_i = p_i (a + b log p_i) + Σ_k g_k [i = id_k] + g_c,    where p_i = e^(z_i - lse)
 
@@ -63,16 +63,16 @@ def partial(z: Tensor) -> Partial:
 
 
 def merge(left: Partial, right: Partial) -> Partial:
-    """Merges the Partials of two disjoint sets of columns.
+    """Merges the `Partial`s of two disjoint sets of columns.
 
-    `merge` is associative and commutative, with the empty Partial (-inf, 0, 0) as its identity. The
-    merged m is detached, and gradients flow only through s and w. The gradients of s and w are also
-    correct if `left.m` and `right.m` are equal.
+    `merge` is associative and commutative, with the empty `Partial` (-inf, 0, 0) as its identity.
+    The merged m is detached, and gradients flow only through s and w. The gradients of s and w are
+    also correct if `left.m` and `right.m` are equal.
     """
     m = torch.maximum(left.m, right.m).detach()
     s, w = torch.zeros_like(m), torch.zeros_like(m)
     for part in (left, right):
-        # `d` is part.m - m. For an empty Partial, `d` is set to 0. `d` is also set to 0 if part.m
+        # `d` is part.m - m. For an empty `Partial`, `d` is set to 0. `d` is also set to 0 if part.m
         # and m are the same infinity, because inf - inf would be NaN.
         stays = (part.s == 0) | (m.isinf() & (part.m == m))
         d = torch.where(stays, 0.0, part.m - m).clamp_min(-1e38)

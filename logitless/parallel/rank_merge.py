@@ -241,8 +241,8 @@ class ColumnBackend:
             # Let z be this rank's logits after softcap and temperature, and let s be
             # Σ e^(z - max z). Then logprobs[..., 0] is -log s. `rest` is log Σ e^(z - max z) over
             # the columns outside `ids`. `tail` is the log of the softmax mass of the same columns.
-            # So `rest` is `tail` + log s. If `tail` is -inf, `rest` is -inf too. In this case, log
-            # s is not used, because log s is NaN if the largest logit is +inf.
+            # So `rest` is `tail` + log s. If `tail` is -inf, `rest` is -inf too. Then log s is not
+            # used, because log s is NaN if the largest logit is +inf.
             rest = torch.where(tail == -torch.inf, tail, tail - logprobs[..., 0]).view(rows)
             y, _ = capped(top[:, 0], softcap)
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)
@@ -252,9 +252,9 @@ class ColumnBackend:
     def sampled(self, x: Tensor, uniforms: Tensor, how: Sampling) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the distinct ids that are drawn, their log-weights, and a mask.
 
-        The ranks use the uniform numbers of the first rank, because the generators of the ranks can
-        be in different states. The ranks gather the max and the mass of each row. Then each rank
-        finds the draws in its own columns.
+        The ranks use the uniform numbers of the first rank, because the random generators of the
+        ranks can be in different states. The ranks gather the max and the mass of each row. Then
+        each rank finds the draws in its own columns.
         """
         return self.backend.sampled(x, self.join(uniforms)[0], how, self.join, self.start)
 

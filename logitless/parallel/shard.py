@@ -161,7 +161,7 @@ class Shard(Source):
         vocab: int | None = None,
         sequence_parallel: bool = False,
     ) -> "Shard":
-        """Checks the arguments of a VocabShard, and returns its Shard."""
+        """Checks the arguments of a VocabShard, and returns its `Shard`."""
         ranks, source = ranks_of(group), without_wrapper(source)
         _check(ranks, source, start, vocab, sequence_parallel)
         if sequence_parallel:

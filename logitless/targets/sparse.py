@@ -99,7 +99,7 @@ class SparseTargets:
     def reshape(self, *rows: int | Sequence[int]) -> "SparseTargets":
         """Returns the same rows in another shape.
 
-        reshape((2, -1)) and reshape(2, -1) are the same.
+        reshape((2, -1)) and reshape(2, -1) have the same result.
         """
         shape: Any = rows[0] if len(rows) == 1 and isinstance(rows[0], Sequence) else rows
         lead = len(self.shape)

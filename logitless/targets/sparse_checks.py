@@ -132,14 +132,14 @@ def _array(entry: Any) -> Tensor:
 
 
 def _dimensions(entry: Any) -> int:
-    """Returns the number of dimensions of the tensor that one entry of an index selects from."""
+    """Returns how many dimensions of a tensor one entry of an index applies to."""
     if entry is None or entry is Ellipsis or isinstance(entry, bool):
         return 0
     return entry.dim() if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
 
 
 def joined(targets: Sequence[Any], kind: type) -> None:
-    """Checks that all targets are on the same device, and that either all or none have a tail."""
+    """Checks that all targets are on one device, and that all or none of them have a tail."""
     if not targets:
         raise ValueError("targets must hold at least one SparseTargets, got none.")
     for i, t in enumerate(targets):

@@ -61,8 +61,8 @@ def use_in_trl(model: T, **options) -> T:
     `model` is a trainer of TRL: SFT, DPO, KTO, GRPO, RLOO, distillation, GKD, ORPO, CPO or TPO. A
     trainer's reference model is adapted too. `model` can also be a model to which TRL's
     `add_fused_lm_head` was applied. `options` are options of LinearLogits. If the model is fused,
-    options that are not given here are taken from `fuse`. Calling `use_in_trl` again changes the
-    options, and `unuse_in_trl` undoes `use_in_trl`.
+    options that are not passed here have their values from the call of `fuse`. Calling `use_in_trl`
+    again changes the options, and `unuse_in_trl` undoes `use_in_trl`.
 
     The losses, gradients and logged metrics are the same as TRL's, except for rounding. GKD, ORPO,
     CPO and TPO read the logits of their models. So these models must be fused (`ll.fuse`).
@@ -302,8 +302,8 @@ def _adapted_forward(below: Callable, is_method: bool) -> Callable:
     If the caller requests TRL's fused head, logitless computes the results of this head.
     """
 
-    # `wraps` keeps the signature of `below`. `generate` checks its arguments against this
-    # signature.
+    # `functools.wraps` keeps the signature of `below`, because `generate` checks its arguments
+    # against this signature.
     @functools.wraps(below)
     def forward(self, *args, **kwargs):
         given = (self, *args) if is_method else args

@@ -196,10 +196,11 @@ def _transformed(
 class LogprobsOfSum(torch.autograd.Function):
     """Returns the log-probabilities of tokens. The backward computes only the gradient of `loss`.
 
-    All tokens in `mask` must have the same upstream gradient g, as in TRL's SFTTrainer. If `mask`
-    is None, all tokens must have the same upstream gradient. `loss` is minus the sum of the
-    log-probabilities, so the gradient of `loss` is -g. The forward that computed `loss` has already
-    computed the gradients of `loss`. So backward does not compute the logits again.
+    All tokens whose entry in `mask` is True must have the same upstream gradient g, as in TRL's
+    SFTTrainer. If `mask` is None, all tokens must have the same upstream gradient. `loss` is minus
+    the sum of the log-probabilities, so the gradient of `loss` is -g. The forward that computed
+    `loss` has already computed the gradients of `loss`. So backward does not compute the logits
+    again.
     """
 
     @staticmethod
