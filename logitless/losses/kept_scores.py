@@ -4,7 +4,7 @@ A sampler with top-k, top-p or min-p keeps some ids of each row, and draws the t
 softmax over the kept ids. `kept_scores` computes the log-probability of the token and the entropy
 under this restricted softmax. `evaluate` computes the logits at the kept ids. If requested,
 `evaluate` also computes the log-probabilities of the kept ids under the softmax over all ids. The
-logits and the log-probabilities have shape (..., K). Plain PyTorch operations compute the scores
+logits and the log-probabilities have shape (..., K). Ordinary PyTorch operations compute the scores
 from these results, so that autograd can differentiate the scores.
 """
 

@@ -1,6 +1,6 @@
 """Converts DTensor logits, and LinearLogits of DTensors, to logits of this rank.
 
-Logits that are sharded on the vocabulary become a VocabShard. Replicated logits become a plain
+Logits that are sharded on the vocabulary become a VocabShard. Replicated logits become an ordinary
 tensor. Logits with any other placement raise an error. Gradients are DTensors with the placements
 of the inputs.
 """
@@ -72,7 +72,7 @@ def source_of_dtensor(logits: Any) -> Source | None:
 
 
 class DTensorLogits(Source):
-    """DTensor logits. Labels and weights can be plain tensors or replicated DTensors."""
+    """DTensor logits. Labels and weights can be ordinary tensors or replicated DTensors."""
 
     def __init__(self, x: Any):
         self.x = x

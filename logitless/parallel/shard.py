@@ -310,7 +310,7 @@ class Shard(Source):
         return local.materialize(slice(None)).view(self.source.shape) if exist else local
 
     def columns_beside(self, other: "Shard") -> Layout:
-        """Returns columns of this shard, to compare them with the columns of `other`.
+        """Returns the columns of this shard, for a comparison with the columns of `other`.
 
         If both shards have a layout, the result covers the columns of all ranks. Otherwise, the
         result covers only the columns of this rank.

@@ -69,7 +69,7 @@ class SparseTargets:
         *,
         non_blocking: bool = False,
     ) -> "SparseTargets":
-        """Moves the targets to a device, converts logprobs and tail to a dtype, or does both.
+        """Moves the targets to a device, converts `logprobs` and `tail` to a dtype, or does both.
 
         >>> targets.to("cuda", torch.float16)
         """

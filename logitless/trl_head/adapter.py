@@ -12,7 +12,7 @@ the auxiliary loss of mixture-of-experts models.
 Other trainers of TRL call the model's head, and compute log-probabilities from the logits. On a
 GPU, these trainers call a kernel of TRL. This kernel would materialise lazy logits. So a
 `LogitsSwitch` replaces the kernel. For lazy logits, the `LogitsSwitch` calls this library. For
-plain logits, the `LogitsSwitch` calls the kernel.
+logits that are an ordinary tensor, the `LogitsSwitch` calls the kernel.
 """
 
 import functools

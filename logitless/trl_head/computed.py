@@ -126,7 +126,7 @@ def logprobs_and_entropies(
 ) -> tuple[Tensor, Tensor]:
     """Returns log p[index] and the entropy of each row.
 
-    In rows with a mask of 0, both results are 0.
+    Both results are 0 in rows whose entry in `row_mask` is 0.
     """
     mask = None if row_mask is None else row_mask != 0
     how = {"temperature": temperature, "mask": mask, "ignore_index": None}
