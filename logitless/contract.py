@@ -41,7 +41,7 @@ STATISTICS = (
     "total",  # Σ v z, where v are the class weights
     "log_total",  # Σ v log p
     "argmax",  # int64, the lowest column that holds the max; -1 for ignored rows
-    "rank",  # int64, how many logits exceed the logit of the label or first id (see `above`)
+    "rank",  # int64, the number of logits above the logit of the label or first id
     "tail",  # log of the softmax mass outside the ids
     "logprob_t1",  # log p of the label at temperature 1
 )
@@ -67,7 +67,7 @@ class Reading(NamedTuple):
     softcap: float | None = None
     ignore_index: int | None = None
     wants: tuple[str, ...] = ()  # the requested names from STATISTICS
-    # Whether the results and the gradient of a row must have the same bits in every batch (see
+    # If True, the results and the gradient of a row are bitwise the same in every batch (see
     # core/invariant.py).
     invariant: bool = False
 
@@ -140,7 +140,7 @@ class RowStats(NamedTuple):
     total: Tensor | None = None  # (...)      Σ z
     argmax: Tensor | None = None  # (...)     int64, the lowest column that holds the max
     logprob: Tensor | None = None  # like ids  log p[ids]
-    rank: Tensor | None = None  # (...)       int64, how many logits exceed the first id's logit
+    rank: Tensor | None = None  # (...)       int64, number of logits above the first id's logit
 
 
 class Statistics(NamedTuple):
@@ -177,9 +177,9 @@ STATE = 6
 class Partials(NamedTuple):
     """Partial statistics of the logits, for several disjoint sets of columns.
 
-    A set of columns is a split (the columns that one program reads), a block of columns that a head
-    computes at once, or the shard of one rank. Partial statistics can be merged in any order. For
-    an empty set of columns, the max M is -inf, and all sums are 0.
+    A set of columns can be a split (the columns that one program reads), a block of columns that a
+    head computes at once, or the shard of one rank. Partial statistics can be merged in any order.
+    For an empty set of columns, the max M is -inf, and all sums are 0.
     """
 
     state: Tensor  # (N, number of sets, part_width); the fields M, ..., REF are listed below
@@ -188,8 +188,8 @@ class Partials(NamedTuple):
 
 # Fields of Partials.state. In the comments, y is z · temperature, m is the max of y over the set of
 # columns, and d is y - m. The order of the fields is fixed, and the fields that most losses need
-# come first. Partials.state ends after the last field that a requested statistic needs. All fields
-# before the end are allocated. An allocated field that is not needed has undefined values.
+# come first. Partials.state ends after the last field that a requested statistic needs. All earlier
+# fields are allocated too. An earlier field that no requested statistic needs has undefined values.
 M = 0  # max y
 S = 1  # Σ e^(d / temperature)
 Y_LABEL = 2  # y at the label; 0 if the label is outside these columns
@@ -208,10 +208,10 @@ class Sums(NamedTuple):
     The fields M, S and Y_LABEL are always computed, and have no flag.
     """
 
-    entropy: bool  # W
-    argmax: bool  # ARG
-    second: bool  # S1
-    total: bool  # C, N and REF
+    entropy: bool  # the field W
+    argmax: bool  # the field ARG
+    second: bool  # the field S1
+    total: bool  # the fields C, N and REF
 
 
 def sums_of(wants: tuple[str, ...], at_temperature_1: bool) -> Sums:
@@ -223,8 +223,8 @@ def sums_of(wants: tuple[str, ...], at_temperature_1: bool) -> Sums:
 def part_width(entropy: bool, argmax: bool, second: bool, total: bool) -> int:
     """Returns the number of fields of Partials.state. The arguments are the flags of `Sums`.
 
-    Partials.state ends with the last field that is needed. All fields before the end are allocated.
-    An allocated field that is not needed has undefined values. Ranks send the undefined values too,
+    Partials.state ends with the last field that is needed. All earlier fields are allocated too. If
+    an earlier field is not needed, its values are undefined. Ranks send the undefined values too,
     so that the gathered tensors have the same layout.
     """
     if total:
@@ -269,11 +269,10 @@ FIELDS = ("a", "b", "label", "total", "a_ids", "logprob_t1")
 
 # The tail is the log of the softmax mass outside the ids. In a column i outside the ids, the
 # gradient of the tail has the term p_i / e^tail. If e^tail is very small, p_i underflows to 0 in
-# fp32, and 1 / e^tail overflows to infinity. Let `lift` be min(tail - LEAST_TAIL, 0), or 0 if the
-# tail is -inf. A loss with the coefficient "a_ids" avoids the underflow and the overflow. In the
-# columns outside the ids, such a loss uses p_i · e^-lift instead of p_i, and `a` · e^lift instead
-# of `a`. The product `a` · p_i does not change. For such a loss, the field A holds the number `a` ·
-# e^lift.
+# fp32, and 1 / e^tail overflows to infinity. A loss with the coefficient "a_ids" avoids the
+# underflow and the overflow. Let `lift` be min(tail - LEAST_TAIL, 0), or 0 if the tail is -inf. In
+# the columns outside the ids, backward computes p_i · e^-lift instead of p_i. The field A holds
+# `a` · e^lift instead of `a`. So the product of the two factors is still `a` · p_i.
 LEAST_TAIL = -32.0
 
 NO_ID = -(2**31)  # the id of a masked slot; a masked slot is not read and has no gradient
@@ -355,8 +354,8 @@ PAIR_STATE = 5
 # The kinds of `Pair` whose loss needs two passes over the logits. The first pass computes the
 # normalisers of the student and of the teacher. The second pass needs these normalisers to compute
 # the terms of the loss. If the columns of a row are divided into parts, the second pass computes
-# PAIR_SUMS[kind] sums for each part. The first sum is the loss of the part's columns. The other
-# sums are written to the last columns of the state (see eager/pair.py).
+# PAIR_SUMS[kind] sums for each part. The first sum is the loss over the columns of the part. The
+# other sums are written to the last columns of the state (see eager/pair.py).
 PAIR_SUMS = {"jsd": 2, "skewed_forward": 2, "skewed_reverse": 2, "tvd": 3}
 
 # The dtype of statistics and losses for each dtype of logits.

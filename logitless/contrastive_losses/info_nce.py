@@ -175,7 +175,7 @@ class Pairs(NamedTuple):
         return Pairs(a, b, scale, positives, ignored, bad, mask, labels, how.ring)
 
     def block(self, owner: int, labels: Sequence[Tensor]) -> Block:
-        """Returns the Block that pairs this rank's rows of `a` with the rows of `b` on rank
+        """Returns the `Block` that pairs this rank's rows of `a` with the rows of `b` on rank
         `owner`.
         """
         own, mask = owner == self.ring.index, self.mask
@@ -309,7 +309,7 @@ def _sums(
     rows: Tensor,
     columns: Tensor | None,
     by_row: Tensor | None,  # (N,), the upstream gradient, or None for ones
-    needs: Sequence[bool],  # whether a, b, scale and the other arguments need a gradient
+    needs: Sequence[bool],  # whether `a`, `b`, `scale` and the other arguments need a gradient
 ) -> Sums:
     """Runs the second pass, and returns the gradients of `a`, `b` and `scale`."""
     for_a, for_b, for_scale, *_ = needs

@@ -67,14 +67,14 @@ class Ring:
         return max(self.columns)
 
     def columns_before(self, owner: int) -> int:
-        """The number of rows of `b` on the ranks 0 to `owner` - 1 together."""
+        """The total number of rows of `b` on all ranks before the rank `owner`."""
         return sum(self.columns[:owner])
 
     def around(self, given: Sequence[Tensor], sums: Sequence[Tensor], visit: Visit) -> list[Tensor]:
         """Calls visit(owner, given, sums) for the block of each rank, and returns this rank's sums.
 
-        The lists `given` and `sums` hold tensors of this rank's block, with one entry per row of
-        `b`. `visit` adds to `sums` in place. The next block is sent while `visit` computes.
+        `given` and `sums` are lists of tensors of this rank's block. Each tensor has one entry per
+        row of `b`. `visit` adds to `sums` in place. The next block is sent while `visit` computes.
         """
         given, sums = list(given), list(sums)
         for step in range(self.count):
@@ -95,9 +95,10 @@ class Ring:
 
 
 def _text(value: Any) -> Any:
-    """Returns the properties of an argument that must be equal on all ranks.
+    """Returns a description of an argument, which is compared between ranks.
 
-    The number of rows and the values of a tensor can differ between ranks.
+    The description leaves out the number of rows and the values of a tensor, because ranks can have
+    different rows.
     """
     if isinstance(value, (tuple, list)):
         return [_text(one) for one in value]

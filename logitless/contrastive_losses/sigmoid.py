@@ -50,8 +50,8 @@ def sigmoid_contrastive(
     scale 10 and bias -10, because most pairs are negatives.
 
     Forward and backward together take three GEMMs for "mean" and "sum", and four GEMMs for "none".
-    The other arguments have the same meaning as in `contrastive`. With `group`, the rows of `b` on
-    all ranks form pairs with each row of `a`.
+    The other arguments have the same meaning as in `contrastive`. With `group`, each row of `a` is
+    paired with the rows of `b` on all ranks.
 
     torch.compile breaks the graph at this function, so fullgraph=True raises an error.
 
@@ -125,7 +125,7 @@ class Sums(NamedTuple):
 
     a: Tensor | None
     b: Tensor | None
-    numbers: Tensor  # (2,), the gradients of scale and bias
+    numbers: Tensor  # (2,), the gradients of `scale` and `bias`
 
 
 class _SigmoidContrastive(Node):
@@ -165,7 +165,8 @@ def _pass(
     row is multiplied by `upstream`.
     """
     ring, a, b = how.ring, inputs.a, inputs.b
-    similarities = Similarities(a, ring.largest, how.workspace)  # all backends use the same units
+    # Forward and backward can use different backends, because this loss stores no normalisers.
+    similarities = Similarities(a, ring.largest, how.workspace)
     backend = similarities.backend
     scale, bias = inputs.number(inputs.scale), inputs.number(inputs.bias)
     gradients = None if needs is None else Gradients(similarities, needs.a)

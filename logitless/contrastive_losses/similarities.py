@@ -58,7 +58,7 @@ class Similarities:
         self.step = min(even_chunk(len(a), limit // max(width, 1)), MOST_ROWS)
         size = min(self.step, len(a)) * _padded(most)
         self.memory = torch.empty(size, device=a.device, dtype=self.a.dtype)
-        self.in_memory: tuple[int, slice] | None = None  # the owner and the rows of a chunk
+        self.in_memory: tuple[int, slice] | None = None  # the chunk's owner and rows
 
     def working(self, t: Tensor) -> Tensor:
         """Converts embeddings to the dtype of the GEMMs and to contiguous memory.
@@ -74,7 +74,7 @@ class Similarities:
     ) -> Iterator[Chunk]:
         """Computes the similarities with the block `b` of rank `owner`, one chunk at a time.
 
-        If `overwritten` is True, the caller overwrites the chunks, and the chunks come in reverse
+        `overwritten` is True if the caller overwrites the chunks. The chunks then come in reverse
         order.
         """
         m, width = len(b), _padded(len(b))
@@ -119,7 +119,7 @@ class Gradients:
 
 
 def times(total: Tensor | None, factor: Tensor, like: Tensor) -> Tensor | None:
-    """Returns total · factor in the dtype of `like`."""
+    """Returns `total` · `factor` in the dtype of `like`."""
     if total is None:
         return None
     out = total if total.dtype == like.dtype else torch.empty_like(total, dtype=like.dtype)

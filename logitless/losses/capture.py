@@ -66,7 +66,7 @@ def capture_sampled(
     divided by their sum, so the estimate has a bias of order 1 / n.
 
     The result has n slots per row. The ids are in ascending order. The slots after the last
-    distinct id are masked, and hold id 0. The targets have no tail. If all logits of a row are
+    distinct id are masked, and hold the id 0. The targets have no tail. If all logits of a row are
     -inf, all slots of this row are masked. If a logit of a row is NaN or +inf, this row has one
     unmasked slot, whose log-weight is NaN. An id with p = 0 is never drawn. An id is also never
     drawn if its p^proposal is below 2^-41 times the largest p^proposal of the row.
@@ -74,9 +74,9 @@ def capture_sampled(
     `generator` must be on the device of the logits. The function draws n sorted uniform numbers per
     row from the generator, and each number determines one id. Equal logits and equal generators
     give equal ids, even if the columns are sharded over ranks. The ranks of a VocabShard use the
-    uniform numbers of the first rank. If two GEMMs round the logits differently, some draws can
-    differ. These are the draws whose uniform numbers are close to the boundary between two ids. The
-    uniform numbers of a row depend on the position of the row in the batch.
+    uniform numbers of the first rank. If two GEMMs round the logits differently, a draw can differ
+    if its uniform number is close to the boundary between two ids. The uniform numbers of a row
+    depend on the position of the row in the batch.
 
     On a GPU, one pass over the logits computes the max and the sums of each row, and a second pass
     reads only the blocks of 512 columns that contain a draw.

@@ -129,7 +129,7 @@ def dense_teacher(
 
 
 def kl_div(student, direction, skew) -> None:
-    """Checks the options of kl_div that no other loss has."""
+    """Checks the options that only `kl_div` has."""
     tensor_checks.one_of("direction", direction, option_checks.DIRECTIONS)
     option_checks.skew(skew)
 

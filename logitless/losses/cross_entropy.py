@@ -82,7 +82,7 @@ class CrossEntropy(RowLoss):
 @operator("cross_entropy_and_scores", saved=2)
 @dataclass(eq=False)
 class ScoredCrossEntropy(CrossEntropy):
-    """Cross-entropy with the scores of each row as `extras`, which have no gradient.
+    """Cross-entropy whose `extras` are the scores of each row. The scores have no gradient.
 
     This loss does not use the kernel that computes loss and gradient in one pass, because that
     kernel computes no scores.
@@ -105,7 +105,7 @@ class ScoredCrossEntropy(CrossEntropy):
 @operator("cross_entropy_scores_and_rank", saved=2)
 @dataclass(eq=False)
 class RankedCrossEntropy(ScoredCrossEntropy):
-    """Cross-entropy with the scores and the rank of each row as `extras`."""
+    """Cross-entropy whose `extras` are the scores and the rank of each row."""
 
     extras: ClassVar[tuple[str, ...]] = Scores._fields
 
@@ -153,10 +153,10 @@ def cross_entropy(
     inplace=True saves the memory of the gradient, because the gradient overwrites the logits in
     forward. If another operation saved the logits before this call, the backward of that operation
     raises an error. If an operation uses the logits after this call, a backward through that
-    operation raises an error too. If the logits are a leaf, or a slice of a larger tensor, a use
-    after this call is not detected. With inplace=True, a second backward raises an error. If no
-    gradient is needed, inplace=True does not overwrite the logits. Under torch.compile,
-    inplace=True has no effect, because the compiler plans memory itself.
+    operation raises an error too. Such a later use raises no error if the logits are a leaf or a
+    slice of a larger tensor. With inplace=True, a second backward raises an error. If no gradient
+    is needed, inplace=True does not overwrite the logits. Under torch.compile, inplace=True has no
+    effect, because the compiler plans memory itself.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)
@@ -256,9 +256,9 @@ def linear_cross_entropy(
     """Computes the cross-entropy of the logits hidden (..., D) @ weight (V, D).T + bias.
 
     Large logits are never materialised as a whole. `class_weight` is the option `weight` of
-    cross_entropy, and `options` are the other options of cross_entropy. The options `workspace`,
-    `logits_dtype`, `accumulate`, `main_grad`, `drop_ignored` and `low_rank` have the same meaning
-    as in LinearLogits.
+    `cross_entropy`, and `options` are the other options of `cross_entropy`. The options
+    `workspace`, `logits_dtype`, `accumulate`, `main_grad`, `drop_ignored` and `low_rank` have the
+    same meaning as in LinearLogits.
 
     >>> linear_cross_entropy(hidden, head.weight, target)
     """

@@ -1,7 +1,8 @@
 """Losses against a dense teacher, which has logits or probabilities for the whole vocabulary.
 
-Each loss is one number per row. The loss takes one pass over the logits of student and teacher.
-JSD, TVD and the skewed KL take two passes. The gradient is the only new tensor with V columns.
+Each loss computes one number per row. Most losses take one pass over the logits of student and
+teacher. JSD, TVD and the skewed KL take two passes. The gradient is the only new tensor with V
+columns.
 """
 
 from dataclasses import dataclass
@@ -57,8 +58,8 @@ class Dense(RowLoss):
         loss = super().fold_scale(scale, softcap)
         if loss is None or scale == 1 or self.pair.kind == "soft":
             return loss
-        # The new loss divides the temperature by `scale`. The temperature also applies to the
-        # teacher. So the teacher's logits are divided by `scale` too. Then the teacher's softmax
+        # In `loss`, the temperature is divided by `scale`. This temperature also applies to the
+        # teacher. So the teacher's logits are divided by `scale` too, and the teacher's softmax
         # does not change.
         teacher = scaled_teacher(self.pair.teacher, 1 / scale)
         if teacher is None:
@@ -103,7 +104,7 @@ def kl_div(
     The skewed KL is at most -log α, so the loss is finite even if p or q is 0. DistiLLM uses
     α = 0.1. The skewed KL reads student and teacher twice, as `jsd` does.
 
-    The softcap applies only to the student. With `t_squared=True`, value and gradient are
+    The softcap applies only to the student. With `t_squared=True`, the value and the gradient are
     multiplied by T², so that the gradient does not shrink as T grows.
 
     `temperature` (T) is one number, or a tensor with one number per row. Rows for which `mask` is

@@ -4,7 +4,7 @@ A sampler with top-k, top-p or min-p keeps some ids of each row, and draws the t
 softmax over the kept ids. `kept_scores` computes the log-probability of the token and the entropy
 under this restricted softmax. `evaluate` computes the logits at the kept ids. If requested,
 `evaluate` also computes the log-probabilities of the kept ids under the softmax over all ids. The
-logits and the log-probabilities have shape (..., K). Plain PyTorch operations compute the scores
+logits and the log-probabilities have shape (..., K). Ordinary PyTorch operations compute the scores
 from these results, so that autograd can differentiate the scores.
 """
 
@@ -36,7 +36,7 @@ class KeptScores(NamedTuple):
 @operator("kept_statistics", saved=1)
 @dataclass(eq=False)
 class KeptStatistics(Read):
-    """A `Read` that checks the labels as class ids, but does not use them for a statistic."""
+    """A `Read` whose labels are checked as class ids. No statistic uses the labels."""
 
     labels_are_ids: ClassVar[bool] = True
 
@@ -141,8 +141,8 @@ def _distinct(ids: Tensor, label: Tensor, vocab: int) -> Tensor:
     in_order, order = ids.sort(dim=-1, stable=True)
     again = torch.nn.functional.pad(in_order[..., 1:] == in_order[..., :-1], (1, 0))
     repeated = torch.zeros_like(again).scatter(-1, order, again)
-    # In the argument `kept`, NO_ID is an invalid id. NO_ID is replaced by another invalid id,
-    # because the next line uses NO_ID to mark empty slots.
+    # If `kept` contains the number `NO_ID`, this number is an invalid id. It is replaced by another
+    # invalid id, because the second line below marks empty slots with `NO_ID`.
     ids = torch.where(ids == NO_ID, EMPTY - 1, ids)
     ids = torch.where(repeated | (ids == EMPTY), NO_ID, ids)
     # `bad` can be True for ignored rows too, but ignored rows are not read.

@@ -104,7 +104,7 @@ class Formula(RowLoss):
     def hints(self, argument: Any) -> list[str]:
         """Returns one hint for each field of `argument` whose value is None.
 
-        The hint names the option of the public function that requests the field.
+        Each hint names the option that requests the field.
         """
         by = {"picked": "ids", "logprob": "ids"}
         names = [name for name, t in argument._asdict().items() if t is None]

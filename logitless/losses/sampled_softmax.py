@@ -59,14 +59,15 @@ def sampled_softmax(
         z_ij = (hidden_i · weight_j + bias_j) / temperature - log_q_j
 
     `log_q` has the shape of `negatives`. The logit of the target has the same formula, with
-    `target_log_q` instead of log_q. `target_log_q` has the shape of `target`. If log_q or
-    target_log_q is None, 0 is used instead. The loss of a row is
+    `target_log_q` instead of `log_q`. `target_log_q` has the shape of `target`. If `log_q` or
+    `target_log_q` is None, its value is 0. The loss of a row is
 
         row_weight · (log (e^z_target + Σ e^z_negative) - z_target)
 
     Suppose that the sampler draws the K negatives independently, and draws item j with probability
-    q_j. To correct for the sampling, pass log_q = log(K · q) and remove_hits=True, and leave out
-    target_log_q. Then the sum of exponentials is an unbiased estimate of the sum over all V items.
+    q_j. To correct for the sampling, pass `log_q` = log(K · q) and remove_hits=True, and do not
+    pass `target_log_q`. Then the sum of exponentials is an unbiased estimate of the sum over all V
+    items.
 
     A hit is a negative that is equal to the target of the row. With remove_hits=True, hits are left
     out of the sum. A negative that occurs several times counts several times.
@@ -165,7 +166,7 @@ class SharedNegatives(Formula):
 
     The column of a row's hit is stored as the row's label. The label is NO_HIT if the row has no
     hit. Forward and backward both replace the logit of the hit by -inf before they read the logits.
-    So backward can read the logits that forward changed, or recomputed logits.
+    So backward is correct for the logits that forward changed, and also for recomputed logits.
     """
 
     caller: ClassVar[str] = "sampled_softmax"
@@ -194,7 +195,8 @@ def shared_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> T
         ids, log_q, column = _distinct(ids, log_q, s.target, full) if s.remove_hits else (
             ids, log_q, torch.full_like(s.target, NO_HIT)
         )  # fmt: skip
-        # All rows of the table are gathered at once, so that backward computes one gradient.
+        # One call gathers the table's rows for targets and negatives, so that backward computes
+        # only one gradient of the table.
         wanted = torch.cat((s.target, ids))
         bad = s.is_bad(wanted)
         # An id outside [0, V) is replaced by the first negative. So a sparse gradient of the table
@@ -211,7 +213,8 @@ def shared_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> T
     hidden = s.hidden
     if autocasts(hidden.device):
         hidden, others = cast_by_autocast(hidden), cast_by_autocast(others)
-    # The logits are fp32, so the head accepts a bias in fp32, and log_q is not rounded to 16 bits.
+    # The logits are fp32. So the head accepts a bias in fp32, and `log_q` is not rounded to 16
+    # bits.
     wide = None if full == hidden.dtype else full
     head = Head(hidden, others, extra, workspace=s.workspace, logits_dtype=wide)
     logits = HeadLogits(head)
@@ -255,7 +258,8 @@ def _distinct(
 
     If an id occurs several times, the first column of the id gets the whole mass Σ e^(-log_q). In
     the other columns of the id, log_q is inf, so the logits are -inf. So each row has at most one
-    hit, and the host need not wait for the number of distinct ids.
+    hit. The number of columns does not depend on the number of distinct ids, so the host does not
+    wait.
     """
     ids, order = ids.sort(stable=True)
     log_q = torch.zeros_like(ids, dtype=full) if log_q is None else log_q.to(full)[order]

@@ -25,9 +25,9 @@ from .row_loss import Formula, check_formula, constant_where
 
 Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
 
-# If the probabilities of student and teacher are both 0, both log-probabilities are set to NOTHING.
-# NOTHING is finite, so that the difference of the two log-probabilities is 0 instead of NaN.
-# exp(NOTHING) is 0. Even exp(NOTHING / 100) is 0 in fp64, so a formula can divide the
+# If the probabilities of student and teacher are both 0, both log-probabilities are set to
+# `NOTHING`. `NOTHING` is finite, so that the difference of the two log-probabilities is 0 instead
+# of NaN. exp(NOTHING) is 0. Even exp(NOTHING / 100) is 0 in fp64, so a formula can divide the
 # log-probabilities by up to 100.
 NOTHING = -1e5
 
@@ -63,8 +63,8 @@ class SlotFormula(Formula):
         student_tail = teacher_tail = None
         if "tail" in statistics:
             student_tail, (teacher_tail, *rows) = statistics["tail"], rows
-            # If the student's mass outside the ids is 0, a tiny mass of the teacher outside the ids
-            # is treated as a rounding error, and is set to 0.
+            # A tiny mass of the teacher outside the ids can be a rounding error. If the student's
+            # mass outside the ids is 0, this tiny mass is set to 0 too.
             small = (student_tail == -torch.inf) & (teacher_tail < LOG_ROUNDING)
             teacher_tail = torch.where(small, -torch.inf, teacher_tail)
             student_tail, teacher_tail = _compared(student_tail, teacher_tail, some)
@@ -84,10 +84,9 @@ class SlotFormula(Formula):
 def _compared(student: Tensor, teacher: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the log-probabilities of student and teacher.
 
-    If both probabilities are 0, both log-probabilities are set to NOTHING. In masked slots and
-    ignored rows, `real` is False, and both log-probabilities are also set to NOTHING. Where the
-    student's probability is 0, the student's log-probability is detached, because the gradient
-    could be 0 · inf = NaN.
+    `real` is False in masked slots and in ignored rows. If `real` is False, or if both
+    probabilities are 0, both log-probabilities are set to `NOTHING`. If the student's probability
+    is 0, the student's log-probability is detached, because its gradient could be 0 · inf = NaN.
     """
     teacher = teacher.to(student.dtype)
     gone = student == -torch.inf
@@ -135,8 +134,9 @@ def slot_loss(
     In a masked slot, log q and log p are the same finite number, whose exp is 0. So masked slots
     add 0 to most divergences. Masked slots would change the result of some formulas, such as a
     ranking of slots. Such a formula must use slots.mask. If p and q of a slot are both 0, log q and
-    log p are the same number as in a masked slot. The same holds for the tails. If only p is 0, log
-    p is -inf, and if only q is 0, log q is -inf. If q is 0, log q has no gradient.
+    log p have the same values as in a masked slot. If both masses outside the ids are 0, the tails
+    have these values too. If only p is 0, log p is -inf, and if only q is 0, log q is -inf. If q is
+    0, log q has no gradient.
 
     A row is ignored if its label is ignore_index or its entry in `mask` is False. If all ids of a
     row are masked, the loss and the gradients of this row are 0. `row_weight` multiplies the loss

@@ -51,7 +51,7 @@ class Sparse(RowLoss):
     def flatten(self, recompute=False):
         tensors, loss = super().flatten()
         slots = self.slots
-        if recompute:  # only forward reads the tensors of self.slots
+        if recompute:  # only forward reads these tensors
             tensors = (*tensors, slots.teacher, slots.mask, slots.tail, slots.row_weight)
         blank = slots._replace(teacher=None, mask=None, tail=None, row_weight=None)
         return tensors, loss.replace(slots=blank)

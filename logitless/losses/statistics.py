@@ -4,9 +4,9 @@
 
 Here, z are the logits after softcap and temperature. If the columns of a row are split into
 disjoint sets, the five numbers of the row can be computed from the five numbers of each set.
-`Partial` holds (m, s, w) of some columns, and `merge` merges two Partials. `row_stats` computes the
-statistics of whole rows in one pass over the logits. `row_stats` is differentiable. All losses over
-row statistics have the same backward formula:
+`Partial` holds (m, s, w) of some columns, and `merge` merges two `Partial`s. `row_stats` computes
+the statistics of whole rows in one pass over the logits. `row_stats` is differentiable. All losses
+over row statistics have the same backward formula:
 
     dz_i = p_i (a + b log p_i) + Σ_k g_k [i = id_k] + g_c,    where p_i = e^(z_i - lse)
 
@@ -63,16 +63,16 @@ def partial(z: Tensor) -> Partial:
 
 
 def merge(left: Partial, right: Partial) -> Partial:
-    """Merges the Partials of two disjoint sets of columns.
+    """Merges the `Partial`s of two disjoint sets of columns.
 
-    `merge` is associative and commutative, with the empty Partial (-inf, 0, 0) as its identity. The
-    merged m is detached, and gradients flow only through s and w. The gradients of s and w are also
-    correct if both maxima are equal.
+    `merge` is associative and commutative, with the empty `Partial` (-inf, 0, 0) as its identity.
+    The merged m is detached, and gradients flow only through s and w. The gradients of s and w are
+    also correct if `left.m` and `right.m` are equal.
     """
     m = torch.maximum(left.m, right.m).detach()
     s, w = torch.zeros_like(m), torch.zeros_like(m)
     for part in (left, right):
-        # `d` is part.m - m. For an empty Partial, `d` is set to 0. `d` is also set to 0 if part.m
+        # `d` is part.m - m. For an empty `Partial`, `d` is set to 0. `d` is also set to 0 if part.m
         # and m are the same infinity, because inf - inf would be NaN.
         stays = (part.s == 0) | (m.isinf() & (part.m == m))
         d = torch.where(stays, 0.0, part.m - m).clamp_min(-1e38)
@@ -102,8 +102,8 @@ class Read(RowLoss):
         state, reading, found = saved[0], self.reading, None
         gradients = {n: d for n, d in zip(reading.wants, upstream, strict=True) if d is not None}
         if len(gradients) == 1 and reading.ids is None:
-            # If only one statistic has a gradient, its coefficients can be constants, which
-            # `of_one` returns. The backend multiplies these constants by the gradient.
+            # If only one statistic has a gradient, its coefficients can be constants. `of_one`
+            # returns these constants, and the backend multiplies the constants by the gradient.
             ((name, gain),) = gradients.items()
             found = of_one[name, state.device, state.dtype]
         if found is None:
@@ -144,11 +144,11 @@ def row_stats(
     strictly greater than the logit of the id. So the rank of an argmax is 0. The dtype of the rank
     is int64. The recall at k is 1 if rank < k, the reciprocal rank is 1 / (1 + rank), and the NDCG
     of one relevant item is 1 / log2(2 + rank). The logits are compared after the softcap and before
-    the division by the temperature, so equal logits stay equal. A NaN counts as greater than every
-    logit. So the rank is V if the logit of the id is NaN. On a GPU, an id outside [0, V) raises no
-    error, and its rank is also V. The logits of a 16-bit head are rounded to 16 bits. So a slightly
-    greater logit can become equal to the logit of the id. The rank is then too small. For metrics,
-    pass logits_dtype=torch.float32 to LinearLogits.
+    the division by the temperature, so equal logits stay equal. A logit that is NaN counts as
+    greater than the logit of the id. If the logit of the id is NaN, the rank is V. On a GPU, an id
+    outside [0, V) raises no error, and its rank is V too. The logits of a 16-bit head are rounded
+    to 16 bits. So a slightly greater logit can become equal to the logit of the id. The rank is
+    then too small. For metrics, pass logits_dtype=torch.float32 to LinearLogits.
 
     Logits are fp16, bf16, fp32 or fp64. The temperature is one number, or a tensor with one number
     per row. Statistics are fp32 (fp64 for fp64 logits), and gradients have the dtype of the logits.

@@ -55,7 +55,7 @@ def shard(source: Any, start: Any, vocab: Any, sequence_parallel: Any) -> None:
 
 
 def has_all_columns(source: Any) -> bool:
-    """Whether the source already covers the columns of all ranks, as a VocabShard does."""
+    """Whether losses over `source` already use the columns of all ranks, as for a VocabShard."""
     return isinstance(source, Source) and source.ranks_of_call() is not None
 
 

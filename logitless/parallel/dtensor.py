@@ -1,6 +1,6 @@
 """Converts DTensor logits, and LinearLogits of DTensors, to logits of this rank.
 
-Logits that are sharded on the vocabulary become a VocabShard. Replicated logits become a plain
+Logits that are sharded on the vocabulary become a VocabShard. Replicated logits become an ordinary
 tensor. Logits with any other placement raise an error. Gradients are DTensors with the placements
 of the inputs.
 """
@@ -36,7 +36,7 @@ def local(t, grad_placements=None) -> Tensor:
 class _Arrived(Node):
     """Waits until a collective has written the shard.
 
-    Kernels would read the shard without waiting.
+    A kernel does not wait for the collective.
     """
 
     @staticmethod
@@ -49,7 +49,7 @@ class _Arrived(Node):
 
 
 def shard_of(source: Any, mesh: Any, dim: int, vocab: int) -> Shard:
-    """Returns this rank's Shard of a vocabulary that is sharded over dimension `dim` of a mesh.
+    """Returns this rank's `Shard` of a vocabulary that is sharded over dimension `dim` of a mesh.
 
     DTensor splits a dimension in the same way as `torch.chunk`, so each rank's columns are known
     without communication.
@@ -72,7 +72,7 @@ def source_of_dtensor(logits: Any) -> Source | None:
 
 
 class DTensorLogits(Source):
-    """DTensor logits. Labels and weights can be plain tensors or replicated DTensors."""
+    """DTensor logits. Labels and weights can be ordinary tensors or replicated DTensors."""
 
     def __init__(self, x: Any):
         self.x = x
@@ -127,7 +127,7 @@ def _whole(t: Tensor | None) -> Tensor | None:
 def hidden_of_all(hidden, weight) -> Tensor:
     """All-gathers the hidden states of all tokens over the ranks that hold shards of the weight.
 
-    The gradient of the result has the placement Partial, so DTensor sums the gradients of all
+    The gradient of the result has the placement `Partial`, so DTensor sums the gradients of all
     ranks.
     """
     # This import is local, because importing torch.distributed.tensor takes half a second.
@@ -141,7 +141,7 @@ def hidden_of_all(hidden, weight) -> Tensor:
 
 
 def shard_of_head(head: Any) -> Shard:
-    """Returns this rank's Shard of a head. Weight and bias are DTensors, sharded by rows."""
+    """Returns this rank's `Shard` of a head. Weight and bias are DTensors, sharded by rows."""
     hidden, weight, bias, _ = head.tensors
     (dim,) = [i for i, place in enumerate(weight.placements) if not place.is_replicate()]
     tokens = not hidden.placements[dim].is_replicate()

@@ -30,7 +30,7 @@ from ..eager.sampled import Sampling
 from ..heads.gradient_sums import put
 from ..heads.head import Rows
 
-BAD = -1  # an id outside the vocabulary; NO_ID is an id in the columns of another rank
+BAD = -1  # marks an id outside the vocabulary; NO_ID marks an id in another rank's columns
 
 
 class ColumnBackend:
@@ -240,9 +240,9 @@ class ColumnBackend:
             part[:, k : k + own] = contract.as_bits(ids.view(rows, own) + self.start, part.dtype)
             # Let z be this rank's logits after softcap and temperature, and let s be
             # Σ e^(z - max z). Then logprobs[..., 0] is -log s. `rest` is log Σ e^(z - max z) over
-            # the columns outside `ids`. `tail` is the log of the softmax mass of these columns, so
-            # `rest` is tail + log s. If the largest logit is +inf, log s is NaN. If `tail` is -inf,
-            # `rest` is set to -inf without using log s.
+            # the columns outside `ids`. `tail` is the log of the softmax mass of the same columns.
+            # So `rest` is `tail` + log s. If `tail` is -inf, `rest` is -inf too. Then log s is not
+            # used, because log s is NaN if the largest logit is +inf.
             rest = torch.where(tail == -torch.inf, tail, tail - logprobs[..., 0]).view(rows)
             y, _ = capped(top[:, 0], softcap)
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)
@@ -252,9 +252,9 @@ class ColumnBackend:
     def sampled(self, x: Tensor, uniforms: Tensor, how: Sampling) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the distinct ids that are drawn, their log-weights, and a mask.
 
-        The ranks use the uniform numbers of the first rank, because the generators of the ranks can
-        be in different states. The ranks gather the max and the mass of each row. Then each rank
-        finds the draws in its own columns.
+        The ranks use the uniform numbers of the first rank, because the random generators of the
+        ranks can be in different states. The ranks gather the max and the mass of each row. Then
+        each rank finds the draws in its own columns.
         """
         return self.backend.sampled(x, self.join(uniforms)[0], how, self.join, self.start)
 
@@ -273,7 +273,7 @@ class ColumnBackend:
     def _columns(self, ids: Tensor) -> Tensor:
         """Converts ids to columns of this rank.
 
-        Ids of other ranks' columns become NO_ID. Ids outside the vocabulary become BAD.
+        Ids of other ranks' columns become `NO_ID`. Ids outside the vocabulary become `BAD`.
         """
         at = ids.long() - self.start
         elsewhere = ((ids >= 0) & (ids < self.vocab)) | (ids == NO_ID)
@@ -368,7 +368,7 @@ class OwnRows:
             self.local = self.reduce_scatter(self.total)
 
     def result(self) -> Tensor:
-        # If there were no chunks, the reduce-scatter is started here.
+        # If there were no chunks, the reduce-scatter has not started yet, and starts here.
         local = self.reduce_scatter(self.total) if self.local is None else self.local
         return local.wait()
 

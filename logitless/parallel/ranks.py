@@ -66,8 +66,9 @@ class Ranks:
     def shift(self, tensors: Sequence[Tensor], rows: int, tag: int = 0) -> "_Arrivals":
         """Starts to send tensors to the next rank, and to receive tensors from the previous rank.
 
-        wait() returns the received tensors, which have `rows` rows. A shift of k tensors uses the
-        tags from `tag` to `tag + k - 1`. Shifts that run at the same time must use different tags.
+        wait() returns the received tensors. `rows` is the number of rows of each received tensor. A
+        shift of k tensors uses the tags from `tag` to `tag + k - 1`. Shifts that run at the same
+        time must use different tags.
         """
         if self.by_cpu and any(t.is_cuda for t in tensors):
             moved = self.shift([t.cpu() for t in tensors], rows, tag).wait()

@@ -20,8 +20,9 @@ from ..core.source import is_dense, is_source
 def text_of_shard(source: Any, start: Any, vocab: Any, sequence_parallel: bool) -> str:
     """Returns a text that describes a VocabShard. The text must be the same on all ranks.
 
-    The text leaves out widths and starts, because widths and starts can differ between ranks. The
-    text states whether a start is given, because a start on only some ranks is an error.
+    The text leaves out the width and the value of `start`, because these numbers can differ between
+    ranks. The text states whether `start` is given, because it is an error if only some ranks pass
+    `start`.
     """
     options = {"start": start is not None, "vocab": vocab, "sequence_parallel": sequence_parallel}
     return f"VocabShard of {_of_source(source)}, {options}"

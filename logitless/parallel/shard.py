@@ -53,12 +53,12 @@ class Layout(NamedTuple):
         return sum(self.widths)
 
 
-# Caches the largest width of all ranks. The cache is used if `start` and `vocab` are given. The key
-# is the group and the vocabulary size. If a rank finds no cached width, the rank exchanges widths
-# with the other ranks. An exchange that only some ranks start never finishes. So the key must be
-# the same on all ranks, and this rank's columns are not part of the key. Suppose that the same
-# vocabulary is sharded again, and only some ranks get different columns. With columns in the key,
-# only these ranks would start an exchange.
+# This dict caches the largest width of all ranks. The cache is used if `start` and `vocab` are
+# given. The key is the group and the vocabulary size. If a rank finds no cached width, the rank
+# exchanges widths with the other ranks. An exchange that only some ranks start never finishes. So
+# the key is the same on all ranks, and does not contain this rank's columns. Otherwise, a second
+# VocabShard could have new columns on only some ranks, and only these ranks would start an
+# exchange.
 _widest: dict[tuple, int] = {}
 
 
@@ -161,7 +161,7 @@ class Shard(Source):
         vocab: int | None = None,
         sequence_parallel: bool = False,
     ) -> "Shard":
-        """Checks the arguments of a VocabShard, and returns its Shard."""
+        """Checks the arguments of a VocabShard, and returns its `Shard`."""
         ranks, source = ranks_of(group), without_wrapper(source)
         _check(ranks, source, start, vocab, sequence_parallel)
         if sequence_parallel:
@@ -276,7 +276,7 @@ class Shard(Source):
     def times(self, factor: float) -> "Shard | None":
         """Returns a shard of these logits multiplied by `factor`.
 
-        Returns None if the source is a tensor, because multiplying the tensor would need a copy.
+        Returns None if the source is a tensor, because a multiplication would copy the tensor.
         """
         scaled = self.source.times(factor)
         return None if scaled is None else self.over(scaled)
@@ -310,10 +310,10 @@ class Shard(Source):
         return local.materialize(slice(None)).view(self.source.shape) if exist else local
 
     def columns_beside(self, other: "Shard") -> Layout:
-        """Returns the columns of this shard that are compared with the columns of `other`.
+        """Returns the columns of this shard, for a comparison with the columns of `other`.
 
-        If both shards have a layout, the columns of all ranks are compared. Otherwise, only the
-        columns of this rank are compared.
+        If both shards have a layout, the result covers the columns of all ranks. Otherwise, the
+        result covers only the columns of this rank.
         """
         if self.layout is None or other.layout is None:
             return Layout((self.start,), (self.width,))
@@ -339,7 +339,7 @@ class Columns(Source):
         return self  # `cut` detaches the tensor
 
     def times(self, factor: float) -> None:
-        """Returns None, because multiplying the tensor would copy the tensor."""
+        """Returns None, because a multiplication would copy the tensor."""
 
     def in_columns(self, shard: Shard) -> Source:
         return LogitColumns(self.x, shard)

@@ -5,8 +5,8 @@ of the tensors. The numbers of the tensors are little-endian, and there are no g
 A file can be damaged or malicious. So every size in the header is compared with the length of the
 file before memory of this size is allocated.
 
-This module does not use the `safetensors` package, for two reasons. The package takes five times as
-long as this module to read the slices of a batch. The package also kills the process if an open
+This module does not use the `safetensors` package, for two reasons. To read the slices of a batch,
+the package takes five times as long as this module. The package also kills the process if an open
 file is truncated (benchmarks/results/store-safetensors.txt).
 """
 

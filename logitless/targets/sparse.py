@@ -69,7 +69,7 @@ class SparseTargets:
         *,
         non_blocking: bool = False,
     ) -> "SparseTargets":
-        """Moves the targets to a device, converts logprobs and tail to a dtype, or does both.
+        """Moves the targets to a device, converts `logprobs` and `tail` to a dtype, or does both.
 
         >>> targets.to("cuda", torch.float16)
         """
@@ -92,14 +92,14 @@ class SparseTargets:
         return self.shape[0]
 
     def __getitem__(self, rows) -> "SparseTargets":
-        """Selects rows. It is not possible to select some of the K ids of a row."""
+        """Selects rows. An index over the K ids of a row raises an error."""
         index = sparse_checks.row_index(rows, self.ids)
         return self._map(lambda t: t[index])
 
     def reshape(self, *rows: int | Sequence[int]) -> "SparseTargets":
         """Returns the same rows in another shape.
 
-        reshape((2, -1)) and reshape(2, -1) are the same.
+        reshape((2, -1)) and reshape(2, -1) have the same result.
         """
         shape: Any = rows[0] if len(rows) == 1 and isinstance(rows[0], Sequence) else rows
         lead = len(self.shape)
@@ -167,8 +167,8 @@ def unchecked(ids, logprobs, tail=None, mask=None) -> SparseTargets:
     """Builds SparseTargets without checks, from valid tensors or from leaves of a pytree."""
     targets = object.__new__(SparseTargets)
     for name, t in zip(_NAMES, (ids, logprobs, tail, mask), strict=True):
-        # object.__setattr__ can set attributes of a frozen dataclass, and older versions of Dynamo
-        # can trace this call.
+        # The dataclass is frozen, so object.__setattr__ sets its attributes. Older versions of
+        # Dynamo can trace this call too.
         object.__setattr__(targets, name, t)
     return targets
 

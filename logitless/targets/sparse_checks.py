@@ -89,7 +89,7 @@ def _where(place: tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def _once_each(ids: Tensor, p: Tensor) -> Tensor:
-    """Returns `p` sorted by id, with 0 for all repetitions of an id within a row.
+    """Returns `p` sorted by id. Each id of a row has at most one probability above 0.
 
     If an id is in several slots of a row, the slot with the largest `p` keeps its value, and the
     other slots of this id get 0.
@@ -109,7 +109,7 @@ _SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))
 def row_index(index: Any, ids: Tensor) -> tuple:
     """Returns the index as a tuple, with slices instead of an Ellipsis.
 
-    Raises if an entry of the index selects among the K ids of a row.
+    Raises an error if an entry of the index applies to the dimension of the K ids.
     """
     entries = index if isinstance(index, tuple) else (index,)
     entries = [entry if isinstance(entry, _SIMPLE) else _array(entry) for entry in entries]
@@ -132,14 +132,14 @@ def _array(entry: Any) -> Tensor:
 
 
 def _dimensions(entry: Any) -> int:
-    """Returns the number of dimensions that one entry of an index consumes."""
+    """Returns how many dimensions of a tensor one entry of an index applies to."""
     if entry is None or entry is Ellipsis or isinstance(entry, bool):
         return 0
     return entry.dim() if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
 
 
 def joined(targets: Sequence[Any], kind: type) -> None:
-    """Checks that all targets are on the same device, and that either all or none have a tail."""
+    """Checks that all targets are on one device, and that all or none of them have a tail."""
     if not targets:
         raise ValueError("targets must hold at least one SparseTargets, got none.")
     for i, t in enumerate(targets):

@@ -12,7 +12,7 @@ the auxiliary loss of mixture-of-experts models.
 Other trainers of TRL call the model's head, and compute log-probabilities from the logits. On a
 GPU, these trainers call a kernel of TRL. This kernel would materialise lazy logits. So a
 `LogitsSwitch` replaces the kernel. For lazy logits, the `LogitsSwitch` calls this library. For
-plain logits, the `LogitsSwitch` calls the kernel.
+logits that are an ordinary tensor, the `LogitsSwitch` calls the kernel.
 """
 
 import functools
@@ -42,10 +42,11 @@ from .computed import (
 
 T = TypeVar("T")
 
-# Keys in the __dict__ of an adapted model or trainer. The value of USE is a `Use`. The value of SET
-# maps the name of each replaced attribute to the pair (our function, old value).
+# These are keys in the `__dict__` of an adapted model or trainer. The value of `USE` is a `Use`.
+# The value of `SET` maps the name of each replaced attribute to the pair (our function, old value).
 USE, SET = "_logitless_trl", "_logitless_trl_set"
-# Names in TRL: two autograd functions, a kernel, and the functions that call the kernel.
+# The names that TRL uses for two autograd functions, a kernel, and the functions that call the
+# kernel.
 STATISTICS, DIVERGENCES = "_ChunkedLogProbFunction", "ChunkedDivergenceFunction"
 KERNEL = "_fused_logprob_entropy"
 OVER_LOGITS = (
@@ -60,8 +61,8 @@ def use_in_trl(model: T, **options) -> T:
     `model` is a trainer of TRL: SFT, DPO, KTO, GRPO, RLOO, distillation, GKD, ORPO, CPO or TPO. A
     trainer's reference model is adapted too. `model` can also be a model to which TRL's
     `add_fused_lm_head` was applied. `options` are options of LinearLogits. If the model is fused,
-    options that are not given here are taken from `fuse`. Calling `use_in_trl` again changes the
-    options, and `unuse_in_trl` undoes `use_in_trl`.
+    options that are not passed here have their values from the call of `fuse`. Calling `use_in_trl`
+    again changes the options, and `unuse_in_trl` undoes `use_in_trl`.
 
     The losses, gradients and logged metrics are the same as TRL's, except for rounding. GKD, ORPO,
     CPO and TPO read the logits of their models. So these models must be fused (`ll.fuse`).
@@ -92,8 +93,8 @@ def unuse_in_trl(model: T) -> T:
     for owner in _owners(model):
         owner.__dict__.pop(USE, None)
         for name, (ours, below) in owner.__dict__.pop(SET, {}).items():
-            # If other code has wrapped our function, our function cannot be removed. Without USE,
-            # our function only calls TRL's function.
+            # If other code has wrapped our function, our function cannot be removed. The key `USE`
+            # is removed above, so our function then only calls TRL's function.
             if owner.__dict__.get(name) is ours:
                 _put_back(owner, name, below)
     if not _uses:  # no `Use` is left
@@ -153,7 +154,7 @@ class Seam(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What to replace in TRL: a global function (`seam`), an attribute of `owner`, or both."""
+    """The code of TRL to replace: a global function (`seam`), an attribute of `owner`, or both."""
 
     owner: Any  # a module or a trainer
     seam: Seam | None
@@ -234,7 +235,7 @@ def _trl_forward(module: nn.Module) -> Any:
 
 
 def _calls_fused_head(model: Any) -> bool:
-    """Whether TRL's fused head is called.
+    """Whether the trainer or model calls TRL's fused head.
 
     The result can be False only for a subclass of SFTTrainer. Some subclasses, such as GKDTrainer,
     compute another loss from the logits.
@@ -259,8 +260,8 @@ def _words(code: types.CodeType | None) -> set[str]:
     """The names in a function's code: variables, attributes, and the keywords of calls."""
     if code is None:
         return set()
-    # Python stores the keywords of a call as one tuple in `co_consts`. If the call also has
-    # `**arguments`, each keyword is a separate string.
+    # Python stores the keywords of a call as one tuple in `co_consts`. For a call that also has
+    # `**arguments`, Python stores each keyword as a separate string.
     groups = [c if isinstance(c, tuple) else (c,) for c in code.co_consts]
     keywords = {word for words in groups for word in words if isinstance(word, str)}
     return {*code.co_varnames, *code.co_names} | keywords
@@ -289,7 +290,8 @@ def _guard_of(model: nn.Module) -> Guard | None:
     guards = [g for each in (model, inner) for g in each.__dict__.get(GUARD, ()) if g.active]
     if len(guards) < 2:
         return next(iter(guards), None)
-    # Several heads are fused. TRL reads the weight of the output embeddings.
+    # The model has several fused heads. TRL reads the weight of the output embeddings, so the
+    # function returns the `Guard` of this head.
     read = getattr(named_head(inner, None), "__dict__", {}).get(GUARD, ())
     return next((guard for guard in guards if guard in read), None)
 
@@ -300,8 +302,8 @@ def _adapted_forward(below: Callable, is_method: bool) -> Callable:
     If the caller requests TRL's fused head, logitless computes the results of this head.
     """
 
-    # `wraps` keeps the signature of `below`. `generate` checks its arguments against this
-    # signature.
+    # `functools.wraps` keeps the signature of `below`, because `generate` checks its arguments
+    # against this signature.
     @functools.wraps(below)
     def forward(self, *args, **kwargs):
         given = (self, *args) if is_method else args

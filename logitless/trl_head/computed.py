@@ -126,7 +126,7 @@ def logprobs_and_entropies(
 ) -> tuple[Tensor, Tensor]:
     """Returns log p[index] and the entropy of each row.
 
-    In rows with a mask of 0, both results are 0.
+    Both results are 0 in rows whose entry in `row_mask` is 0.
     """
     mask = None if row_mask is None else row_mask != 0
     how = {"temperature": temperature, "mask": mask, "ignore_index": None}
@@ -196,10 +196,11 @@ def _transformed(
 class LogprobsOfSum(torch.autograd.Function):
     """Returns the log-probabilities of tokens. The backward computes only the gradient of `loss`.
 
-    All tokens in `mask` must have the same upstream gradient g, as in TRL's SFTTrainer. If `mask`
-    is None, all tokens must have the same upstream gradient. `loss` is minus the sum of the
-    log-probabilities, so the gradient of `loss` is -g. The forward that computed `loss` has already
-    computed the gradients of `loss`. So backward does not compute the logits again.
+    All tokens whose entry in `mask` is True must have the same upstream gradient g, as in TRL's
+    SFTTrainer. If `mask` is None, all tokens must have the same upstream gradient. `loss` is minus
+    the sum of the log-probabilities, so the gradient of `loss` is -g. The forward that computed
+    `loss` has already computed the gradients of `loss`. So backward does not compute the logits
+    again.
     """
 
     @staticmethod
