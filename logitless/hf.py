@@ -43,9 +43,9 @@ class DistillTrainer(Trainer):
     `store` is a `Store`, or the path of a store. With a store, each sample of the dataset must be a
     document of the store, or the beginning of such a document. With a teacher model, each step
     captures the model's `k` largest logits per token. The heads of student and teacher are fused,
-    so that no logits are materialised. The arguments `divergence` and `support` are required, and
-    docs/distillation.md explains them. `temperature` applies to student and teacher. With a store,
-    `temperature` must be the temperature at which the store was captured.
+    so that no logits are materialised. The arguments `divergence` and `support` are required (see
+    docs/distillation.md). `temperature` applies to student and teacher. With a store, `temperature`
+    must be the temperature at which the store was captured.
 
     With a teacher model and support="whole", the divergence is computed over the whole vocabulary,
     and `k` has no effect. Then `divergence` can also be a mapping from names to weights, such as
@@ -62,7 +62,7 @@ class DistillTrainer(Trainer):
     resumed run draws the same samples.
 
     Training steps log `ce_loss` and `kd_loss` of batches from the dataset, and `on_policy_kd_loss`
-    of sampled batches. Evaluations never sample. They log `eval_ce_loss` and `eval_kd_loss`. With
+    of sampled batches. Evaluations never sample, and log `eval_ce_loss` and `eval_kd_loss`. With
     `eval_teacher=False`, evaluation computes only the cross-entropy. The evaluation dataset can
     then contain documents that are not in the store.
 
@@ -278,7 +278,7 @@ class DistillTrainer(Trainer):
         if not sums:
             return {}
         total = self.accelerator.reduce(torch.stack(sums).sum(0), "sum")
-        ce, kd, count = torch.as_tensor(total).tolist()  # as_tensor is for type checkers only
+        ce, kd, count = torch.as_tensor(total).tolist()  # `as_tensor` is for type checkers only
         count = max(count, 1)
         means = {f"{prefix}ce_loss": ce / count, f"{prefix}kd_loss": kd / count}
         if prefix == "on_policy_":

@@ -177,7 +177,8 @@ def _without_model_defaults() -> dict[str, bool]:
 
     In version 4 of Transformers, `generate` changes the fields of the config that have their
     default values. These fields get the model's own values. With use_model_defaults=False, these
-    fields stay unchanged. In version 5, `generate` changes only fields that are None.
+    fields stay unchanged. In version 5 of Transformers, `generate` changes only the fields of the
+    config that are None.
     """
     from transformers import GenerationMixin
 
@@ -197,7 +198,7 @@ def _prompts(inputs: Mapping[str, Any], pad: int) -> tuple[Tensor, Tensor]:
             "labels must be -100 for the tokens of the prompt at the beginning of each row, got no"
             f" prompt in row {row}. The collator must set these labels to -100."
         )
-    order = torch.sort(is_prompt, dim=-1, stable=True).indices  # places the prompt last
+    order = torch.sort(is_prompt, dim=-1, stable=True).indices  # moves the prompt to the end
     width = int(lengths.max())
     order = order[:, ids.shape[1] - width :]
     is_prompt = is_prompt.gather(-1, order)

@@ -34,11 +34,11 @@ def device_time(prepare: Prepare, run: Run, budget: float, reads: int = 1) -> fl
     """Returns a call's device time with a cold L2 cache, measured with events around the call.
 
     The cache is flushed by *reading* a large buffer. If a buffer were zeroed instead, the cache (60
-    MB on an H200) would be full of modified lines. Writing these lines back to memory would add to
-    the measured time. Reading the buffer takes a quarter of a millisecond. While the GPU reads the
-    buffer, the host queues the call, so the result does not include host time. If the host needs
-    longer to queue the call, `reads` is the number of times that the buffer is read. For host time,
-    see `host_times`.
+    MB on an H200) would be full of modified cache lines. Writing these cache lines back to memory
+    would add to the measured time. Reading the buffer takes a quarter of a millisecond. While the
+    GPU reads the buffer, the host queues the call, so the result does not include host time. If the
+    host needs more than a quarter of a millisecond to queue the call, pass `reads` > 1. Then the
+    buffer is read `reads` times before the call. For host time, see `host_times`.
     """
     flush = torch.ones(L2_FLUSH_BYTES // 4, device="cuda")
 

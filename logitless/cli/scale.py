@@ -48,7 +48,7 @@ GPUS = {
     "b200": Gpu(*B200, NVLINK_5, NDR, 8, LATENCY),
 }
 
-STATE = 3  # fp32 numbers per row that each rank sends in the all-gather for cross-entropy
+STATE = 3  # each rank sends 3 fp32 numbers per row in the all-gather of cross-entropy
 BYTES, FULL = 2, 4  # bytes of a bf16 number and of an fp32 number
 WORKSPACE = 1 << 30
 

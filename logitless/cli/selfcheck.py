@@ -28,8 +28,8 @@ class Check(NamedTuple):
     """A function of the library, and a naive formula that is evaluated in fp64.
 
     The function and the formula have the same arguments: logits of shape (N, V), N ids and a second
-    matrix of shape (N, V). Both return a floating-point tensor. If `differentiable` is True, the
-    two tensors are differentiated with respect to the logits.
+    matrix of shape (N, V). The function returns a floating-point tensor, and so does the formula.
+    If `differentiable` is True, these two tensors are differentiated with respect to the logits.
     """
 
     name: str  # name of the function, followed by ", case" if the function has several checks
