@@ -134,9 +134,9 @@ class DistillTrainer(Trainer):
             fuse(self.model)
 
     def call_model_init(self, trial: Any = None):
-        """Fuses each model that model_init returns.
+        """Fuses each model that `model_init` returns.
 
-        When training starts, Trainer calls model_init again.
+        When training starts, `Trainer` calls `model_init` again.
         """
         model = super().call_model_init(trial)
         return model if any(guards_of(model)) else fuse(model)
@@ -181,7 +181,7 @@ class DistillTrainer(Trainer):
     def get_eval_dataloader(self, *args: Any, **kwargs: Any):
         """Returns the evaluation batches.
 
-        With eval_teacher=False, the batches contain no targets from the store.
+        With `eval_teacher=False`, the batches contain no targets from the store.
         """
         collator = self.data_collator
         if not self.eval_teacher and isinstance(collator, Collator):

@@ -60,7 +60,7 @@ class Cost(NamedTuple):
     products: float  # seconds for the three GEMMs
     loss: float  # seconds for reading and writing logits
     gather: float  # seconds for the all-gather of statistics
-    reduce: float  # seconds for the all-reduce of d_hidden, assuming no overlap with other work
+    reduce: float  # seconds for the all-reduce of `d_hidden`, assuming no overlap with other work
     weight: float  # bytes of one rank's shard of the weight, plus the gradient of this shard
     hidden: float  # bytes of the hidden states of all tokens, plus their gradient
     logits: float  # bytes of logits in memory at once

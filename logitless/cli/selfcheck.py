@@ -154,7 +154,7 @@ def naive_over_a_head(x, ids, other):
 
 
 def as_a_weight(x, _, other):
-    with choose_cut.override(in_chunks):  # d_weight is summed over 16 chunks
+    with choose_cut.override(in_chunks):  # `d_weight` is summed over 16 chunks
         return ll.linear_cross_entropy(head_of(other), x, labels_of(x))
 
 

@@ -225,8 +225,9 @@ def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
     if pair.kind == "jsd":
         log_q, log_p = _log(state[:, 1:2]), _log(state[:, 3:4])
         terms, q, log_q_m = _mixture(d_q - log_q, d_p - log_p, pair.blend)
-        # If all logits of the student's row are -inf, log_q is inf. If all logits of the teacher's
-        # row are -inf, log_p is inf. If log_q or log_p is inf, the term 0 · inf makes the loss NaN.
+        # If all logits of the student's row are -inf, `log_q` is inf. If all logits of the
+        # teacher's row are -inf, `log_p` is inf. If `log_q` or `log_p` is inf, the term 0 · inf
+        # makes the loss NaN.
         value = _positive(terms.sum(1, keepdim=True) + 0.0 * (log_q + log_p))
         state[:, 4:] = (q * log_q_m).sum(1, keepdim=True)
     elif pair.kind.startswith("skewed"):

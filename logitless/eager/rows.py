@@ -235,7 +235,7 @@ def scale_two_(x: Tensor, y: Tensor, g: Tensor) -> None:
 def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
     """Returns a copy of x with 0 in all ignored rows.
 
-    If the reading has no ignore_index, returns x itself.
+    If the reading has no `ignore_index`, returns x itself.
     """
     ignored = reading.ignored_rows()
     return x if ignored is None else x.masked_fill(ignored.reshape(-1, 1), 0.0)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 OURS, EAGER, COMPILED = "logitless", "eager", "compile"
-OUR_PLAIN = "our cross_entropy"  # our cross_entropy without options, at the shape of the case
+OUR_PLAIN = "our cross_entropy"  # our `cross_entropy` without options, at the shape of the case
 FAMILIES = ("logits", "teachers", "heads")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PLAIN = "plain"  # the variant without options
@@ -149,7 +149,7 @@ RENORM = {"divergence": "forward_kl", "support": "renorm"}
 SMALL_TAIL = TAIL | {"small_tail": True}  # the student's tail has almost no mass
 DISTILL = partial(TEACHERS, "topk_distill", BOTH, passes=3, alone=True)
 CAPTURE = partial(TEACHERS, "capture_topk", FORWARD, passes=1, compiled=False)
-SPARSE = [  # the targets of cases with a tail are multiples of the time of cross_entropy
+SPARSE = [  # the targets of cases with a tail are multiples of the time of `cross_entropy`
     LOGITS("cross_entropy", BOTH, passes=3, alone=True),
     DISTILL("tail, K=64", TAIL, {OUR_PLAIN: 1.10}, alone=False),
     DISTILL("tail and cross_entropy, K=64", MIXED, {OUR_PLAIN: 1.25}),
@@ -161,7 +161,7 @@ SPARSE = [  # the targets of cases with a tail are multiples of the time of cros
     CAPTURE("K=8", {"k": 8}, alone=True),
     CAPTURE("K=256", {"k": 256}, alone=True),
 ]
-GATHERED = [  # 3 passes: gathered_kl reads the student and the teacher, and writes the gradient
+GATHERED = [  # 3 passes: `gathered_kl` reads the student and the teacher, and writes the gradient
     TEACHERS("gathered_kl", WALL, targets={EAGER: 1.0}),
     TEACHERS("gathered_kl", Mode.REPLAY_BOTH, PLAIN, {}, {"start + floor": 4.0}, 3, compiled=False),
 ]

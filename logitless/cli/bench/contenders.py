@@ -130,7 +130,7 @@ def liger(module) -> dict:
     head = module.LigerFusedLinearCrossEntropyLoss()
     return {
         "logits: cross_entropy": loss,
-        "logits: in place": loss,  # liger_cross_entropy always overwrites the logits
+        "logits: in place": loss,  # `liger_cross_entropy` always overwrites the logits
         "teachers: kl_div, forward": of_log_softmax(module.LigerKLDIVLoss(log_target=True)),
         "teachers: jsd": of_log_softmax(module.LigerJSD(beta=0.5)),
         "heads: cross_entropy": lambda hidden, weight, target: head(weight, hidden, target),
