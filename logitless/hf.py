@@ -168,7 +168,7 @@ class DistillTrainer(Trainer):
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)  # pyright: ignore
 
     def _drawn(self, i: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the student's samples with probability `on_policy`, otherwise the batch."""
+        """Returns samples of the student with probability `on_policy`, else the batch itself."""
         place = self.args.seed, self.state.global_step, i
         if not draws_on_policy(self.on_policy, *place):
             return batch

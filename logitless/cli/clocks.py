@@ -114,9 +114,9 @@ def host_times(
 ) -> list[float]:
     """Returns the wall time per call of each of several functions, as the median of all turns.
 
-    In each turn, every function is called `calls` times in a row, and the host waits for the GPU
-    only after the last of these calls. The functions alternate, so that a slow phase of the host
-    slows all functions equally.
+    In each turn, every function is called `calls` times in a row. The host waits for the GPU only
+    after the last of these calls. The functions alternate, so that a slow phase of the host slows
+    all functions equally.
     """
 
     def batch(run: Run, leaves: tuple[Tensor, ...]) -> None:

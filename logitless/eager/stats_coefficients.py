@@ -26,7 +26,7 @@ class Term(NamedTuple):
 
 
 # RULES has one line for each statistic that has a gradient, except the tail. If there are K ids per
-# row, the terms of "label" are added to the coefficients of the ids instead.
+# row, the terms of "label" are added to the coefficients of the ids.
 RULES: dict[str, tuple[Term, ...]] = {
     "lse": (Term("a", 1),),  # d lse / dz_i = p_i
     "picked": (Term("label", 1),),  # d z[id] / dz_i = [i = id]
