@@ -43,9 +43,9 @@ class DistillTrainer(Trainer):
     `store` is a `Store`, or the path of a store. With a store, each sample of the dataset must be a
     document of the store, or the beginning of such a document. With a teacher model, each step
     captures the model's `k` largest logits per token. The heads of student and teacher are fused,
-    so that no logits are materialised. The arguments `divergence` and `support` are required, and
-    docs/distillation.md explains them. `temperature` applies to student and teacher. With a store,
-    `temperature` must be the temperature at which the store was captured.
+    so that no logits are materialised. The arguments `divergence` and `support` are required (see
+    docs/distillation.md). `temperature` applies to student and teacher. With a store, `temperature`
+    must be the temperature at which the store was captured.
 
     With a teacher model and support="whole", the divergence is computed over the whole vocabulary,
     and `k` has no effect. Then `divergence` can also be a mapping from names to weights, such as
@@ -62,7 +62,7 @@ class DistillTrainer(Trainer):
     resumed run draws the same samples.
 
     Training steps log `ce_loss` and `kd_loss` of batches from the dataset, and `on_policy_kd_loss`
-    of sampled batches. Evaluations never sample. They log `eval_ce_loss` and `eval_kd_loss`. With
+    of sampled batches. Evaluations never sample, and log `eval_ce_loss` and `eval_kd_loss`. With
     `eval_teacher=False`, evaluation computes only the cross-entropy. The evaluation dataset can
     then contain documents that are not in the store.
 
@@ -134,9 +134,9 @@ class DistillTrainer(Trainer):
             fuse(self.model)
 
     def call_model_init(self, trial: Any = None):
-        """Fuses each model that model_init returns.
+        """Fuses each model that `model_init` returns.
 
-        When training starts, Trainer calls model_init again.
+        When training starts, `Trainer` calls `model_init` again.
         """
         model = super().call_model_init(trial)
         return model if any(guards_of(model)) else fuse(model)
@@ -168,7 +168,7 @@ class DistillTrainer(Trainer):
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)  # pyright: ignore
 
     def _drawn(self, i: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the student's samples with probability `on_policy`, otherwise the batch."""
+        """Returns samples of the student with probability `on_policy`, else the batch itself."""
         place = self.args.seed, self.state.global_step, i
         if not draws_on_policy(self.on_policy, *place):
             return batch
@@ -181,7 +181,7 @@ class DistillTrainer(Trainer):
     def get_eval_dataloader(self, *args: Any, **kwargs: Any):
         """Returns the evaluation batches.
 
-        With eval_teacher=False, the batches contain no targets from the store.
+        With `eval_teacher=False`, the batches contain no targets from the store.
         """
         collator = self.data_collator
         if not self.eval_teacher and isinstance(collator, Collator):
@@ -278,7 +278,7 @@ class DistillTrainer(Trainer):
         if not sums:
             return {}
         total = self.accelerator.reduce(torch.stack(sums).sum(0), "sum")
-        ce, kd, count = torch.as_tensor(total).tolist()  # as_tensor is for type checkers only
+        ce, kd, count = torch.as_tensor(total).tolist()  # `as_tensor` is for type checkers only
         count = max(count, 1)
         means = {f"{prefix}ce_loss": ce / count, f"{prefix}kd_loss": kd / count}
         if prefix == "on_policy_":

@@ -154,7 +154,10 @@ class CrossEntropyLoss(_LogitsModule):
 
 
 class _LossModule(_LogitsModule):
-    """Base class of loss modules. `options` holds all options except temperature and softcap."""
+    """Base class of loss modules.
+
+    `options` holds all options except `temperature` and `softcap`.
+    """
 
     def __init__(self, options: dict, reading: dict):
         super().__init__(**reading)

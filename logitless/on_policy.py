@@ -28,23 +28,23 @@ def sample(
     generation_config: Any = None,
     seed: int | None = None,
 ) -> dict[str, Tensor]:
-    """Samples a completion of each prompt, and returns input_ids, attention_mask and labels.
+    """Samples a completion of each prompt, and returns `input_ids`, `attention_mask` and `labels`.
 
     `model` is a causal model of Transformers, fused or not, with or without an adapter of PEFT.
-    `inputs` is a batch with input_ids of shape (B, T). The prompt of a row is all tokens before the
-    first token whose label is not -100. If all labels of a row are -100, or if `inputs` has no
-    labels, the whole row is the prompt. Tokens with attention_mask 0 are padding. A row can have
-    padding on both sides.
+    `inputs` is a batch with `input_ids` of shape (B, T). The prompt of a row is all tokens before
+    the first token whose label is not -100. If all labels of a row are -100, or if `inputs` has no
+    labels, the whole row is the prompt. Tokens whose `attention_mask` is 0 are padding. A row can
+    have padding on both sides.
 
     The result holds tensors of shape (B, T'). Each row holds the prompt, then the completion, then
     padding. The labels are the tokens of the completion, and -100 elsewhere. A completion
     ends at its first end-of-text token, which is the last label of the row. So `model(**batch)` and
     `distill_loss` count exactly the tokens that the model sampled.
 
-    `generation_config` is a GenerationConfig with do_sample=True and max_new_tokens. By default, at
-    most 128 tokens are drawn from the model's own distribution, without top-k or top-p. With
-    num_return_sequences=n, the result has n rows per prompt. The model samples in eval mode and
-    without gradients. Afterwards, each module is in the same mode as before. With a `seed`, the
+    `generation_config` is a `GenerationConfig` with `do_sample=True` and `max_new_tokens`. By
+    default, at most 128 tokens are drawn from the model's own distribution, without top-k or top-p.
+    With `num_return_sequences=n`, the result has n rows per prompt. The model samples in eval mode
+    and without gradients. Afterwards, each module is in the same mode as before. With a `seed`, the
     samples depend on the seed, and the call does not change the random state of PyTorch. Without a
     seed, the samples depend on the random state of PyTorch.
 
@@ -149,11 +149,11 @@ def check_seed(seed: Any) -> None:
 
 
 def _complete(config: Any, model: Any) -> Any:
-    """Returns a copy of the config, with the eos_token_id and pad_token_id for `generate`.
+    """Returns a copy of the config, with the `eos_token_id` and `pad_token_id` for `generate`.
 
     If `config` lacks one of these ids, the id is taken from the model's own GenerationConfig. If
-    neither config has a pad_token_id, rows are padded with the first end-of-text token. If there is
-    no end-of-text token, rows are padded with the token 0.
+    neither config has a `pad_token_id`, rows are padded with the first end-of-text token. If there
+    is no end-of-text token, rows are padded with the token 0.
     """
     from transformers import GenerationConfig
 
@@ -166,18 +166,18 @@ def _complete(config: Any, model: Any) -> Any:
 
 
 def _ids(eos: Any) -> list[int]:
-    """Returns the ids in eos_token_id, which is None, a number, a list or a tensor."""
+    """Returns the ids in `eos_token_id`, which is None, a number, a list or a tensor."""
     if eos is None:
         return []
     return torch.as_tensor(eos).flatten().tolist()
 
 
 def _without_model_defaults() -> dict[str, bool]:
-    """Returns use_model_defaults=False for versions of `generate` that have this argument.
+    """Returns `use_model_defaults=False` for versions of `generate` that have this argument.
 
-    In version 4 of Transformers, `generate` changes the fields of the config that have their
-    default values. These fields get the model's own values. With use_model_defaults=False, these
-    fields stay unchanged. In version 5, `generate` changes only fields that are None.
+    In version 4 of Transformers, `generate` replaces each default value in the config with the
+    model's own value. With `use_model_defaults=False`, the config stays unchanged. In version 5 of
+    Transformers, `generate` changes only the fields of the config that are None.
     """
     from transformers import GenerationMixin
 
@@ -197,7 +197,7 @@ def _prompts(inputs: Mapping[str, Any], pad: int) -> tuple[Tensor, Tensor]:
             "labels must be -100 for the tokens of the prompt at the beginning of each row, got no"
             f" prompt in row {row}. The collator must set these labels to -100."
         )
-    order = torch.sort(is_prompt, dim=-1, stable=True).indices  # places the prompt last
+    order = torch.sort(is_prompt, dim=-1, stable=True).indices  # moves the prompt to the end
     width = int(lengths.max())
     order = order[:, ids.shape[1] - width :]
     is_prompt = is_prompt.gather(-1, order)

@@ -34,11 +34,11 @@ def device_time(prepare: Prepare, run: Run, budget: float, reads: int = 1) -> fl
     """Returns a call's device time with a cold L2 cache, measured with events around the call.
 
     The cache is flushed by *reading* a large buffer. If a buffer were zeroed instead, the cache (60
-    MB on an H200) would be full of modified lines. Writing these lines back to memory would add to
-    the measured time. Reading the buffer takes a quarter of a millisecond. While the GPU reads the
-    buffer, the host queues the call, so the result does not include host time. If the host needs
-    longer to queue the call, `reads` is the number of times that the buffer is read. For host time,
-    see `host_times`.
+    MB on an H200) would be full of modified cache lines. Writing these cache lines back to memory
+    would add to the measured time. Reading the buffer takes a quarter of a millisecond. While the
+    GPU reads the buffer, the host queues the call, so the result does not include host time. If the
+    host needs more than a quarter of a millisecond to queue the call, pass `reads` > 1. Then the
+    buffer is read `reads` times before the call. For host time, see `host_times`.
     """
     flush = torch.ones(L2_FLUSH_BYTES // 4, device="cuda")
 
@@ -114,9 +114,9 @@ def host_times(
 ) -> list[float]:
     """Returns the wall time per call of each of several functions, as the median of all turns.
 
-    In each turn, every function is called `calls` times in a row, and the host waits for the GPU
-    only after the last of these calls. The functions alternate, so that a slow phase of the host
-    slows all functions equally.
+    In each turn, every function is called `calls` times in a row. The host waits for the GPU only
+    after the last of these calls. The functions alternate, so that a slow phase of the host slows
+    all functions equally.
     """
 
     def batch(run: Run, leaves: tuple[Tensor, ...]) -> None:

@@ -68,9 +68,9 @@ class Error(NamedTuple):
 class Outcome(NamedTuple):
     """The result of one check.
 
-    `value` and `gradient` are the errors closest to their bounds, over all dtypes and shapes of the
-    check. If a result is wrong, `value` and `gradient` hold only the errors of the wrong result.
-    `problem` is empty if the check passed.
+    Over all dtypes and shapes of the check, `value` and `gradient` are the errors that came closest
+    to their bounds. If a result is wrong, `value` and `gradient` hold only the errors of the wrong
+    result. `problem` is empty if the check passed.
     """
 
     value: Error = Error()

@@ -21,9 +21,9 @@ CLIP = 0.2  # ratios of new to old probabilities are clipped to [1 - CLIP, 1 + C
 ENTROPY_BONUS = 0.01  # `objective` turns the results of `score` into -(logprob + 0.01 · entropy)
 ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # largest number of fp64 logits in memory at once
 
-# Bounds on our errors. The error of a value is relative to max(1, |value|). The error of a gradient
-# d against its fp64 reference r is ‖d - r‖ / ‖r‖. The bounds of other libraries are ten times as
-# large, because some libraries compute or return the loss in the dtype of the logits.
+# Bounds on the errors of logitless. The error of a value is relative to max(1, |value|). The error
+# of a gradient d against its fp64 reference r is ‖d - r‖ / ‖r‖. The bounds of other libraries are
+# ten times as large, because some libraries compute or return the loss in the dtype of the logits.
 TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-4}
 # For ops that clip probability ratios, the bounds in TOLERANCE are multiplied by these factors. A
 # token whose probability ratio is beyond the clipping limit gets no gradient. Near the limit,

@@ -48,7 +48,7 @@ GPUS = {
     "b200": Gpu(*B200, NVLINK_5, NDR, 8, LATENCY),
 }
 
-STATE = 3  # fp32 numbers per row that each rank sends in the all-gather for cross-entropy
+STATE = 3  # each rank sends 3 fp32 numbers per row in the all-gather of cross-entropy
 BYTES, FULL = 2, 4  # bytes of a bf16 number and of an fp32 number
 WORKSPACE = 1 << 30
 
@@ -60,7 +60,7 @@ class Cost(NamedTuple):
     products: float  # seconds for the three GEMMs
     loss: float  # seconds for reading and writing logits
     gather: float  # seconds for the all-gather of statistics
-    reduce: float  # seconds for the all-reduce of d_hidden, assuming no overlap with other work
+    reduce: float  # seconds for the all-reduce of `d_hidden`, assuming no overlap with other work
     weight: float  # bytes of one rank's shard of the weight, plus the gradient of this shard
     hidden: float  # bytes of the hidden states of all tokens, plus their gradient
     logits: float  # bytes of logits in memory at once

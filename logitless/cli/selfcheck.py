@@ -28,8 +28,8 @@ class Check(NamedTuple):
     """A function of the library, and a naive formula that is evaluated in fp64.
 
     The function and the formula have the same arguments: logits of shape (N, V), N ids and a second
-    matrix of shape (N, V). Both return a floating-point tensor. If `differentiable` is True, the
-    two tensors are differentiated with respect to the logits.
+    matrix of shape (N, V). The function returns a floating-point tensor, and so does the formula.
+    If `differentiable` is True, these two tensors are differentiated with respect to the logits.
     """
 
     name: str  # name of the function, followed by ", case" if the function has several checks
@@ -154,7 +154,7 @@ def naive_over_a_head(x, ids, other):
 
 
 def as_a_weight(x, _, other):
-    with choose_cut.override(in_chunks):  # d_weight is summed over 16 chunks
+    with choose_cut.override(in_chunks):  # `d_weight` is summed over 16 chunks
         return ll.linear_cross_entropy(head_of(other), x, labels_of(x))
 
 

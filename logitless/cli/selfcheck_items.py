@@ -108,7 +108,7 @@ def outside_draws(x, *_):
 
     The interval of an id j begins at the total probability of all ids before j. The length of the
     interval is the probability of j. The id j is drawn if the uniform number is in this interval.
-    So the exact result is 0, and rounding errors add a small number.
+    So the result is 0, except for rounding errors.
     """
     seed = x.shape[1]
     found = ll.capture_sampled(x, DRAWS, generator=torch.Generator(x.device).manual_seed(seed))

@@ -350,7 +350,7 @@ def merge(args: argparse.Namespace) -> None:
     from logitless import store
 
     for path in (path for path in args.stores if isinstance(path, Path)):
-        store.recover(path)  # moves documents of killed writers from journals to shards
+        store.recover(path)  # if a writer was killed, moves its documents from journals to shards
     stores = [store.Store(path) for path in args.stores]
     with bar("merge", sum(s.tokens for s in stores)) as advance:
         documents = store.merge(

@@ -83,7 +83,7 @@ def check(line: Line, vocab_size: int | None) -> None:
 
 
 def ids_of(line: Line, tokenizer: Any, end: int | None, vocab_size: int) -> list[int]:
-    """Returns the input_ids of a line, or the token ids of its text.
+    """Returns the `input_ids` of a line, or the token ids of its text.
 
     If `end` is not None, the id `end` is appended to the ids of a text.
     """

@@ -36,7 +36,7 @@ def expected(
 ) -> Expected:
     """Checks every line. Returns the number of documents, and an estimate of the number of tokens.
 
-    For lines with input_ids, the tokens are counted. For lines with text, the number of tokens is
+    For lines with `input_ids`, the tokens are counted. For lines with text, the number of tokens is
     estimated from the size of the line in bytes. A document has at most `most` tokens.
     """
     picks, sample = random.Random(0), []

@@ -17,7 +17,7 @@ from .rows import (
 
 
 def gather(x: Tensor, reading: Reading) -> Tensor:
-    """Returns the logits y at reading.ids, after the softcap, in the shape of reading.ids.
+    """Returns the softcapped logits y at the ids `reading.ids`, in the shape of `reading.ids`.
 
     The result is NaN for ids outside [0, V), and 0 in ignored rows.
     """

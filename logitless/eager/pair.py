@@ -39,8 +39,8 @@ from .rows import (
 
 # For each kind of loss, the default chunk size is divided by the number in _DIVISORS. JSD, a skewed
 # KL and TVD need smaller chunks, because these losses keep more tensors of a chunk's size in
-# memory. JSD and a skewed KL keep about twenty such tensors. TVD keeps about ten, and the other
-# losses keep six.
+# memory. JSD and a skewed KL keep about twenty such tensors. TVD keeps about ten such tensors, and
+# the other losses keep six such tensors.
 _DIVISORS = {"jsd": 8, "skewed_forward": 8, "skewed_reverse": 8, "tvd": 2}
 
 
@@ -69,8 +69,8 @@ def _mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor,
     """Returns, for each column, the JSD term, the probability q, and log(q / M).
 
     The mixture M is βp + (1-β)q. The results are finite for any logits. If log q and log p are both
-    -inf, their difference is NaN. The function replaces this NaN by 1e4. Any number would give the
-    same result, because p = q = 0.
+    -inf, their difference is NaN. The function replaces this NaN with 1e4. Any number would give
+    the same result, because p = q = 0.
     """
     gap = log_q - log_p
     more = gap > 0
@@ -225,8 +225,9 @@ def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
     if pair.kind == "jsd":
         log_q, log_p = _log(state[:, 1:2]), _log(state[:, 3:4])
         terms, q, log_q_m = _mixture(d_q - log_q, d_p - log_p, pair.blend)
-        # If all logits of the student's row are -inf, log_q is inf. If all logits of the teacher's
-        # row are -inf, log_p is inf. If log_q or log_p is inf, the term 0 · inf makes the loss NaN.
+        # If all logits of the student's row are -inf, `log_q` is inf. If all logits of the
+        # teacher's row are -inf, `log_p` is inf. If `log_q` or `log_p` is inf, the term 0 · inf
+        # makes the loss NaN.
         value = _positive(terms.sum(1, keepdim=True) + 0.0 * (log_q + log_p))
         state[:, 4:] = (q * log_q_m).sum(1, keepdim=True)
     elif pair.kind.startswith("skewed"):
@@ -253,7 +254,7 @@ def pair_join(sums: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Computes the loss (N, 1) and the last column (N, 1) of the state from `sums`.
 
     `sums` (N, PAIR_SUMS[kind]) holds sums over all columns of each row. The total variation is at
-    most 1. A larger value is a rounding error, and is set to 1. NaN stays NaN.
+    most 1. If rounding errors make the value larger than 1, the value is set to 1. NaN stays NaN.
     """
     value, *masses = sums.split(1, 1)
     if kind != "tvd":

@@ -15,10 +15,10 @@ def row_gemm(
 ) -> Tensor:
     """Writes a @ b + bias to `out`. The bits of a row of `out` do not depend on M.
 
-    If `transposed` is True, the product is a @ b.T. If a CPU library multiplies all rows of `a` in
-    one GEMM, the order of the additions can depend on the number of rows, and on the position of a
-    row. Therefore each row of `a` is multiplied on its own. The rows of `a` are copied, so that all
-    rows have the same alignment in memory.
+    If `transposed` is True, the product is a @ b.T. In one GEMM over all rows of `a`, a CPU library
+    adds the products in some order. This order can depend on the number of rows, and on the
+    position of a row. Therefore each row of `a` is multiplied on its own. The rows of `a` are
+    copied, so that all rows have the same alignment in memory.
     """
     b, dtype = b.t() if transposed else b, out.dtype
     step = b.shape[1]

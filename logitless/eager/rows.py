@@ -132,7 +132,7 @@ def by_row(t: Tensor | None, rows: int) -> Tensor | float:
 def fill_ignored(dx: Tensor, live: Tensor | None, *, before: bool) -> None:
     """Writes zeros to the ignored rows of a gradient.
 
-    On a CPU, `chunks` leaves out ignored rows. There, the zeros are written before the gradients of
+    On a CPU, `chunks` leaves out ignored rows, and the zeros are written before the gradients of
     the other rows. On a GPU, `chunks` also yields ignored rows, because the host would otherwise
     have to wait for the mask. Therefore, on a GPU, the zeros are written after the gradients of all
     rows.
@@ -169,8 +169,8 @@ def written_back(flat: Tensor, into: Tensor) -> Tensor:
 def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
     """Returns whether e^y is as exact as e^(y - m), where m is the max of the row.
 
-    If the result is True, m need not be subtracted. The result is always False on a GPU, because
-    the host would have to wait for the values of m.
+    If the result is True, callers do not need to subtract m. The result is always False on a GPU,
+    because the host would have to wait for the values of m.
     """
     return inv_t is None and m.device.type == "cpu" and bool(m.abs().max() < 30)
 
@@ -202,8 +202,8 @@ def reduce(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the sum or mean over the rows, and the factor that multiplies each row's gradient.
 
-    The factor None means 1. The mean is the sum times the result of `share`. An ignored row adds 0,
-    even if its value or weight is NaN.
+    A factor of None means 1. The mean is the sum times the result of `share`. An ignored row adds
+    0, even if its value or weight is NaN.
     """
     live, factor = live_rows(reading), None
     if mean:
@@ -235,7 +235,7 @@ def scale_two_(x: Tensor, y: Tensor, g: Tensor) -> None:
 def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
     """Returns a copy of x with 0 in all ignored rows.
 
-    If the reading has no ignore_index, returns x itself.
+    If the reading has no `ignore_index`, returns x itself.
     """
     ignored = reading.ignored_rows()
     return x if ignored is None else x.masked_fill(ignored.reshape(-1, 1), 0.0)

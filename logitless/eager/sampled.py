@@ -96,7 +96,7 @@ def draw(
     else:
         ends, top = parts.ends(x, top, how)
     total = here = ends[:, -1:]
-    before = None  # the mass of the columns before `start`, which other ranks hold
+    before = None  # the total mass of the columns before `start`; other ranks hold these columns
     if join is not None:
         each, starts = join(torch.cat((here, torch.full_like(here, start)), 1)).unbind(-1)
         total, before = each.sum(0)[:, None], torch.where(starts < start, each, 0).sum(0)[:, None]
@@ -111,7 +111,7 @@ def draw(
         at, relative = parts.columns(x, top, how, ends, inside)
     if join is not None:
         mine = (targets >= 0) & (targets < here)
-        at = join(torch.where(mine, at + start, 0)).sum(0)  # each draw is a column of one rank
+        at = join(torch.where(mine, at + start, 0)).sum(0)  # one rank holds each drawn column
         if relative is not None:
             relative = join(torch.where(mine, relative.double(), 0.0)).sum(0)
     found = parts.distinct(at, relative, top, how)

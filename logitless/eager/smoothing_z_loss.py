@@ -15,7 +15,7 @@ def cross_entropy(
     loss = (1-ε) v[label] nll - ε/V log_total + z_loss lse²
 
     In this formula, ε is the label smoothing, v are the class weights, and V is the size of the
-    vocabulary. contract.py defines the statistics nll, log_total and lse.
+    vocabulary. contract.py defines the statistics `nll`, `log_total` and `lse`.
     """
     weight = reading.class_weight
     v, live = _label_weight(reading, statistics.state.dtype), live_rows(reading)

@@ -30,7 +30,7 @@ from .rows import (
 class _Terms:
     """The coefficients of each row, multiplied by the upstream gradient and by `factor`.
 
-    All coefficients except d_logprob_t1 are also divided by the temperature.
+    All coefficients except `d_logprob_t1` are also divided by the temperature.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class _Terms:
         self.logprob_t1_apart = self.d_logprob_t1 is not None and self.inv_t is not None
         self.lift = None if self.a_ids is None else lift_of(state[:, fields.TAIL : fields.TAIL + 1])
         if self.d_logprob_t1 is not None and not self.logprob_t1_apart:
-            # `d` is the coefficient of logprob_t1. If the temperature is 1, `logprob_t1` adds the
+            # `d` is the coefficient of `logprob_t1`. If the temperature is 1, `logprob_t1` adds the
             # term -d · p to the gradient. Therefore the coefficient `a` is replaced by `a - d`
             # (kernels/ids_bwd.py gives the derivation).
             d = self.d_logprob_t1
@@ -102,7 +102,10 @@ class _Terms:
 
     @property
     def only_a(self) -> bool:
-        """True if dy is `a` · softmax(z). Here, dy excludes the terms of label, ids and total."""
+        """True if dy is `a` · softmax(z).
+
+        Here, dy excludes the terms of `label`, `ids` and `total`.
+        """
         return self.b is None and self.a_ids is None and not self.logprob_t1_apart
 
 
@@ -147,9 +150,9 @@ def gradient(
 
 
 def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy: bool) -> Tensor:
-    """Returns the gradient dy of a chunk of rows, without the terms of label, ids and total.
+    """Returns the gradient dy of a chunk of rows, without the terms of `label`, `ids` and `total`.
 
-    dy is the term p (a + b log p) of the formula in contract.py, plus the gradient of logprob_t1.
+    dy is the term p (a + b log p) of the formula in contract.py, plus the gradient of `logprob_t1`.
     To save memory, dy can be written to `direct`, or to y if y is a copy of the logits.
     """
     shift, inv_t = terms.shift[rows], None if terms.inv_t is None else terms.inv_t[rows]

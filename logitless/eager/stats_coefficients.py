@@ -16,18 +16,17 @@ from .rows import tail_coefficients
 
 
 class Term(NamedTuple):
-    """A term of a coefficient. Its value is sign · times · d, where d is a statistic's gradient."""
+    """One term of a coefficient: sign · times · d, where d is the gradient of a statistic."""
 
-    coefficient: str  # a name of contract.FIELDS
+    coefficient: str  # a name in `contract.FIELDS`
     sign: int
     # The name of a factor. "" stands for 1, and "entropy" stands for the row's entropy. "classes"
     # stands for the sum Σ v of the class weights, or for V if there are no class weights.
     times: str = ""
 
 
-# The terms of each statistic that has a gradient, except the tail. A new statistic needs one line
-# in RULES. If there are K ids per row, the terms of "label" are added to the coefficients of the
-# ids instead.
+# RULES has one line for each statistic that has a gradient, except the tail. If there are K ids per
+# row, the terms of "label" are added to the coefficients of the ids.
 RULES: dict[str, tuple[Term, ...]] = {
     "lse": (Term("a", 1),),  # d lse / dz_i = p_i
     "picked": (Term("label", 1),),  # d z[id] / dz_i = [i = id]
@@ -63,7 +62,7 @@ def of_one(name: str, device: torch.device, dtype: torch.dtype) -> Coefficients 
         return None
     rows = torch.zeros((1, COEFFICIENTS), device=device, dtype=dtype)
     for field, sign, _ in rule:
-        rows[0, FIELDS.index(field)].fill_(sign)  # an assignment would make the host wait
+        rows[0, FIELDS.index(field)].fill_(sign)  # `= sign` would make the host wait
     return Coefficients(rows, fields_of((name,), False))
 
 
@@ -87,7 +86,7 @@ def coefficients(
         if at_ids:
             ids, d = ids + d, d.sum(1)
         for field, sign, times in rule:
-            if at_ids and field == "label":  # the gradient at the ids is in `ids`
+            if at_ids and field == "label":  # d was already added to `ids`
                 continue
             term = d * _factor(times, reading, state) if times else d
             term = term if sign > 0 else -term

@@ -156,7 +156,7 @@ def _log_sum_outside(d: Tensor, at: Tensor, inside: Tensor) -> Tensor:
 
 
 def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
-    """Returns the log of the softmax mass outside reading.ids, one number per row.
+    """Returns the log of the softmax mass outside `reading.ids`, one number per row.
 
     Each row's shift and log normaliser are read from `statistics.state`.
     """
@@ -174,8 +174,8 @@ def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
 def with_repeats(state: Tensor, ids: Tensor) -> Tensor:
     """Returns the state unchanged.
 
-    The field REPEATS is not needed, because `gradient` calls scatter_add_, which adds the gradients
-    of equal ids.
+    This backend does not need the field `REPEATS`, because `gradient` calls `scatter_add_`, which
+    adds the gradients of equal ids.
     """
     return state
 
@@ -227,7 +227,7 @@ def _finish(
     if sums.tail is not None:
         bad = is_bad(reading.ids, locate(reading.ids, len(s), reading.vocab)[1])
         values["tail"] = (sums.tail - log_s).masked_fill(bad, torch.nan)
-    # The field REPEATS of the state is 0, because this backend does not use the field (see
+    # The field `REPEATS` of the state is 0, because this backend does not use this field (see
     # `with_repeats`).
     zero = torch.zeros_like(s)
     kept = [shift, log_s, log_s1, values.get("entropy", zero), values.get("tail", zero), zero]
@@ -316,7 +316,7 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     moved = torch.where((s == 0) | (m_split == m), 0.0, m_split - m).clamp_min(-1e38)
     inv_t = inverse_temperature(reading, m)
     scale = (moved if inv_t is None else moved * inv_t).exp()
-    # Only the fields Y_LABEL and N are merged by a plain sum over splits. The other fields are
+    # This sum over the splits is right only for the fields `Y_LABEL` and `N`. The other fields are
     # overwritten below.
     merged = state.sum(1, keepdim=True)
     row = merged[:, 0]

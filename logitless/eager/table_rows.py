@@ -79,7 +79,8 @@ def row_dots_gradients(
 def _add_rows(total: Tensor, at: Tensor, rows: Tensor) -> None:
     """Adds `rows` (n, D) to `total` at the row indices `at` (n,), in the same order in every run.
 
-    On a GPU, index_add_ would add rows with equal indices in an order that changes from run to run.
+    On a GPU, `index_add_` would add rows with equal indices in an order that changes from run to
+    run.
     """
     if total.is_cuda:
         total.index_put_((at,), rows, accumulate=True)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 OURS, EAGER, COMPILED = "logitless", "eager", "compile"
-OUR_PLAIN = "our cross_entropy"  # our cross_entropy without options, at the shape of the case
+OUR_PLAIN = "our cross_entropy"  # our `cross_entropy` without options, at the shape of the case
 FAMILIES = ("logits", "teachers", "heads")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PLAIN = "plain"  # the variant without options
@@ -52,7 +52,7 @@ class Work:
     op: str
     mode: str
     variant: str = PLAIN
-    shape: str = field(default="", kw_only=True)  # rows×vocab; for a head rows×width×vocab
+    shape: str = field(default="", kw_only=True)  # rows×vocab, or rows×width×vocab for a head
     dtype: str = field(default="", kw_only=True)
 
     @property
@@ -85,7 +85,7 @@ class Case(Work):
     - "cpu" is PyTorch's time on a CPU.
     """
 
-    options: dict[str, Any] = field(default_factory=dict)  # for the op, its head and its inputs
+    options: dict[str, Any] = field(default_factory=dict)  # options of op, head and inputs
     targets: dict[str, float] = field(default_factory=dict)
     passes: float = 0.0  # number of moved bytes, as a multiple of the size of the logits
     yardstick: str = ""  # name of a yardstick (see runner.yardstick), or empty
@@ -136,7 +136,7 @@ SHORT = partial(LOGITS, "cross_entropy", WALL, PLAIN, {})
 HALF = partial(LOGITS, "cross_entropy", FORWARD, targets={OUR_PLAIN: 0.55}, passes=0.5, alone=True)
 MORE = partial(LOGITS, mode=BOTH, targets={OUR_PLAIN: 1.10}, passes=3, spare_mib=8.0, alone=True)
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "temperature": 0.7}
-OPTIONS |= {"weight": True}  # `contenders.inputs` replaces True by random class weights
+OPTIONS |= {"weight": True}  # `contenders.inputs` replaces True with random class weights
 VARIANTS = [
     HALF("every other row ignored", options={"runs": 1}),
     HALF("runs of 256 rows ignored", options={"runs": 256}),
@@ -149,7 +149,7 @@ RENORM = {"divergence": "forward_kl", "support": "renorm"}
 SMALL_TAIL = TAIL | {"small_tail": True}  # the student's tail has almost no mass
 DISTILL = partial(TEACHERS, "topk_distill", BOTH, passes=3, alone=True)
 CAPTURE = partial(TEACHERS, "capture_topk", FORWARD, passes=1, compiled=False)
-SPARSE = [  # the targets of cases with a tail are multiples of the time of cross_entropy
+SPARSE = [  # the targets of cases with a tail are multiples of the time of `cross_entropy`
     LOGITS("cross_entropy", BOTH, passes=3, alone=True),
     DISTILL("tail, K=64", TAIL, {OUR_PLAIN: 1.10}, alone=False),
     DISTILL("tail and cross_entropy, K=64", MIXED, {OUR_PLAIN: 1.25}),
@@ -161,7 +161,7 @@ SPARSE = [  # the targets of cases with a tail are multiples of the time of cros
     CAPTURE("K=8", {"k": 8}, alone=True),
     CAPTURE("K=256", {"k": 256}, alone=True),
 ]
-GATHERED = [  # 3 passes: gathered_kl reads the student and the teacher, and writes the gradient
+GATHERED = [  # 3 passes: `gathered_kl` reads the student and the teacher, and writes the gradient
     TEACHERS("gathered_kl", WALL, targets={EAGER: 1.0}),
     TEACHERS("gathered_kl", Mode.REPLAY_BOTH, PLAIN, {}, {"start + floor": 4.0}, 3, compiled=False),
 ]
@@ -173,7 +173,7 @@ PAIRS = [
     TEACHERS("soft_cross_entropy", BOTH),
 ]
 ROOMY = {"floor": 1.25}
-LIGER = {"liger": 1.0}  # with a workspace as large as Liger's memory, our limit is Liger's time
+LIGER = {"liger": 1.0}  # if our workspace is as large as Liger's memory, our limit is Liger's time
 ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
 PLAIN_HEAD = HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")
 IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}
@@ -190,9 +190,10 @@ OVER_A_HEAD = [
 
 
 def workspaces(targets: dict[int, dict]) -> list[Case]:
-    """Returns cases of cross_entropy over a head that differ in `workspace` and `accumulate`.
+    """Returns cases of `cross_entropy` over a head.
 
-    `targets` maps the size of a workspace in MiB to the targets of its case (see Case).
+    The cases have different options `workspace` and `accumulate`. `targets` maps each workspace
+    size, in MiB, to the targets of the case with this size (see `Case`).
     """
     small = [(f"{mib} MiB", {"workspace": mib * MIB}, limit) for mib, limit in targets.items()]
     return [PLAIN_HEAD, *(ALONE(*case, yardstick="3 GEMMs") for case in small), *OTHER_SUMS]

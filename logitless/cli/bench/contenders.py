@@ -47,7 +47,7 @@ def inputs(case: Case, device: str) -> Inputs:
         small_tail, labels = options.pop("small_tail", False), options.pop("labels", False)
         sparse = sparse_teacher(N, V, min(options.pop("K", 64), V // 2), device)
         rows = (*sparse, target) if labels else sparse
-        if small_tail:  # then the student has almost no mass outside the ids
+        if small_tail:  # gives the student almost no mass outside the ids
             leaves[0].scatter_(1, rows[0], 20.0)
     elif case.op == "capture_topk":
         rows = ()
@@ -130,7 +130,7 @@ def liger(module) -> dict:
     head = module.LigerFusedLinearCrossEntropyLoss()
     return {
         "logits: cross_entropy": loss,
-        "logits: in place": loss,  # liger_cross_entropy always overwrites the logits
+        "logits: in place": loss,  # `liger_cross_entropy` always overwrites the logits
         "teachers: kl_div, forward": of_log_softmax(module.LigerKLDIVLoss(log_target=True)),
         "teachers: jsd": of_log_softmax(module.LigerJSD(beta=0.5)),
         "heads: cross_entropy": lambda hidden, weight, target: head(weight, hidden, target),

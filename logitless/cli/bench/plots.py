@@ -57,8 +57,8 @@ def save(document: dict, folder: Path) -> list[Path]:
 def is_shown(r: Result, contenders: int) -> bool:
     """Returns whether a result is plotted. `contenders` is the number of contenders in the case.
 
-    The plots of logits and heads show cross_entropy without options. The plots of heads also show
-    cross_entropy with every workspace size. The plots of teachers show all cases with several
+    The plots of logits and heads show `cross_entropy` without options. The plots of heads also show
+    `cross_entropy` with every workspace size. The plots of teachers show all cases with several
     contenders.
     """
     if r.family == "heads" and r.variant.endswith(" MiB"):

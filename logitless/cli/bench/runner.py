@@ -98,8 +98,8 @@ class Entry:
         """Times the op on a GPU, with the clock that the mode of the case requires."""
         if self.case.mode in (Mode.REPLAY, Mode.REPLAY_BOTH):
             # In the mode REPLAY_BOTH, the logits are in the L2 cache when the op starts. In real
-            # use, gathered_kl runs directly after its logits were gathered, so the logits are still
-            # in the cache.
+            # use, `gathered_kl` runs directly after its logits were gathered, so the logits are
+            # still in the cache.
             cold = self.case.mode == Mode.REPLAY
             x = self.leaves[0]
             ms = clocks.graph_time(lambda y: self.run(self.fresh((y,))), x, budget, cold=cold)
@@ -152,7 +152,7 @@ def run_case(
 
 
 def yardstick(name: str, leaves: Leaves, budget: float) -> float:
-    """Returns the time of a yardstick. A yardstick is zeros_like(logits) or the GEMMs of a head."""
+    """Returns the time of a yardstick. A yardstick is `zeros_like(logits)` or a head's GEMMs."""
 
     def run(leaves: Leaves):
         if name == "zeros_like":

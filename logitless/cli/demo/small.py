@@ -112,7 +112,7 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(scale.width)
         # The initial logits have unit variance. After the multiplication by `self.gain`, the
         # embedded tokens have unit variance too. With other variances, training would amplify
-        # rounding errors. Then two correct implementations of a loss would have different loss
+        # rounding errors, and two correct implementations of a loss would have different loss
         # curves.
         self.gain = scale.width**0.5
         nn.init.normal_(self.token.weight, std=1 / self.gain)
