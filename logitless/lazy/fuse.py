@@ -89,7 +89,10 @@ def unfuse(model: Model) -> Model:
 
 
 def switched_off() -> bool:
-    return os.environ.get("LOGITLESS_FUSE") == "0"
+    """Returns whether the environment variable LOGITLESS_FUSE switches `fuse` off."""
+    value = os.environ.get("LOGITLESS_FUSE", "1")
+    checks.switch("LOGITLESS_FUSE", value)
+    return value == "0"
 
 
 class Fused(NamedTuple):

@@ -51,7 +51,10 @@ def test_switched_off_by_the_environment(ids, device, monkeypatch):
     assert ll.is_fused(model).reason == "LOGITLESS_FUSE=0 switches fuse off."
     with pytest.raises(TypeError, match="workspace must be"):
         ll.fuse(model, workspace="large")
-    monkeypatch.delenv("LOGITLESS_FUSE")
+    monkeypatch.setenv("LOGITLESS_FUSE", "off")
+    with pytest.raises(ValueError, match="LOGITLESS_FUSE must be 0 or 1, got 'off'"):
+        ll.fuse(model)
+    monkeypatch.setenv("LOGITLESS_FUSE", "1")
     assert ll.is_fused(ll.fuse(model))
 
 

@@ -139,6 +139,11 @@ def ring_on_the_gpu(rank: int) -> dict[str, float]:
     return all_errors(rank, 2, torch.float32, "cuda")
 
 
+# Keeps DDP models until the process ends. Otherwise the destructor of DDP and a thread of gloo can
+# wait for each other forever.
+KEPT = []
+
+
 def trained_by_ddp(rank: int, ranks: int) -> list[float]:
     """The gradients of DDP's weights after one backward."""
     import torch.distributed as dist
@@ -149,6 +154,7 @@ def trained_by_ddp(rank: int, ranks: int) -> list[float]:
         towers, images, texts = tower_batch()
         mine = slice(rank * 6, rank * 6 + 6)
         model = DistributedDataParallel(towers)
+        KEPT.append(model)
         a, b = model(images[mine], texts[mine])
         ll.contrastive(a, b, scale=5.0, group=dist.group.WORLD).backward()
         return [float(p.grad.abs().sum()) for p in towers.parameters()]
