@@ -70,7 +70,7 @@ class _Labels(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The sums over the columns read so far, and the index and the tile of the next label."""
+    """The sums over all columns before the current tile, and the place of the next label."""
 
     state: State
     expected: tl.tensor  # (rows, D), the sums of narrow_expected.py, or 0 if not needed

@@ -23,7 +23,7 @@ EXPONENTIALS: set[Callable] = {torch.exp, T.exp}
 
 
 class Expectation(NamedTuple):
-    """The formula factor · p · log p if `of.log` is true, else factor · p · y.
+    """The formula is `factor · p · log p` if `of.log` is true, and `factor · p · y` otherwise.
 
     `of` describes y, the logits after scale and softcap, and p is softmax(y).
     """

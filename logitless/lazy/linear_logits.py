@@ -100,8 +100,8 @@ class LinearLogits(AsTensor, Logits):
 
     `main_grad` is an fp32 tensor of the weight's shape. Every backward adds the weight's gradient
     to `main_grad` instead of `weight.grad`. For a loss with reduction="mean" or "sum", the gradient
-    is added to `main_grad` once, after the sum over chunks. A sum in bf16 or in block floating
-    point is rounded to bf16 before the sum is added to `main_grad`. For a loss with one value per
+    is added to `main_grad` once, after the sum over chunks. With bf16 or block floating point, the
+    finished sum is rounded to bf16, and then added to `main_grad`. For a loss with one value per
     row, the gradient of each chunk is added to `main_grad` separately.
 
     Rows that a loss ignores are dropped before the GEMMs, unless the logits are materialised. The

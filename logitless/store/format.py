@@ -58,11 +58,12 @@ instead:
 Bit j of a row is in the byte with the index floor(j / 8). Within a byte, bits are counted from the
 lowest bit. All bits of a row without slots are 0.
 
-An integer of b bits is cut into fields of 32, 16, 8, 4, 2 or 1 bits. The widths of all fields of an
-integer add up to b. The widest field holds the lowest bits of the integer. The fields of one width
-W form one tensor of dtype U32, U16 or U8. If W is below 8, one byte holds the fields of 8 / W
-integers. The field of the first integer is in the lowest bits. So a field narrower than 8 bits
-never crosses a byte boundary. For example, an id of 18 bits takes a U16 and a quarter of a byte.
+An integer of b bits is cut into fields of 32, 16, 8, 4, 2 or 1 bits. Each integer packs several bit
+fields, whose widths add up to b. The widest field holds the lowest bits of the integer. The fields
+of one width W form one tensor of dtype U32, U16 or U8. If W is below 8, one byte holds the fields
+of 8 / W integers. The field of the first integer is in the lowest bits. So a field narrower than 8
+bits never crosses a byte boundary. For example, an id of 18 bits takes a U16 and a quarter of a
+byte.
 
 At K = 64 and V = 151,936, each token takes 218.25 bytes. The 64 ids of 18 bits take 128 + 16 bytes,
 and the codes take 63 bytes. The columns `top`, `tail` and `step` take 9 bytes, and the token itself

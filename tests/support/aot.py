@@ -4,9 +4,10 @@
 
 The real launchers are called with CPU tensors. Their launches are recorded and compiled, but not
 run. So the compiled kernels are those that a GPU would run. The command prints one JSON line per
-compiled kernel. With --all, all variants are compiled. Otherwise, only the main variants are
-compiled, in all their forms for Hopper, whose resources the tests check, and in one form per kernel
-for the other GPUs.
+compiled kernel. With --all, all variants are compiled, in all their forms. Otherwise, only the main
+variants are compiled. For Hopper, whose resources the tests check, these are all forms of the first
+variant, and one form per kernel of each other variant. For the other GPUs, these are one form per
+kernel.
 """
 
 import contextlib
@@ -373,14 +374,17 @@ class Driver:
 
 def main(target: str, everything: bool) -> None:
     triton.runtime.driver.set_active(Driver(TARGETS[target]))
-    every_form, seen = everything or target == "cuda:90", set()
+    seen, plain = set(), Variant(BF16)
     for variant in variants() if everything else main_variants():
         for source, options, bound in launches_of(variant):
             form = (source.hash(), *sorted(options.items()))
-            key = form if every_form else source.name
-            if key in seen:
+            if everything or (target == "cuda:90" and variant == plain):
+                key = form
+            else:
+                key = (source.name, variant) if target == "cuda:90" else source.name
+            if not seen.isdisjoint((form, key)):
                 continue
-            seen.add(key)
+            seen |= {form, key}
             kernel = triton.compile(source, target=TARGETS[target], options=options)
             row = {"target": target, "kernel": f"{source.name} {variant}"}
             row |= {"compiled": kernel.metadata.name, "profile": profile_of(source, kernel, bound)}
