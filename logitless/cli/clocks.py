@@ -121,9 +121,9 @@ def host_times(
 
     def batch(run: Run, leaves: tuple[Tensor, ...]) -> None:
         for _ in range(calls):
+            run(leaves)
             for leaf in leaves:
                 leaf.grad = None
-            run(leaves)
 
     rounds = [
         [wall_time("cuda", lambda _, one=one: batch(*one)) / calls for one in runs]

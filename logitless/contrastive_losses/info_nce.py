@@ -5,10 +5,10 @@ loss, the first pass also keeps two numbers per column. The second pass computes
 again, overwrites each chunk with its gradient, and adds the chunk's contributions to the gradients
 of `a` and `b`. The two passes take four GEMMs.
 
-In one process, forward runs both passes for a mean or a sum. The second pass takes the chunks in
-reverse order, because the last chunk of the first pass is still in memory. With symmetric=False,
-the gradient needs only the statistics of rows, and each chunk contains whole rows. So one pass with
-three GEMMs is enough.
+In one process, forward computes the gradients of a mean or a sum. The symmetric loss takes both
+passes. The second pass takes the chunks in reverse order, because the last chunk of the first pass
+is still in memory. With symmetric=False, the gradient needs only the statistics of rows, and each
+chunk contains whole rows. So one pass with three GEMMs is enough.
 
 Otherwise, backward runs the second pass. With reduction="none", the upstream gradients are known
 only in backward. Over several ranks, the statistics of a row are complete only after the last step
@@ -72,7 +72,8 @@ def contrastive(
     `reduction` is "mean", "sum", or "none" for one loss per row. The loss is fp32 (fp64 for fp64
     embeddings). Neither the logits nor their gradient are materialised. `workspace` bounds the
     bytes of logits in memory. Forward and backward together take at most four GEMMs. In one
-    process, a mean or sum with symmetric=False takes three GEMMs.
+    process, a mean or sum with symmetric=False takes three GEMMs. Forward then computes the
+    gradients too, unless gradients are disabled. So use torch.no_grad() for evaluation.
 
     If `group` is a process group or a DeviceMesh, each rank passes its own rows of `a` and `b`. The
     rows of `b` on all ranks are negatives of each row of `a`. With reduction="mean" or "sum", the
@@ -198,10 +199,12 @@ class _Contrastive(Node):
             pairs = Pairs.of(a, b, scale, positives, mask, of_a, of_b, how)
             similarities = Similarities(pairs.a, how.ring.largest, how.workspace)
             needs = ctx.needs_input_grad if how.early else None
-            one_pass = needs if not how.symmetric else None
-            losses, rows, columns, ctx.sums = _losses(similarities, pairs, how, one_pass)
-            if needs is not None and how.symmetric:
-                ctx.sums = _sums(similarities, pairs, how, rows, columns, None, needs)
+            if how.symmetric:
+                losses, rows, columns, ctx.sums = _losses(similarities, pairs, how, None)
+                if needs is not None:
+                    ctx.sums = _sums(similarities, pairs, how, rows, columns, None, needs)
+            else:
+                losses, rows, columns, ctx.sums = _losses(similarities, pairs, how, needs)
         ctx.how, ctx.share, ctx.backend = how, None, similarities.backend
         if how.reduction != "none":
             losses, ctx.share = _reduced(losses, pairs.ignored, how)

@@ -58,7 +58,8 @@ class Similarities:
         self.step = min(even_chunk(len(a), limit // max(width, 1)), MOST_ROWS)
         size = min(self.step, len(a)) * _padded(most)
         self.memory = torch.empty(size, device=a.device, dtype=self.a.dtype)
-        self.in_memory: tuple[int, slice] | None = None  # the chunk's owner and rows
+        # The owner and the rows of the chunk in `memory`, or None after the chunk was overwritten.
+        self.in_memory: tuple[int, slice] | None = None
 
     def working(self, t: Tensor) -> Tensor:
         """Converts embeddings to the dtype of the GEMMs and to contiguous memory.

@@ -162,7 +162,7 @@ def refuse_name(called: str, names: list[str], got: str) -> None:
     near = difflib.get_close_matches(got, names, 1)
     meant = f" Did you mean {near[0]!r}?" if near else ""
     if got == "temperature" and "scale" in names:
-        meant = " Pass scale=1 / temperature."
+        meant = " scale multiplies the similarities, so pass 1 / temperature if you divide by it."
     raise TypeError(
         f"{called} must be called with only the arguments {', '.join(names)}, got {got!r}.{meant}"
     )

@@ -78,10 +78,11 @@ def skewed(log_q, log_p, gap, alpha, IN: tl.constexpr, FORWARD: tl.constexpr):
     is log_q - log_p.
 
     g is the derivative of the divergence with respect to q, plus a constant. For forward KL, g is
-    also divided by 1-α. The constant changes only the rounding error of the gradient q (g - Σ q g).
-    For forward KL of fp32 logits, g is -p / M, which is close to 0 where q is much larger than p.
-    In all other cases, g is 0 for p = q. In these cases, p / M - 1 is computed from 1 - share,
-    because 2^log2(p / M) - 1 has a larger rounding error.
+    -p / M for fp32 logits and 1 - p / M for 16-bit logits, and pair_bwd.py multiplies by 1-α. The
+    constant changes only the rounding error of the gradient q (g - Σ q g). -p / M is exact where q
+    is much larger than p, and loses one or two bits where p and q are almost equal. For reverse KL,
+    g is 0 for p = q. p / M - 1 is computed from 1 - share, because 2^log2(p / M) - 1 has a larger
+    rounding error.
     """
     if FORWARD:
         _, mu, _, share, more = _mixed(log_q, log_p, gap, alpha)

@@ -7,7 +7,7 @@ each loss, the gradient of the student's logits z is:
     cross-entropy    q Σ v - v
     reverse KL       q (log(q/p) - Σ q log(q/p))
     JSD              (1-β) q (log(q/M) - Σ q log(q/M))
-    skewed KL        q (g - Σ q g), with the g of jsd_math.py
+    skewed KL        q (g - Σ q g), with the g of jsd_math.py; forward: times 1-α
     TVD              ½ q (sign(q-p) - Σ q sign(q-p)), computed without cancellation (tvd_math.py)
 
 In these formulas, q is the student's probability, p is the teacher's probability, v is the target
@@ -15,7 +15,8 @@ of soft cross-entropy, and M = βp + (1-β)q. The kernel also divides the gradie
 and multiplies the gradient by the upstream gradient. `_row_terms` computes the numbers that all
 columns of a row share.
 
-If student and teacher are equal, the gradient is exactly 0.
+If student and teacher are equal, the gradient is exactly 0. There is one exception. If the columns
+of fp32 logits are computed in parts, the gradient of the skewed forward KL can be a rounding error.
 """
 
 import functools
@@ -75,8 +76,8 @@ def _row_terms(STATE, row, g, inv_t, blend, KIND: tl.constexpr):
         gain = gain * (1.0 - blend) * LN2 + 0.0 * (norm_q + norm_p)
     elif KIND == "skewed_forward" or KIND == "skewed_reverse":
         norm_q, norm_p = bits(s_q), bits(s_p)
-        share = 1.0 - blend if KIND == "skewed_forward" else 1.0
-        gain = gain * share + 0.0 * (norm_q + norm_p)
+        factor = 1.0 - blend if KIND == "skewed_forward" else 1.0
+        gain = gain * factor + 0.0 * (norm_q + norm_p)
     elif KIND == "tvd":
         norm_p = to_student(s_q, s_p)
         gain = gain / alive + 0.0 * (bits(s_q) + bits(s_p))

@@ -9,11 +9,11 @@ The saved state has shape (N, PAIR_STATE) and holds five numbers per row: the st
 normaliser, the teacher's shift and normaliser, and a mean. A shift is the max, or 0 if the max is
 infinite. The mean is an expectation under the student's probabilities. For reverse KL, the mean is
 Σ q (d_q - d_p), which is not divided by the temperature. For JSD, the mean is Σ q log2(q / M), in
-bits, where M is the mixture of student and teacher. For a skewed KL, the mean is Σ q g, in nats
-(see `skewed` in jsd_math.py). For the total variation (TVD), the state holds `ratio` (see
-tvd_math.py) instead of the mean. For other losses, the mean is 0. The eager backend (eager/pair.py)
-saves the mean in nats. The different units cause no conflict, because a backend never reads the
-state of the other backend.
+bits, where M is the mixture of student and teacher. For a skewed KL, the mean is Σ q g in
+nats (see `skewed` in jsd_math.py). For fp32 logits, this mean is divided by Σ q. For the total
+variation (TVD), the state holds `ratio` (see tvd_math.py) instead of the mean. For other losses,
+the mean is 0. The eager backend (eager/pair.py) saves the mean in nats. The different units cause
+no conflict, because a backend never reads the state of the other backend.
 
 The function `pair_partial` returns a partial state, which covers only some columns of a row. A
 partial state holds the max instead of the shift. Instead of the mean, a partial state holds the sum

@@ -1,9 +1,9 @@
 """Processes that start fast, because they are forked from a server that has imported PyTorch.
 
-Without a GPU, the server has also imported what most processes import later. An optimizer imports
-torch._dynamo, and an import of transformers.trainer takes as long as the rest of a short example.
-With a GPU, the server imports only PyTorch, because a forked process cannot use CUDA if its parent
-has.
+Without a GPU, the server also imports the modules that most processes import later. An optimizer
+imports torch._dynamo, and an import of transformers.trainer takes as long as the rest of a short
+example. With a GPU, the server imports only PyTorch, because a forked process cannot use CUDA if
+its parent process has used CUDA.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ FORKED.set_forkserver_preload(["torch"] if torch.cuda.is_available() else ["torc
 
 def start(work: Callable, *args, **environment: str):
     """Starts a process that runs work(*args), with these environment variables."""
+    _start_server()
     given = _of_a_user(environment)
     process = FORKED.Process(target=_in_process, args=(given, work, *args), daemon=True)
     process.start()
@@ -44,11 +46,22 @@ def together(ranks: int, work: Callable, *args) -> list[Any]:
     Several ranks get the environment variables of torchrun. If there are fewer GPUs than ranks, the
     ranks see no GPU.
     """
+    _start_server()
     calls = [(rank, _of_a_user(own), work, args) for rank, own in enumerate(_environments(ranks))]
     with FORKED.Pool(ranks) as pool:
         ended = pool.imap_unordered(_as_rank, calls)
         found = dict(ended.next(timeout=HANG) for _ in calls)
     return [found[rank] for rank in range(ranks)]
+
+
+def _start_server() -> None:
+    """Starts the server without TRITON_INTERPRET, which Triton reads when it is imported."""
+    interpreted = os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if interpreted is not None:
+            os.environ["TRITON_INTERPRET"] = interpreted
 
 
 def _environments(ranks: int) -> list[dict[str, str]]:
@@ -92,7 +105,7 @@ def imported_by(code: str) -> list[str]:
     ended = subprocess.run(
         command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=HANG
     )
-    return json.loads(ended.stdout)
+    return json.loads(ended.stdout.splitlines()[-1])
 
 
 def _of_a_user(own: dict[str, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-# These names of Triton are private. If a version of Triton lacks one of them, nothing is patched.
+# These names of Triton are private. A patch whose names a version of Triton lacks is left out.
 _patch_lang: Any = getattr(interpreter, "_patch_lang", None)
 _np_dtype_of: Any = getattr(interpreter, "_get_np_dtype", None)
 _executor: Any = getattr(interpreter, "GridExecutor", None)
@@ -83,9 +83,9 @@ def _unwrap_fast(value):
 def make_faster() -> None:
     """Makes each launch patch triton.language only once, and caches types and dtypes.
 
-    Without the first change, Triton searches and patches all of triton.language at every call of a
-    device function, although the launch has patched triton.language before. Wrong shapes still
-    raise the same errors.
+    Without the first of these changes, Triton searches and patches all of triton.language at every
+    call of a device function, although the launch has patched triton.language before. Wrong shapes
+    still raise the same errors.
     """
     if not (_patch_lang and _np_dtype_of and _launch):
         return

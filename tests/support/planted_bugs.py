@@ -149,7 +149,7 @@ BUGS = (
         "g = log_q_m * LN2 + (1.0 - alpha) * tl", "g = log_q_m * LN2 + tl",
         (DENSE,)),
     Bug("kernels: gradient of a skewed forward KL", "kernels", "logitless/kernels/pair_bwd.py",
-        'share = 1.0 - blend if KIND == "skewed_forward" else 1.0', "share = 1.0", (DENSE,)),
+        'factor = 1.0 - blend if KIND == "skewed_forward" else 1.0', "factor = 1.0", (DENSE,)),
     Bug("eager: skewed KL without M - r", "eager", "logitless/eager/pair.py",
         "terms = own * log_own_m + (1 - b) * (other - own)", "terms = own * log_own_m", (SHARD,)),
     Bug("kernels: TVD of parts of a row", "kernels", "logitless/kernels/jsd_tvd_fwd.py",

@@ -127,12 +127,12 @@ def run_case(
         entry.attempt(entry.examine, checked)
     results = [entry.result for entry in entries]
     ready = [entry for entry in entries if entry.result.status == "ok"]
-    if device == "cpu" or case.mode == Mode.WALL:
-        if device == "cpu":
-            calls = [(entry.prepare, entry.run) for entry in ready]
-            times = clocks.wall_times(device, calls, budget)
-        else:
-            times = clocks.host_times([(entry.run, entry.prepare()) for entry in ready])
+    times = None
+    if device == "cpu":
+        times = clocks.wall_times(device, [(entry.prepare, entry.run) for entry in ready], budget)
+    elif case.mode == Mode.WALL:
+        times = clocks.host_times([(entry.run, entry.prepare()) for entry in ready])
+    if times is not None:
         for entry, ms in zip(ready, times, strict=True):
             entry.result.ms = ms
         return results
