@@ -27,6 +27,7 @@ F = TypeVar("F", bound=Callable)
 
 _REMEMBERED = 4096
 _passed: set[tuple] = set()
+_tensors: dict[tuple, tuple[int, ...]] = {}  # the results of `_find_tensors`
 
 
 def check_once(check: Callable[..., None], *args: Any) -> None:
@@ -37,16 +38,13 @@ def check_once(check: Callable[..., None], *args: Any) -> None:
     if torch.compiler.is_compiling():  # shapes can be symbolic
         check(*args)
         return
+    kinds = tuple(map(type, args))
+    described = list(args)
     try:
-        key = (
-            check,
-            *[
-                (a.__class__, a.shape, a.dtype, a.device, a.requires_grad)
-                if hasattr(a, "requires_grad")
-                else (a.__class__, a)
-                for a in args
-            ],
-        )
+        for i in _tensors.get(kinds) or _find_tensors(kinds, args):
+            t = args[i]
+            described[i] = (t.shape, t.dtype, t.device, t.requires_grad)
+        key = (check, kinds, *described)
         if key in _passed:
             return
     except (AttributeError, TypeError):  # an argument has no hash or shape; `check` raises an error
@@ -62,6 +60,18 @@ def check_once(check: Callable[..., None], *args: Any) -> None:
     if len(_passed) >= _REMEMBERED:
         _passed.clear()
     _passed.add(key)
+
+
+def _find_tensors(kinds: tuple[type, ...], args: tuple) -> tuple[int, ...]:
+    """Returns the positions of all arguments that are tensors or other logits.
+
+    The positions are stored for all later calls with arguments of these types.
+    """
+    if len(_tensors) >= _REMEMBERED:
+        _tensors.clear()
+    found = tuple(i for i, a in enumerate(args) if hasattr(a, "requires_grad"))
+    _tensors[kinds] = found
+    return found
 
 
 def _refuse_on_ranks(logits: Any, error: Exception) -> None:

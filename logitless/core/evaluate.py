@@ -161,10 +161,6 @@ def total_and_gradient(
     The value is the sum or mean over rows. The gradient is for an upstream gradient of 1, and is
     written to `into` if possible.
     """
-    if reduction == "mean" and row_weight is None:
-        value = loss.mean_and_gradient(backend, x, into)
-        if value is not None:
-            return (value,), into
     mean = reduction == "mean"
     mass, factor = mass_and_share(backend, x, x.shape[:-1].numel(), loss) if mean else (None, None)
     if row_weight is not None:

@@ -185,11 +185,10 @@ def is_small(
     of its logits. For example, 16-bit logits, their saved fp32 gradient and their 16-bit gradient
     together take four times the memory of the logits.
     """
-    limit = SMALL.get(device, SMALL["cuda"])
+    count, limit = rows * vocab, SMALL[device]
     if workspace is not None:
         limit = min(limit, workspace // 4)
-    work = rows * vocab * (width + READ_WIDTH)
-    return rows * vocab * itemsize <= limit and work <= SMALL_WORK.get(device, SMALL_WORK["cuda"])
+    return count * itemsize <= limit and count * (width + READ_WIDTH) <= SMALL_WORK[device]
 
 
 def stays_on_chip(work: Work) -> bool:

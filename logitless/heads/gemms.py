@@ -160,7 +160,7 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
     Otherwise, the GEMM is split into a large aligned GEMM (`aligned_part`) and a small GEMM with
     fewer than UNIT rows or columns.
     """
-    pack, (m, k), n = 16 // a.element_size(), a.shape, b.shape[1]
+    pack, (m, k), n = 16 // a.dtype.itemsize, a.shape, b.shape[1]
     if not ((m % pack or k % pack or n % pack) and reads_vectors(a)):
         return plain_gemm(a, b, out, add)
     if out is None:
@@ -202,6 +202,8 @@ def reads_vectors(t: Tensor) -> bool:
 
 def plain_gemm(a: Tensor, b: Tensor, out: Tensor | None, add: Tensor | None) -> Tensor:
     """Like `gemm`, but never splits the GEMM. If a and b are 16-bit tensors, `out` can be fp32."""
+    if out is None and add is None:
+        return torch.mm(a, b)
     wide = {} if out is None or out.dtype == a.dtype else {"out_dtype": out.dtype}
     if add is None:
         return torch.mm(a, b, out=out, **wide)

@@ -228,22 +228,24 @@ class Head:
         use chunks: fp32 logits of 16-bit hidden states, one rank's shard of a head, and a loss
         whose teacher is another head. Inside `ll.invariant()`, every head uses chunks.
         """
-        if loss.reading.invariant:
+        hidden, weight, dtype = self.hidden, self.weight, self.hidden.dtype
+        if (
+            loss.reading.invariant
+            or choose_cut.forced is not None
+            or self.main_grad is not None
+            or self.columns is not None
+            or self.low_rank is not None
+            or self.logits_dtype not in (None, dtype)
+            or dtype == torch.float16
+            or (type(weight) not in PLAIN and is_quantized(weight))
+        ):
             return False
-        if choose_cut.forced is not None or self.main_grad is not None or self.columns is not None:
-            return False
-        if self.low_rank is not None:
-            return False
-        if type(self.weight) not in PLAIN and is_quantized(self.weight):
-            return False
-        hidden, (vocab, width) = self.hidden, self.weight.shape
-        if self.logits_dtype not in (None, hidden.dtype) or hidden.dtype == torch.float16:
-            return False
-        rows, size = hidden.shape[:-1].numel() if width else 0, hidden.element_size()
+        vocab, width = weight.shape
+        rows = hidden.numel() // width if width else 0
         device = "cpu" if hidden.is_cpu else "cuda"  # all other devices have the limits of a GPU
-        if not choose_cut.is_small(rows, vocab, width, size, self.workspace, device):
+        if not choose_cut.is_small(rows, vocab, width, dtype.itemsize, self.workspace, device):
             return False
-        freed = not self.weight.untyped_storage().nbytes()
+        freed = not weight.untyped_storage().nbytes()
         return not freed and all(map(is_dense, loss.teachers))
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:

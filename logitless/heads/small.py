@@ -97,9 +97,11 @@ class SmallRows(Node):
     def forward(ctx, hidden, weight, bias, loss, *row_inputs):
         x = padded_logits(hidden, weight, bias, None, hidden.dtype)
         outputs = GradientInBackward.forward(ctx, x, backend_of(hidden), loss, None, None)
-        # `counted` is computed in forward, because Python code is slower in autograd's backward
-        # thread.
-        counted = _counted(ctx, hidden, loss)
+        counted = None
+        if ctx.needs_input_grad[1]:
+            # `counted` is computed in forward, because Python code is slower in autograd's backward
+            # thread.
+            counted = ctx.backend.zero_ignored(flat(hidden), loss.reading)
         # ctx.to_save holds the tensors that GradientInBackward.forward saved.
         ctx.save_for_backward(hidden, counted, weight, bias, *ctx.to_save)
         return outputs
@@ -131,9 +133,19 @@ def _total(
     loss: RowLoss,
 ) -> tuple[tuple[Tensor, ...], HeadGradients]:  # fmt: skip
     """Returns (value, *extras), and the gradients for an upstream gradient of 1."""
+    backend, reduction = ctx.backend, ctx.reduction
     x = padded_logits(hidden, weight, bias, None, hidden.dtype)
-    outputs, dz = evaluate.total_and_gradient(ctx.backend, x, loss, row_weight, ctx.reduction, x)
-    counted = _counted(ctx, hidden, loss)
+    h, value, copy = flat(hidden), None, None
+    if reduction == "mean" and row_weight is None:
+        if ctx.needs_input_grad[1] and loss.reading.ignore_index is not None:
+            h = h if h.stride(1) == 1 else h.contiguous()
+            copy = h, torch.empty_like(h, memory_format=torch.contiguous_format)
+        value = loss.mean_and_gradient(backend, x, x, copy)
+    if value is not None:
+        outputs, dz, counted = (value,), x, h if copy is None else copy[1]
+    else:
+        outputs, dz = evaluate.total_and_gradient(backend, x, loss, row_weight, reduction, x)
+        counted = backend.zero_ignored(h, loss.reading) if ctx.needs_input_grad[1] else None
     return outputs, HeadGradients(*_gradients(ctx, hidden, counted, weight, bias, dz))
 
 
@@ -142,35 +154,32 @@ def _memory_like(x: Tensor) -> Tensor:
     return padded_memory(x.shape[:-1].numel(), x.shape[-1], x, x.dtype)
 
 
-def _counted(ctx: Any, hidden: Tensor, loss: RowLoss) -> Tensor | None:
-    """Returns `hidden` (N, D) with 0 in ignored rows, or None if the weight needs no gradient.
-
-    The logits of an ignored row have a gradient of 0. In the GEMM for the weight's gradient, 0
-    times a NaN or infinity in `hidden` would be NaN.
-    """
-    if not ctx.needs_input_grad[1]:
-        return None
-    h = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
-    return ctx.backend.zero_ignored(h, loss.reading)
+def flat(hidden: Tensor) -> Tensor:
+    """Returns hidden states (..., D) as a tensor (N, D)."""
+    return hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
 
 
 def _gradients(
     ctx: Any,
     hidden: Tensor,
-    counted: Tensor | None,  # the result of `_counted`
+    counted: Tensor | None,  # hidden states (N, D) with 0 in ignored rows
     weight: Tensor,
     bias: Tensor | None,
     dz: Tensor,  # the gradient of the logits
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the gradients of `hidden`, `weight` and `bias`."""
-    needs_hidden, _, needs_bias = ctx.needs_input_grad[:3]
+    """Returns the gradients of `hidden`, `weight` and `bias`.
+
+    The logits of an ignored row have a gradient of 0. In the GEMM for the weight's gradient, 0
+    times a NaN or infinity in `hidden` would be NaN. Therefore this GEMM reads `counted`.
+    """
+    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     d_hidden = d_weight = d_bias = None
     if hidden.dim() != 2:
         dz = dz.view(-1, dz.shape[-1])
     if needs_hidden:
         d_hidden = gemm(dz, weight)
         d_hidden = d_hidden if hidden.dim() == 2 else d_hidden.view(hidden.shape)
-    if counted is not None:
+    if needs_weight and counted is not None:
         d_weight = gemm(dz.t(), counted)
     if needs_bias and bias is not None:
         d_bias = dz.sum(0, dtype=PRECISION[bias.dtype]).to(bias.dtype)

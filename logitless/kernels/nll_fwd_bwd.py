@@ -5,6 +5,11 @@ split, which is a part of the row. A program computes the max m and the normalis
 and writes m and s to memory. The program then waits for m and s of the other splits
 (program_exchange.py). After that, the program reads its split again, from the L1 cache, and writes
 the gradient of the split.
+
+For a small tensor or a small head, a kernel launch takes longer than the work of the kernel.
+Therefore, the same launch can do two more things. It can compute the mean over rows: the program
+that finishes last adds up the losses of all rows. And it can copy the hidden states of a head, with
+0 in ignored rows (zero_ignored.py).
 """
 
 import functools
@@ -34,7 +39,8 @@ from .numerics import INF, LOG2E, capped, finite, inverse_temperature
 from .profiling import in_place, profiled
 from .program_exchange import MAX_PROGRAMS, collect, publish
 from .reduce import row_block
-from .state import field, fold_span, pack_of
+from .state import field, fold_span, is_live, pack_of
+from .zero_ignored import columns_per_block, copy_block
 
 HAS = tl.constexpr(("a", "label"))
 # For a mean, every program reads all labels and counts the rows that are not ignored. Up to
@@ -53,7 +59,8 @@ class _Constants:
     mean: bool
     span: int
     block_v: int
-    block_p: int
+    block_p: int  # at least the number of splits of a row; 0 if rows are not split
+    block_d: int
 
 
 @triton.jit
@@ -66,18 +73,39 @@ def _count(LABEL, N, ignore_index):
     return tl.sum(count, axis=0)
 
 
+@triton.jit
+def _write_nll(NLL, EXCHANGE, row, nll, N, splits, MEAN: tl.constexpr):
+    """Writes -log p of a row's label. Exactly one program per row calls this function.
+
+    For a mean, `nll` is already divided by the number of rows. The last of the N calls writes the
+    sum of all rows to NLL. The order of the sum does not depend on the order of the calls.
+    """
+    if MEAN:
+        FINISHED = EXCHANGE + N * splits  # the number of rows that are finished
+        SHARES = (FINISHED + 1).to(tl.pointer_type(tl.float32))
+        tl.store(SHARES + row, nll)
+        if tl.atomic_add(FINISHED, 1, sem="acq_rel") == N - 1:
+            total = tl.zeros((1024,), tl.float32)
+            for start in range(0, N, 1024):
+                rows = start + tl.arange(0, 1024)
+                total += tl.load(SHARES + rows, mask=rows < N, other=0.0, volatile=True)
+            tl.store(NLL, tl.sum(total, axis=0))
+    else:
+        tl.store(NLL + row, nll)
+
+
 @triton.jit(
     **profiled("nll_fwd_bwd", X=in_place),
     do_not_specialize=["rows_t", "lead", "splits"],
     do_not_specialize_on_alignment=["LABEL", "COEF", "FACTOR", "temperature"],
 )
 def _nll_fwd_bwd_kernel(
-    X, LABEL, COEF, FACTOR,  # inputs
-    # Outputs. If DX is None, the gradient overwrites X. EXCHANGE (N, splits) is initially zero. If
-    # rows are not split, EXCHANGE is None.
-    DX, NLL, EXCHANGE,
+    X, LABEL, COEF, FACTOR, HIDDEN,  # inputs; HIDDEN is copied to COPY
+    # Outputs. If DX is None, the gradient overwrites X. NLL is one number per row, or the mean.
+    DX, NLL, COPY,
+    EXCHANGE,  # memory of `exchange_words` integers, initially 0
     temperature,
-    rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, splits,  # sizes
+    rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, splits, stride_h, D,  # sizes
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
@@ -89,10 +117,15 @@ def _nll_fwd_bwd_kernel(
     X_ALIGNED: tl.constexpr = field(CONSTANTS, "x_aligned")
     SPAN: tl.constexpr = field(CONSTANTS, "span")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
+    MEAN: tl.constexpr = field(CONSTANTS, "mean")
+    BLOCK_P: tl.constexpr = field(CONSTANTS, "block_p")
+    BLOCK_D: tl.constexpr = field(CONSTANTS, "block_d")
     PACK: tl.constexpr = pack_of(X)
     pid = tl.program_id(0)
+    N = tl.num_programs(0) // splits
     row = pid // splits
-    lo = pid % splits * SPAN
+    split = pid % splits
+    lo = split * SPAN
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
     Xrow = X + offset
     DXrow = Xrow
@@ -103,11 +136,15 @@ def _nll_fwd_bwd_kernel(
     hi = tl.multiple_of(tl.minimum(lo + SPAN, body), PACK)
     span = Span(head, body, V, lo, hi)
     label = tl.load(LABEL + row)
+    if HIDDEN is not None:
+        live = is_live(label, ignore_index)
+        for start in range(split * BLOCK_D, D, splits * BLOCK_D):
+            copy_block(HIDDEN, COPY, row, start, live, stride_h, D, BLOCK_D)
     if ignore_index is not None:
         if label == ignore_index:
             fill_span(DXrow, 0.0, span, PACK, ALIGNED, False, BLOCK_V)
             if lo == 0:
-                tl.store(NLL + row, 0.0)
+                _write_nll(NLL, EXCHANGE, row, 0.0, N, splits, MEAN)
             return
 
     inv_t = inverse_temperature(temperature, row)
@@ -124,22 +161,23 @@ def _nll_fwd_bwd_kernel(
     y_label, _ = capped(x_label, softcap)
 
     share = 1.0
-    if field(CONSTANTS, "mean"):
-        count = _count(LABEL, tl.num_programs(0) // splits, ignore_index)
+    if MEAN:
+        count = _count(LABEL, N, ignore_index)
         share = 1.0 / tl.maximum(count, 1).to(tl.float32)
     gain = row_gain(None, FACTOR, row, 0, field(CONSTANTS, "step_f")) * share
     coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
     m, s = state.m, state.s
-    if EXCHANGE is not None:
+    if BLOCK_P > 0:
         at = EXCHANGE + row.to(tl.int64) * splits
-        publish(at + pid % splits, m, s)
-        m, s = collect(at, splits, rate, field(CONSTANTS, "block_p"))
+        publish(at + split, m, s)
+        m, s = collect(at, splits, rate, BLOCK_P)
 
     shift = finite(m)
     log_s = tl.log(s)
     valid = label >= 0
     nll = tl.where(valid, log_s - (y_label - shift) * inv_t, float("nan"))
-    tl.store(NLL + row, nll * share, mask=has_label | ((lo == 0) & (not valid)))
+    if has_label | ((lo == 0) & (not valid)):
+        _write_nll(NLL, EXCHANGE, row, nll * share, N, splits, MEAN)
     a = tl.where(valid, coefs.a, float("nan"))  # an invalid label makes the whole row NaN
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, 0.0, g_c, rate, 0.0, softcap)
@@ -150,7 +188,7 @@ def _nll_fwd_bwd_kernel(
 
 
 class _Plan(NamedTuple):
-    exchange: tuple[int, int] | None  # shape of EXCHANGE, if several programs share a row
+    exchange_words: int  # the number of integers in EXCHANGE; 0 if EXCHANGE is None
     launch: Launch | None  # None if there are no rows
 
 
@@ -159,6 +197,7 @@ def nll_fwd_bwd_plan(
     shape: tuple, strides: tuple, offset: int, itemsize: int, device: torch.device,
     place: Place | None,  # None if the gradient overwrites the logits
     options: tuple, coefs_per_row: bool, factor_per_row: bool, mean: bool,
+    copied: tuple | None,  # shape, strides and address modulo 16 of HIDDEN
     waiting: bool, revision: int,
 ) -> _Plan | None:  # fmt: skip
     """Returns the launch plan, or None if one pass is not possible."""
@@ -167,23 +206,31 @@ def nll_fwd_bwd_plan(
     if rows is None or (mean and not 0 < rows.count <= MAX_COUNTED):
         return None
     if rows.count == 0 or rows.vocab == 0:
-        return _Plan(None, None)
+        return _Plan(0, None)
     cut = config.nll_fwd_bwd(rows.vocab, itemsize, place is not None and softcap is not None)
     splits = config.ceil_div(rows.vocab, cut.span)
     if not program_exchange.may_wait(splits, device):
         return None
     d_rows = rows if place is None else rows.written_to(place)
     number = () if temperature is None else (temperature,)
+    stride_h = D = None
+    if copied is not None:
+        (_, D), (stride_h, _), _ = copied
+    block_p = 0 if splits == 1 else 32 if splits <= 32 else MAX_PROGRAMS
     launch = Launch(
         _nll_fwd_bwd_kernel, (rows.count * splits,),
         (
             *number, *rows.strides, d_rows.stride_b, d_rows.stride_t, d_rows.lead, rows.vocab,
-            splits, softcap, ignore_index,
+            splits, stride_h, D, softcap, ignore_index,
         ),
         num_warps=cut.num_warps,
         CONSTANTS=_Constants(
             d_rows.aligned, rows.aligned_like(d_rows), COEFFICIENTS * coefs_per_row,
-            int(factor_per_row), mean, cut.span, cut.block_v, 32 if splits <= 32 else MAX_PROGRAMS,
+            int(factor_per_row), mean, cut.span, cut.block_v, block_p,
+            0 if D is None else columns_per_block(D),
         ),
     )  # fmt: skip
-    return _Plan(None if splits == 1 else (rows.count, splits), launch)
+    words = 0 if splits == 1 else rows.count * splits
+    if mean:  # one word for FINISHED, and one word for every two numbers of SHARES
+        words = rows.count * splits + 1 + config.ceil_div(rows.count, 2)
+    return _Plan(words, launch)

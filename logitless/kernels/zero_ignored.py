@@ -25,10 +25,17 @@ def _zero_ignored_kernel(
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Each program copies one block of columns of one row. An ignored row is not read."""
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    width = tl.where(is_live(load_label(LABEL, row), ignore_index), D, 0)
-    x = tl.load(X + row * stride + cols, mask=cols < width, other=0.0)
+    row = tl.program_id(0)
+    live = is_live(load_label(LABEL, row), ignore_index)
+    copy_block(X, OUT, row, tl.program_id(1) * BLOCK_D, live, stride, D, BLOCK_D)
+
+
+@triton.jit
+def copy_block(X, OUT, row, start, live, stride, D, BLOCK_D: tl.constexpr):
+    """Copies the columns [start, start + BLOCK_D) of a row. If `live` is False, writes 0."""
+    row = row.to(tl.int64)
+    cols = start + tl.arange(0, BLOCK_D)
+    x = tl.load(X + row * stride + cols, mask=cols < tl.where(live, D, 0), other=0.0)
     tl.store(OUT + row * D + cols, x, mask=cols < D)
 
 
@@ -47,13 +54,17 @@ def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
     return out
 
 
+def columns_per_block(D: int) -> int:
+    return min(max(config.ceil_pow2(D), 16), 1024)
+
+
 @functools.lru_cache(REMEMBERED)
 def _launch(N: int, D: int, stride: int, offset: int, ignore_index: int) -> Launch:
     """Returns a Launch for inputs whose address modulo 16 is `offset`.
 
     Each offset needs its own Launch, because the compiled kernel depends on the alignment of X.
     """
-    block = min(max(config.ceil_pow2(D), 16), 1024)
+    block = columns_per_block(D)
     return Launch(
         _zero_ignored_kernel, (N, config.ceil_div(D, block)), (stride, D, ignore_index),
         num_warps=4, BLOCK_D=block,

@@ -61,12 +61,11 @@ class CrossEntropy(RowLoss):
         value = value if self.is_nll else backend.weighted_nll(value, self.reading)
         return (value,), into, ()
 
-    def mean_and_gradient(self, backend, x, into):
+    def mean_and_gradient(self, backend, x, into, copy=None):
         if not self.is_nll or backend.one_pass is None:
             return None
         coefficients = of_one["nll", x.device, torch.float32]
-        shares = backend.one_pass(x, self.reading, coefficients, None, into, mean=True)
-        return None if shares is None else shares.sum()
+        return backend.one_pass(x, self.reading, coefficients, None, into, True, copy)
 
     def mass(self, backend, dtype):
         return (

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 import logitless as ll
+from logitless import kernels
+from logitless.contract import Reading
+from logitless.eager.stats_coefficients import of_one
 from logitless.kernels import config, program_exchange
 from logitless.kernels.jsd_tvd_fwd import splits_of
 from logitless.kernels.nll_fwd_bwd import nll_fwd_bwd_plan
@@ -31,7 +34,22 @@ def divergence(x, other, labels, of=ll.jsd):
     return loss.detach(), *torch.autograd.grad(loss.sum(), logits)
 
 
-WORK = {"in place": in_place, "jsd": divergence, "tvd": partial(divergence, of=ll.tvd)}
+def mean(x, other, labels):
+    """The mean over rows, its gradient, and a copy of some columns, all in one launch."""
+    reading = Reading(x.shape[1], labels, ignore_index=-100, wants=("nll",))
+    coefficients = of_one["nll", x.device, torch.float32]
+    hidden, into = other[:, :64], torch.empty_like(x)
+    copy = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    loss = kernels.one_pass(x, reading, coefficients, None, into, mean=True, copy=(hidden, copy))
+    return loss, into, copy
+
+
+WORK = {
+    "in place": in_place,
+    "mean": mean,
+    "jsd": divergence,
+    "tvd": partial(divergence, of=ll.tvd),
+}
 each_work = pytest.mark.parametrize("work", WORK.values(), ids=WORK.keys())
 
 
@@ -104,7 +122,7 @@ PATHS = {  # the kernel that waits, and what runs where it may not
 }
 
 
-@pytest.mark.parametrize("name", WORK)
+@pytest.mark.parametrize("name", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_turned_off_the_path_changes_and_the_result_does_not(name, dtype, monkeypatch):
     """The interpreter's programs never wait: there the same kernel with a row for itself."""
@@ -151,7 +169,7 @@ def test_who_may_wait(waiting, monkeypatch):
     monkeypatch.setattr(program_exchange, "WAITING", waiting)
     x = torch.zeros(1, 1).expand(1, 128256).as_subclass(OnAGPU)
     with mock.patch.object(config, "_override", {}):
-        how = ((1.0, None, None), False, False, False, waiting, config.revision)
+        how = ((1.0, None, None), False, False, False, None, waiting, config.revision)
         plan = nll_fwd_bwd_plan(x.shape, (x.numel(), 1), 0, 4, x.device, None, *how)
         assert (plan is not None) is waiting
         assert (splits_of(x) > 1) is waiting

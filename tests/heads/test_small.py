@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
 from logitless.contract import Pair, Reading
-from logitless.heads import choose_cut, gemms
+from logitless.heads import choose_cut, gemms, small
 from logitless.heads.chunks import Chunks
 from logitless.heads.head import ScaledHead
 from logitless.kernels.launch import Launch
@@ -96,15 +96,27 @@ def test_a_second_backward_and_a_second_derivative(no_chunks, device):
         d_hidden.sum().backward()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_hidden_states_of_ignored_rows_do_not_matter(value, reduction, no_chunks, device):
-    hidden, weight, bias, target = make(device=device)
+def test_hidden_states_of_ignored_rows_do_not_matter(value, reduction, impl, no_chunks, device):
+    hidden, weight, bias, target = make(torch.float32, device)
     spoilt = hidden.masked_fill((target == -100).unsqueeze(-1), value)
     loss = LOSSES["cross_entropy"]
     want = result(loss, leaves(hidden, weight, bias), target, 100, reduction=reduction)
     got = result(loss, leaves(spoilt, weight, bias), target, 100, reduction=reduction)
     assert_same(got, want)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_frozen_weight_takes_two_gemms(reduction, impl, no_chunks, device, monkeypatch):
+    hidden, weight, _, target = make(torch.float32, device)
+    gemm, calls = small.gemm, []
+    monkeypatch.setattr(small, "gemm", lambda *tensors: calls.append(1) or gemm(*tensors))
+    hidden.requires_grad_()
+    loss = ll.cross_entropy(ll.LinearLogits(hidden, weight), target, reduction=reduction)
+    loss.sum().backward()
+    assert len(calls) == 1  # the logits are computed by padded_logits
+    assert weight.grad is None
 
 
 def is_small(device, dtype=torch.float32, *, columns=None, teacher=None, **how):

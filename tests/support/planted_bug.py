@@ -20,6 +20,7 @@ SAMPLED, COUNTS = f"{LOSSES}capture_sampled.py", "tests/store/test_counts.py"
 STATISTICS, KEPT_SCORES = f"{LOSSES}statistics.py", f"{LOSSES}kept_scores.py"
 RANK, SAMPLED_SOFTMAX = f"{LOSSES}rank.py", f"{LOSSES}sampled_softmax.py"
 ON_CHIP = "tests/heads/test_on_chip.py"
+ONE_PASS = "tests/kernels/test_nll_fwd_bwd.py"
 LINEAR, BLOCKS, SUMS = (f"tests/heads/test_{x}.py" for x in ("linear", "blocks", "gradient_sums"))
 PRODUCTS, SMALL = "tests/heads/test_gemms.py", "tests/heads/test_small.py"
 LOW_RANK, QUANTIZED = "tests/heads/test_low_rank.py", "tests/heads/test_quantized.py"
