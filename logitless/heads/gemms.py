@@ -1,6 +1,7 @@
 """The GEMMs of a head, and the functions that choose the dtypes of these GEMMs."""
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -165,21 +166,31 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
         return plain_gemm(a, b, out, add)
     if out is None:
         out = torch.empty((m, n), device=a.device, dtype=a.dtype)
-    split = aligned_part(out, 1)
-    if split < out.shape[1]:
-        for n in (slice(0, split), slice(split, None)):
-            gemm(a, b[:, n], out[:, n], None if add is None else add[..., n])
-        return out
-    split = aligned_part(a, 0)
-    if split < len(a):
-        for m in (slice(0, split), slice(split, None)):
-            gemm(a[m], b, out[m], add if add is None or add.dim() == 1 else add[m])
-        return out
-    split = aligned_part(a, 1)
-    if split < len(b):  # the small GEMM runs first, so that the large GEMM rounds its sum only once
-        plain_gemm(a[:, split:], b[split:], out, add)
-        a, b, add = a[:, :split], b[:split], out
-    return plain_gemm(a, b, out, add)
+    columns, rows, terms = aligned_part(out, 1), aligned_part(a, 0), aligned_part(a, 1)
+    for b_n, out_n, add_n in in_two(columns, -1, b, out, add):
+        for a_m, out_mn, add_mn in in_two(rows, -2, a, out_n, add_n):
+            if terms == k:
+                plain_gemm(a_m, b_n, out_mn, add_mn)
+                continue
+            # The small GEMM runs first, so that the large GEMM rounds its sum only once.
+            plain_gemm(a_m[:, terms:], b_n[terms:], out_mn, add_mn)
+            plain_gemm(a_m[:, :terms], b_n[:terms], out_mn, out_mn)
+    return out
+
+
+def in_two(size: int, dim: int, source: Tensor, out: Tensor, add: Tensor | None) -> Iterable[tuple]:
+    """Splits the tensors in two along `dim`, which is -1 for columns or -2 for rows.
+
+    The first part has `size` columns or rows. If the second part would be empty, nothing is split.
+    If `add` is a single row, `add` is not split along rows.
+    """
+    sizes = (size, out.shape[dim] - size)
+    if sizes[1] == 0:
+        return ((source, out, add),)
+    whole = add is None or add.dim() < -dim
+    adds = (add, add) if whole else torch.split_with_sizes(add, sizes, dim)
+    views = (torch.split_with_sizes(t, sizes, dim) for t in (source, out))
+    return zip(*views, adds, strict=True)
 
 
 def aligned_part(t: Tensor, dim: int) -> int:
@@ -238,7 +249,7 @@ def padded_logits(
     if (aligned and low_rank is None) or is_dtensor(weight):
         x = dense_logits(h, weight, bias, None, dtype)
     else:
-        x = product(h, weight, bias, low_rank, padded_memory(len(h), vocab, h, dtype))
+        x = product(h, weight, bias, low_rank, padded_memory(h.shape[0], vocab, h, dtype))
     return x if h is hidden else x.view(*hidden.shape[:-1], vocab)
 
 
