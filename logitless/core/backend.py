@@ -101,10 +101,11 @@ class Backend(Protocol):
         """A function that computes -log p of the label and the gradient in one pass, or None.
 
         The signature of the function is (x, reading, coefficients, factor, into, mean=False,
-        copy=None). The function writes the gradient to `into`, and returns -log p of each row's
-        label, or the mean over rows if `mean` is True. The function also copies the tensor copy[0]
-        (N, D) to copy[1], with 0 in ignored rows. If one pass over these logits is not possible,
-        the function returns None. The property is None for a backend without such a function.
+        hidden=None). The function writes the gradient to `into` and returns two results. The first
+        result is -log p of each row's label, or the mean over rows if `mean` is True. The second
+        result is `hidden` (N, D) with 0 in ignored rows. If one pass over these logits is not
+        possible, the function returns None. The property is None for a backend without such a
+        function.
         """
         ...
 

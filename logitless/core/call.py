@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable)
 
 _REMEMBERED = 4096
 _passed: set[tuple] = set()
-_tensors: dict[tuple, tuple[int, ...]] = {}  # the results of `_find_tensors`
+_positions: dict[tuple, tuple[int, ...]] = {}  # the results of `_find_tensors`
 
 
 def check_once(check: Callable[..., None], *args: Any) -> None:
@@ -41,7 +41,7 @@ def check_once(check: Callable[..., None], *args: Any) -> None:
     kinds = tuple(map(type, args))
     described = list(args)
     try:
-        for i in _tensors.get(kinds) or _find_tensors(kinds, args):
+        for i in _positions.get(kinds) or _find_tensors(kinds, args):
             t = args[i]
             described[i] = (t.shape, t.dtype, t.device, t.requires_grad)
         key = (check, kinds, *described)
@@ -65,12 +65,13 @@ def check_once(check: Callable[..., None], *args: Any) -> None:
 def _find_tensors(kinds: tuple[type, ...], args: tuple) -> tuple[int, ...]:
     """Returns the positions of all arguments that are tensors or other logits.
 
-    The positions are stored for all later calls with arguments of these types.
+    Such an argument has the attribute `requires_grad`. The positions are stored for all later calls
+    with arguments of the same types.
     """
-    if len(_tensors) >= _REMEMBERED:
-        _tensors.clear()
+    if len(_positions) >= _REMEMBERED:
+        _positions.clear()
     found = tuple(i for i, a in enumerate(args) if hasattr(a, "requires_grad"))
-    _tensors[kinds] = found
+    _positions[kinds] = found
     return found
 
 

@@ -25,9 +25,10 @@ is used.
   the logits and from the tensors that forward saved.
 
 On the route "gradient in forward", the method `mean_and_gradient` of the loss can compute a mean
-and its gradient in one kernel launch. If `mean_and_gradient` returns None, `value_and_gradient`
-computes the values and the gradient. `value_and_gradient` reads the logits once if the backend's
-`one_pass` supports the logits, and twice otherwise.
+and its gradient in one kernel launch. A small head (heads/small.py) calls this method too. If
+`mean_and_gradient` returns None, `value_and_gradient` computes the values and the gradient.
+`value_and_gradient` reads the logits once if the backend's `one_pass` supports the logits, and
+twice otherwise.
 """
 
 from collections.abc import Sequence
@@ -221,7 +222,9 @@ class GradientInForward(Node):
             gradient = torch.empty_like(x, dtype=PRECISION[x.dtype], memory_format=dense)
             if reduction == "mean" and row_weight is None:
                 result = loss.mean_and_gradient(backend, x, gradient)
-            if result is None:
+            if result is not None:
+                result, _ = result
+            else:
                 outputs, gradient, _ = loss.value_and_gradient(backend, x, None, gradient)
                 value, *extras = outputs
                 result, factor = _reduced(backend, x, loss, value, row_weight, reduction)

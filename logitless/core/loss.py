@@ -139,13 +139,13 @@ class RowLoss:
         return outputs, self.backward(backend, x, saved, upstream, factor, into), saved
 
     def mean_and_gradient(
-        self, backend: Backend, x: Tensor, into: Tensor, copy: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor | None:
+        self, backend: Backend, x: Tensor, into: Tensor, hidden: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
         """Returns the mean over rows, and writes its gradient to `into`, in one kernel launch.
 
-        The result is None if one launch is not possible. `mean_and_gradient` is for small tensors,
-        where a kernel launch takes longer than reading the logits. The same launch also copies the
-        rows of copy[0] to copy[1], with 0 in ignored rows.
+        The second result is `hidden` (N, D) with 0 in ignored rows. The method returns None if one
+        launch is not possible. `mean_and_gradient` is for small tensors and small heads, where a
+        kernel launch takes longer than reading the logits.
         """
         return None
 

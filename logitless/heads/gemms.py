@@ -157,8 +157,8 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
 
     `add` can be `out`, or a single row that is added to all rows.
 
-    A GEMM on a GPU is fast only if the size of every matrix row is a multiple of 16 bytes.
-    Otherwise, the GEMM is split into a large aligned GEMM (`aligned_part`) and a small GEMM with
+    A GEMM on a GPU is fast only if the size of every matrix row is a multiple of 16 bytes. Each
+    dimension that violates this rule is split into an aligned part (`aligned_part`) and a part of
     fewer than UNIT rows or columns.
     """
     pack, (m, k), n = 16 // a.dtype.itemsize, a.shape, b.shape[1]
@@ -179,10 +179,11 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
 
 
 def in_two(size: int, dim: int, source: Tensor, out: Tensor, add: Tensor | None) -> Iterable[tuple]:
-    """Splits the tensors in two along `dim`, which is -1 for columns or -2 for rows.
+    """Splits the tensors in two along `dim`, which is -1 for columns of `out`, or -2 for rows.
 
-    The first part has `size` columns or rows. If the second part would be empty, nothing is split.
-    If `add` is a single row, `add` is not split along rows.
+    `source` is the matrix b for columns, or the matrix a for rows. The first part has `size`
+    columns or rows. If the second part would be empty, nothing is split. If `add` is a single row,
+    `add` is not split along rows.
     """
     sizes = (size, out.shape[dim] - size)
     if sizes[1] == 0:
@@ -213,12 +214,15 @@ def reads_vectors(t: Tensor) -> bool:
 
 def plain_gemm(a: Tensor, b: Tensor, out: Tensor | None, add: Tensor | None) -> Tensor:
     """Like `gemm`, but never splits the GEMM. If a and b are 16-bit tensors, `out` can be fp32."""
-    if out is None and add is None:
-        return torch.mm(a, b)
     wide = {} if out is None or out.dtype == a.dtype else {"out_dtype": out.dtype}
     if add is None:
         return torch.mm(a, b, out=out, **wide)
     return torch.addmm(add, a, b, out=out, **wide)  # pyright: ignore[reportCallIssue]
+
+
+def flat(hidden: Tensor) -> Tensor:
+    """Returns hidden states (..., D) as a tensor (N, D)."""
+    return hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
 
 
 def padded_memory(rows: int, vocab: int, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -244,7 +248,7 @@ def padded_logits(
     On a GPU, every row of logits starts on a 16-byte boundary, so that `gemm` is fast for any V.
     """
     pack, (vocab, width) = 16 // dtype.itemsize, weight.shape
-    h = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
+    h = flat(hidden)
     aligned = not ((vocab % pack or width % pack) and reads_vectors(hidden))
     if (aligned and low_rank is None) or is_dtensor(weight):
         x = dense_logits(h, weight, bias, None, dtype)

@@ -7,7 +7,9 @@ call as few operations as possible. The GEMMs include ignored rows. To drop igno
 would have to wait until the GPU has counted the other rows.
 
 For a mean or sum, forward computes the loss and all gradients, and backward multiplies the
-gradients by the upstream gradient. The gradient of the logits overwrites the logits. A second
+gradients by the upstream gradient. The gradient of the logits overwrites the logits. For a mean,
+one kernel launch computes the loss, the gradient of the logits, and the hidden states for the GEMM
+of the weight's gradient (RowLoss.mean_and_gradient), if the loss and the logits allow it. A second
 backward computes the logits and the gradients again. For results per row, backward reads the
 logits, so autograd saves the logits.
 """
@@ -26,7 +28,15 @@ from ..core.choose_backend import backend_of
 from ..core.evaluate import GradientInBackward
 from ..core.loss import RowLoss
 from ..core.source import needs_grad
-from .gemms import UNCHANGED, autocasts, gemm, padded_logits, padded_memory, without_autocast
+from .gemms import (
+    UNCHANGED,
+    autocasts,
+    flat,
+    gemm,
+    padded_logits,
+    padded_memory,
+    without_autocast,
+)
 from .gradient_sums import HeadGradients
 from .head import Head
 
@@ -54,8 +64,8 @@ def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor
 def evaluate_traced(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     """Like `evaluate_small`, but for a dispatch mode such as FakeTensorMode."""
     hidden = head.hidden
-    flat = eager.zero_ignored(hidden.reshape(-1, hidden.shape[-1]), loss.reading)
-    x = head.replace(hidden=flat.view(hidden.shape)).logits()
+    counted = eager.zero_ignored(flat(hidden), loss.reading).view(hidden.shape)
+    x = head.replace(hidden=counted).logits()
     return evaluate.evaluate(x, loss, reduction, row_weight)
 
 
@@ -135,17 +145,16 @@ def _total(
     """Returns (value, *extras), and the gradients for an upstream gradient of 1."""
     backend, reduction = ctx.backend, ctx.reduction
     x = padded_logits(hidden, weight, bias, None, hidden.dtype)
-    h, value, copy = flat(hidden), None, None
+    h = flat(hidden) if ctx.needs_input_grad[1] else None
+    result = None
     if reduction == "mean" and row_weight is None:
-        if ctx.needs_input_grad[1] and loss.reading.ignore_index is not None:
-            h = h if h.stride(1) == 1 else h.contiguous()
-            copy = h, torch.empty_like(h, memory_format=torch.contiguous_format)
-        value = loss.mean_and_gradient(backend, x, x, copy)
-    if value is not None:
-        outputs, dz, counted = (value,), x, h if copy is None else copy[1]
+        result = loss.mean_and_gradient(backend, x, x, h)
+    if result is not None:
+        value, counted = result
+        outputs, dz = (value,), x
     else:
         outputs, dz = evaluate.total_and_gradient(backend, x, loss, row_weight, reduction, x)
-        counted = backend.zero_ignored(h, loss.reading) if ctx.needs_input_grad[1] else None
+        counted = None if h is None else backend.zero_ignored(h, loss.reading)
     return outputs, HeadGradients(*_gradients(ctx, hidden, counted, weight, bias, dz))
 
 
@@ -154,15 +163,11 @@ def _memory_like(x: Tensor) -> Tensor:
     return padded_memory(x.shape[:-1].numel(), x.shape[-1], x, x.dtype)
 
 
-def flat(hidden: Tensor) -> Tensor:
-    """Returns hidden states (..., D) as a tensor (N, D)."""
-    return hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
-
-
 def _gradients(
     ctx: Any,
     hidden: Tensor,
-    counted: Tensor | None,  # hidden states (N, D) with 0 in ignored rows
+    # The hidden states (N, D) with 0 in ignored rows; None if the weight needs no gradient.
+    counted: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     dz: Tensor,  # the gradient of the logits
@@ -172,14 +177,14 @@ def _gradients(
     The logits of an ignored row have a gradient of 0. In the GEMM for the weight's gradient, 0
     times a NaN or infinity in `hidden` would be NaN. Therefore this GEMM reads `counted`.
     """
-    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    needs_hidden, _, needs_bias = ctx.needs_input_grad[:3]
     d_hidden = d_weight = d_bias = None
     if hidden.dim() != 2:
         dz = dz.view(-1, dz.shape[-1])
     if needs_hidden:
         d_hidden = gemm(dz, weight)
         d_hidden = d_hidden if hidden.dim() == 2 else d_hidden.view(hidden.shape)
-    if needs_weight and counted is not None:
+    if counted is not None:
         d_weight = gemm(dz.t(), counted)
     if needs_bias and bias is not None:
         d_bias = dz.sum(0, dtype=PRECISION[bias.dtype]).to(bias.dtype)

@@ -36,6 +36,7 @@ from .stats_merge import stats_finish_launch
 from .stats_outputs import OUTPUTS, WHOLE_NUMBERS
 from .stats_split_fwd import aligned, cut_of, stats_split_fwd_launch
 from .tail_mass import write_tail
+from .zero_ignored import with_memory_of_copy
 
 LOGPROB = OUTPUTS.index("logprob")
 
@@ -294,50 +295,48 @@ def one_pass(
     factor: Tensor | None,  # one number, or one number per row
     into: Tensor,  # output: x, or a tensor in other memory (see `Place` in layout.py)
     mean: bool = False,
-    copy: tuple[Tensor, Tensor] | None = None,  # two tensors (N, D) with contiguous rows
-) -> Tensor | None:
+    hidden: Tensor | None = None,  # (N, D), the hidden states of a head
+) -> tuple[Tensor, Tensor | None] | None:
     """Returns -log p of each row's label, and writes the gradient times `factor` to `into`.
+
+    The second result is `hidden` with 0 in ignored rows, computed in the same launch.
 
     If one pass over the logits is not possible, the function returns None and writes nothing. One
     pass requires that x has a (B, T, V) view with contiguous rows (layout.py). One pass also
     requires that the programs of a row may wait for each other (see program_exchange.py).
 
-    If `mean` is True, the result is the mean over the rows that are not ignored, as one number, and
-    the gradient is the gradient of the mean. In this case, one pass also requires at least one row
-    and at most MAX_COUNTED rows.
-
-    `copy` holds the hidden states of a head, and the memory of a copy. The same launch copies the
-    hidden states, and writes 0 to the ignored rows of the copy.
+    If `mean` is True, the first result is the mean over the rows that are not ignored, as one
+    number. The gradient is the gradient of the mean. In this case, one pass also requires at least
+    one row and at most MAX_COUNTED rows.
     """
     label, temperature = reading.label, reading.row_temperature
     over_logits = into.data_ptr() == x.data_ptr()
     factor_per_row = factor is not None and any(factor.stride())
-    hidden = copied = copied_to = None
-    if copy is not None:
-        hidden, copied_to = copy
-        copied = (hidden.shape, hidden.stride(), hidden.data_ptr() % 16)
+    copies = hidden is not None and reading.ignore_index is not None
     plan = nll_fwd_bwd_plan(
         x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), x.device,
         None if over_logits else _place_of(into), options_of(reading),
-        coefficients.rows.shape[0] > 1, factor_per_row, mean, copied, program_exchange.WAITING,
-        config.revision,
+        coefficients.rows.shape[0] > 1, factor_per_row, mean,
+        (hidden.shape, hidden.stride(), hidden.data_ptr() % 16) if copies else None,
+        program_exchange.WAITING, config.revision,
     )  # fmt: skip
     if plan is None:
         return None
+    source, counted = with_memory_of_copy(hidden) if copies else (None, hidden)
     label = label.contiguous()
     # torch.empty_like takes half the time of torch.empty.
     nll = torch.empty_like(a_number[x.device] if mean else label, dtype=torch.float32)
     if plan.launch is None:  # no rows
-        return nll
+        return nll, counted
     exchange = None
     if plan.exchange_words:
         exchange = label.new_zeros(plan.exchange_words, dtype=torch.int64)
     plan.launch(
-        x, label, coefficients.rows, factor.contiguous() if factor_per_row else factor, hidden,
-        None if over_logits else into, nll, copied_to, exchange,
+        x, label, coefficients.rows, factor.contiguous() if factor_per_row else factor, source,
+        None if over_logits else into, nll, counted if copies else None, exchange,
         *(() if temperature is None else (temperature.contiguous(),)),
     )  # fmt: skip
-    return nll
+    return nll, counted
 
 
 def scale_(x: Tensor, g: Tensor) -> None:

@@ -7,9 +7,9 @@ and writes m and s to memory. The program then waits for m and s of the other sp
 the gradient of the split.
 
 For a small tensor or a small head, a kernel launch takes longer than the work of the kernel.
-Therefore, the same launch can do two more things. It can compute the mean over rows: the program
-that finishes last adds up the losses of all rows. And it can copy the hidden states of a head, with
-0 in ignored rows (zero_ignored.py).
+Therefore, the same launch can also compute the mean over rows. The program that writes the loss of
+the last row adds up the losses of all rows. The same launch can also copy the hidden states of a
+head, with 0 in ignored rows (zero_ignored.py).
 """
 
 import functools
@@ -60,7 +60,7 @@ class _Constants:
     span: int
     block_v: int
     block_p: int  # at least the number of splits of a row; 0 if rows are not split
-    block_d: int
+    block_d: int  # columns per block of the copied hidden states; 0 if nothing is copied
 
 
 @triton.jit
@@ -74,14 +74,14 @@ def _count(LABEL, N, ignore_index):
 
 
 @triton.jit
-def _write_nll(NLL, EXCHANGE, row, nll, N, splits, MEAN: tl.constexpr):
+def _write_nll(NLL, EXCHANGE, row, nll, N, MEAN: tl.constexpr):
     """Writes -log p of a row's label. Exactly one program per row calls this function.
 
     For a mean, `nll` is already divided by the number of rows. The last of the N calls writes the
     sum of all rows to NLL. The order of the sum does not depend on the order of the calls.
     """
     if MEAN:
-        FINISHED = EXCHANGE + N * splits  # the number of rows that are finished
+        FINISHED = EXCHANGE + tl.num_programs(0)
         SHARES = (FINISHED + 1).to(tl.pointer_type(tl.float32))
         tl.store(SHARES + row, nll)
         if tl.atomic_add(FINISHED, 1, sem="acq_rel") == N - 1:
@@ -103,7 +103,11 @@ def _nll_fwd_bwd_kernel(
     X, LABEL, COEF, FACTOR, HIDDEN,  # inputs; HIDDEN is copied to COPY
     # Outputs. If DX is None, the gradient overwrites X. NLL is one number per row, or the mean.
     DX, NLL, COPY,
-    EXCHANGE,  # memory of `exchange_words` integers, initially 0
+    # Memory of 64-bit integers, initially 0. Each program has one integer (program_exchange.py).
+    # For a mean, the next integer counts the rows that are finished (FINISHED), and the memory
+    # after it holds one fp32 number per row (SHARES). EXCHANGE is None if rows are not split and
+    # there is no mean.
+    EXCHANGE,
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, splits, stride_h, D,  # sizes
     softcap, ignore_index,  # options
@@ -144,7 +148,7 @@ def _nll_fwd_bwd_kernel(
         if label == ignore_index:
             fill_span(DXrow, 0.0, span, PACK, ALIGNED, False, BLOCK_V)
             if lo == 0:
-                _write_nll(NLL, EXCHANGE, row, 0.0, N, splits, MEAN)
+                _write_nll(NLL, EXCHANGE, row, 0.0, N, MEAN)
             return
 
     inv_t = inverse_temperature(temperature, row)
@@ -177,7 +181,7 @@ def _nll_fwd_bwd_kernel(
     valid = label >= 0
     nll = tl.where(valid, log_s - (y_label - shift) * inv_t, float("nan"))
     if has_label | ((lo == 0) & (not valid)):
-        _write_nll(NLL, EXCHANGE, row, nll * share, N, splits, MEAN)
+        _write_nll(NLL, EXCHANGE, row, nll * share, N, MEAN)
     a = tl.where(valid, coefs.a, float("nan"))  # an invalid label makes the whole row NaN
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, 0.0, g_c, rate, 0.0, softcap)
@@ -203,9 +207,9 @@ def nll_fwd_bwd_plan(
     """Returns the launch plan, or None if one pass is not possible."""
     temperature, softcap, ignore_index = options
     rows = describe(shape, strides, offset, itemsize)
-    if rows is None or (mean and not 0 < rows.count <= MAX_COUNTED):
+    if rows is None or rows.vocab == 0 or (mean and not 0 < rows.count <= MAX_COUNTED):
         return None
-    if rows.count == 0 or rows.vocab == 0:
+    if rows.count == 0:
         return _Plan(0, None)
     cut = config.nll_fwd_bwd(rows.vocab, itemsize, place is not None and softcap is not None)
     splits = config.ceil_div(rows.vocab, cut.span)
@@ -215,7 +219,8 @@ def nll_fwd_bwd_plan(
     number = () if temperature is None else (temperature,)
     stride_h = D = None
     if copied is not None:
-        (_, D), (stride_h, _), _ = copied
+        (_, D), (stride_h, stride_d), _ = copied
+        stride_h = stride_h if stride_d == 1 else D  # `one_pass` makes the rows contiguous
     block_p = 0 if splits == 1 else 32 if splits <= 32 else MAX_PROGRAMS
     launch = Launch(
         _nll_fwd_bwd_kernel, (rows.count * splits,),
@@ -230,7 +235,7 @@ def nll_fwd_bwd_plan(
             0 if D is None else columns_per_block(D),
         ),
     )  # fmt: skip
-    words = 0 if splits == 1 else rows.count * splits
-    if mean:  # one word for FINISHED, and one word for every two numbers of SHARES
-        words = rows.count * splits + 1 + config.ceil_div(rows.count, 2)
+    words = rows.count * splits if splits > 1 or mean else 0
+    if mean:  # one integer for FINISHED, and one integer for every two numbers of SHARES
+        words += 1 + config.ceil_div(rows.count, 2)
     return _Plan(words, launch)

@@ -46,12 +46,16 @@ def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
     """
     if reading.ignore_index is None or x.numel() == 0:
         return x
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    x, out = with_memory_of_copy(x)
     launch = _launch(*x.shape, x.stride(0), x.data_ptr() % 16, reading.ignore_index)
     launch(x, reading.label.contiguous(), out)
     return out
+
+
+def with_memory_of_copy(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns x with contiguous rows, and contiguous memory for a copy of x."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return x, torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def columns_per_block(D: int) -> int:

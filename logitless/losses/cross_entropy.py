@@ -55,17 +55,17 @@ class CrossEntropy(RowLoss):
             coefficients = of_one["nll", x.device, torch.float32]
         else:
             coefficients = backend.label_coefficients(self.reading, torch.float32)
-        value = backend.one_pass(x, self.reading, coefficients, factor, into)
-        if value is None:
+        result = backend.one_pass(x, self.reading, coefficients, factor, into)
+        if result is None:
             return super().value_and_gradient(backend, x, factor, into)
-        value = value if self.is_nll else backend.weighted_nll(value, self.reading)
+        value = result[0] if self.is_nll else backend.weighted_nll(result[0], self.reading)
         return (value,), into, ()
 
-    def mean_and_gradient(self, backend, x, into, copy=None):
+    def mean_and_gradient(self, backend, x, into, hidden=None):
         if not self.is_nll or backend.one_pass is None:
             return None
         coefficients = of_one["nll", x.device, torch.float32]
-        return backend.one_pass(x, self.reading, coefficients, None, into, True, copy)
+        return backend.one_pass(x, self.reading, coefficients, None, into, True, hidden)
 
     def mass(self, backend, dtype):
         return (

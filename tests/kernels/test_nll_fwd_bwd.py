@@ -7,22 +7,33 @@ from logitless import kernels
 from logitless.contract import Reading
 from logitless.eager.stats_coefficients import of_one
 from tests.support.laws import poisoned_memory
+from tests.support.sizes import sized
 
 V = 37
 
 
 def one_pass(x, target, ignore_index=-100, **how):
-    """The result of the kernel, and the gradient."""
-    reading = Reading(V, target, ignore_index=ignore_index, wants=("nll",))
+    """The two results of the kernel, and the gradient."""
+    reading = Reading(x.shape[1], target, ignore_index=ignore_index, wants=("nll",))
     coefficients, into = of_one["nll", x.device, torch.float32], torch.full_like(x, torch.nan)
     with poisoned_memory():
-        return kernels.one_pass(x, reading, coefficients, None, into, **how), into
+        return *kernels.one_pass(x, reading, coefficients, None, into, **how), into
 
 
-def make(rows, device, ignored=()):
-    x, target = torch.randn(rows, V, device=device), torch.randint(0, V, (rows,), device=device)
+def make(rows, device, ignored=(), vocab=V):
+    x, target = torch.randn(rows, vocab), torch.randint(0, vocab, (rows,))
     target[list(ignored)] = -100
-    return x, target
+    return x.to(device), target.to(device)
+
+
+def assert_mean_of_rows(x, target, mean, gradient):
+    exact = x.double().requires_grad_()
+    total = torch.nn.functional.cross_entropy(exact, target, reduction="sum")
+    want = total / target.ne(-100).sum().clamp(min=1)
+    (d_exact,) = torch.autograd.grad(want, exact)
+    assert mean.shape == ()
+    torch.testing.assert_close(mean.double(), want.detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(gradient.double(), d_exact, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -31,15 +42,9 @@ def make(rows, device, ignored=()):
 )
 def test_the_mean_is_the_mean_of_all_rows(rows, ignored, device):
     x, target = make(rows, device, ignored)
-    mean, gradient = one_pass(x, target, mean=True)
-    exact = x.double().requires_grad_()
-    want = torch.nn.functional.cross_entropy(exact, target, reduction="sum") / max(
-        rows - len(ignored), 1
-    )
-    (d_exact,) = torch.autograd.grad(want, exact)
-    assert mean.shape == ()
-    torch.testing.assert_close(mean.double(), want.detach(), rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(gradient.double(), d_exact, rtol=1e-5, atol=1e-7)
+    mean, hidden, gradient = one_pass(x, target, mean=True)
+    assert hidden is None
+    assert_mean_of_rows(x, target, mean, gradient)
 
 
 @pytest.mark.parametrize("label", [-1, V])
@@ -50,23 +55,39 @@ def test_a_bad_label_in_any_row_makes_the_mean_nan(label, device):
         assert one_pass(x, target, mean=True)[0].isnan()
 
 
+def hidden_states(rows, width, layout, dtype, device):
+    """Hidden states with NaN in row 3, whose rows are sliced or not contiguous."""
+    wide = torch.randn(rows, width + 3, device=device, dtype=dtype)
+    wide[3] = torch.nan
+    if layout == "transposed":
+        wide = wide.t().contiguous().t()
+    return wide[:, 2 : width + 2]
+
+
 @pytest.mark.parametrize("width", [1, 16, 100, 2500])
+@pytest.mark.parametrize("layout", ["sliced", "transposed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mean", [True, False])
-def test_hidden_states_are_copied_but_for_ignored_rows(width, dtype, mean, device):
+def test_hidden_states_of_ignored_rows_are_zero(width, layout, dtype, device):
     x, target = make(5, device, (0, 3))
-    hidden = torch.randn(5, width + 3, device=device, dtype=dtype)[:, 2 : width + 2]
-    hidden[3] = torch.nan
-    copy = torch.full((5, width), torch.nan, device=device, dtype=dtype)
-    alone, _ = one_pass(x, target, mean=mean)
-    result, _ = one_pass(x, target, mean=mean, copy=(hidden, copy))
-    assert torch.equal(copy, hidden.masked_fill(target.eq(-100).unsqueeze(1), 0))
-    assert torch.equal(result, alone)
+    hidden = hidden_states(5, width, layout, dtype, device)
+    alone, _, _ = one_pass(x, target, mean=True)
+    mean, counted, _ = one_pass(x, target, mean=True, hidden=hidden)
+    assert torch.equal(counted, hidden.masked_fill(target.eq(-100).unsqueeze(1), 0))
+    assert torch.equal(mean, alone)
 
 
-def test_without_ignore_index_every_row_is_copied(device):
+@pytest.mark.parametrize("layout", ["sliced", "transposed"])
+def test_rows_that_several_programs_share(layout, device):
+    """On a GPU, each program of a row copies some blocks of the hidden states."""
+    rows, vocab, width = sized((300, 50257, 5000), (5, 300, 40))
+    x, target = make(rows, device, (0, 3, rows - 1), vocab)
+    hidden = hidden_states(rows, width, layout, torch.bfloat16, device)
+    mean, counted, gradient = one_pass(x, target, mean=True, hidden=hidden)
+    assert_mean_of_rows(x, target, mean, gradient)
+    assert torch.equal(counted, hidden.masked_fill(target.eq(-100).unsqueeze(1), 0))
+
+
+def test_without_ignore_index_nothing_is_copied(device):
     x, target = make(3, device)
     hidden = torch.randn(3, 8, device=device)
-    copy = torch.full_like(hidden, torch.nan)
-    one_pass(x, target, None, mean=True, copy=(hidden, copy))
-    assert torch.equal(copy, hidden)
+    assert one_pass(x, target, None, mean=True, hidden=hidden)[1] is hidden

@@ -226,9 +226,9 @@ def launch_gradients(x, reading: Reading, found, v: Variant) -> None:
         for into in (x, torch.empty_like(x)):
             kernels.one_pass(x, reading, label, one, into)
         if not full:
-            copy = torch.zeros(2, 64, dtype=x.dtype), torch.zeros(2, 64, dtype=x.dtype)
+            hidden = torch.zeros(2, 64, dtype=x.dtype)
             kernels.one_pass(x, reading, label, None, torch.empty(x.shape), mean=True)
-            kernels.one_pass(x, reading, label, None, x, mean=True, copy=copy)
+            kernels.one_pass(x, reading, label, None, x, mean=True, hidden=hidden)
         has = ("a", "b", "label", "total") if full else ("a", "label")
         coefficients = Coefficients(coefficients.rows, has)
     else:
