@@ -100,12 +100,14 @@ class Launch:
             t if t is None or t.__class__ is TensorDescriptor else t.data_ptr() for t in tensors
         ]
         stream = driver.active.get_current_stream(device.index)
-        rest = (stream, function, metadata, None, None, None, *addresses, *self.after)
+        args = (
+            *self.grid, stream, function, metadata, None, None, None, *addresses, *self.after,
+        )  # fmt: skip
         if device.index == torch.accelerator.current_device_index():
-            start(*self.grid, *rest)
+            start(*args)
         else:
             with on(device):
-                start(*self.grid, *rest)
+                start(*args)
 
     def compile(self, types: tuple, tensors: Sequence) -> None:
         """Launches the kernel through Triton, and keeps the compiled kernel for later calls.
