@@ -222,10 +222,9 @@ class RowLoss:
     def rebuild(self, tensors: Sequence[Tensor | None]) -> "RowLoss":
         """Puts the tensors from `flatten` back into the loss. All other tensors stay None."""
         label, ids, class_weight, row_temperature, *row_inputs = tensors
+        vocab, _, _, _, _, *options = self.reading
         loss = self.replace(
-            reading=self.reading._replace(
-                label=label, ids=ids, class_weight=class_weight, row_temperature=row_temperature
-            )
+            reading=Reading(vocab, label, ids, class_weight, row_temperature, *options)
         )
         return loss.replace(row_inputs=tuple(row_inputs)) if row_inputs else loss
 

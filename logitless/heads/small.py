@@ -28,15 +28,7 @@ from ..core.choose_backend import backend_of
 from ..core.evaluate import GradientInBackward
 from ..core.loss import RowLoss
 from ..core.source import needs_grad
-from .gemms import (
-    UNCHANGED,
-    autocasts,
-    flat,
-    gemm,
-    padded_logits,
-    padded_memory,
-    without_autocast,
-)
+from .gemms import UNCHANGED, autocasts, flat, gemm, padded_logits, without_autocast
 from .gradient_sums import HeadGradients
 from .head import Head
 
@@ -124,7 +116,10 @@ class SmallRows(Node):
         d_head = (None, None, None)
         with torch.no_grad() if differentiable else UNCHANGED, without_autocast(hidden.device):
             wanted = any(ctx.needs_input_grad[:3])
-            into = _memory_like(x) if wanted else None
+            into = None
+            if wanted:  # with padded rows, as in x; torch.empty_like would not pad rows
+                z = flat(x)
+                into = torch.empty_strided(z.shape, z.stride(), device=z.device, dtype=z.dtype)
             dz, d_rows = evaluate.finish(ctx, x, tensors, upstream, wanted, into)
             if dz is not None:
                 d_head = _gradients(ctx, hidden, counted, weight, bias, dz)
@@ -156,11 +151,6 @@ def _total(
         outputs, dz = evaluate.total_and_gradient(backend, x, loss, row_weight, reduction, x)
         counted = None if h is None else backend.zero_ignored(h, loss.reading)
     return outputs, HeadGradients(*_gradients(ctx, hidden, counted, weight, bias, dz))
-
-
-def _memory_like(x: Tensor) -> Tensor:
-    """Allocates memory of shape (N, V) for the gradient of the logits x."""
-    return padded_memory(x.shape[:-1].numel(), x.shape[-1], x, x.dtype)
 
 
 def _gradients(

@@ -229,12 +229,16 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("used", "launches", "operations"),
     [
-        (("logprob",), ["_label_bwd_kernel"], ["empty"]),
-        (("entropy",), ["_stats_coefficients_kernel", "_label_bwd_kernel"], ["empty"] * 2),
+        (("logprob",), ["_label_bwd_kernel"], ["empty_strided"]),
+        (
+            ("entropy",),
+            ["_stats_coefficients_kernel", "_label_bwd_kernel"],
+            ["empty", "empty_strided"],
+        ),
         (
             ("logprob", "entropy", "lse"),
             ["_stats_coefficients_kernel", "_label_bwd_kernel"],
-            ["empty"] * 2,
+            ["empty", "empty_strided"],
         ),
     ],
 )
