@@ -64,32 +64,32 @@ class _Constants:
 
 
 @triton.jit
-def _count(LABEL, N, ignore_index):
-    """Returns the number of rows that are not ignored."""
+def _share(LABEL, N, ignore_index):
+    """Returns 1 divided by the number of rows that are not ignored, or 1 if all are ignored."""
     count = tl.zeros((1024,), tl.int32)
     for start in range(0, N, 1024):
         _, _, live = row_block(LABEL, start, N, ignore_index, 1024)
         count += live.to(tl.int32)
-    return tl.sum(count, axis=0)
+    return 1.0 / tl.maximum(tl.sum(count, axis=0), 1).to(tl.float32)
 
 
 @triton.jit
-def _write_nll(NLL, EXCHANGE, row, nll, N, MEAN: tl.constexpr):
+def _write_nll(NLL, LABEL, EXCHANGE, row, nll, N, ignore_index, MEAN: tl.constexpr):
     """Writes -log p of a row's label. Exactly one program per row calls this function.
 
-    For a mean, `nll` is already divided by the number of rows. The last of the N calls writes the
-    sum of all rows to NLL. The order of the sum does not depend on the order of the calls.
+    For a mean, the last of the N calls writes the mean over all rows to NLL. The order of the sum
+    does not depend on the order of the calls.
     """
     if MEAN:
         FINISHED = EXCHANGE + tl.num_programs(0)
-        SHARES = (FINISHED + 1).to(tl.pointer_type(tl.float32))
-        tl.store(SHARES + row, nll)
+        VALUES = (FINISHED + 1).to(tl.pointer_type(tl.float32))
+        tl.store(VALUES + row, nll)
         if tl.atomic_add(FINISHED, 1, sem="acq_rel") == N - 1:
             total = tl.zeros((1024,), tl.float32)
             for start in range(0, N, 1024):
                 rows = start + tl.arange(0, 1024)
-                total += tl.load(SHARES + rows, mask=rows < N, other=0.0, volatile=True)
-            tl.store(NLL, tl.sum(total, axis=0))
+                total += tl.load(VALUES + rows, mask=rows < N, other=0.0, volatile=True)
+            tl.store(NLL, tl.sum(total, axis=0) * _share(LABEL, N, ignore_index))
     else:
         tl.store(NLL + row, nll)
 
@@ -105,7 +105,7 @@ def _nll_fwd_bwd_kernel(
     DX, NLL, COPY,
     # Memory of 64-bit integers, initially 0. Each program has one integer (program_exchange.py).
     # For a mean, the next integer counts the rows that are finished (FINISHED), and the memory
-    # after it holds one fp32 number per row (SHARES). EXCHANGE is None if rows are not split and
+    # after it holds one fp32 number per row (VALUES). EXCHANGE is None if rows are not split and
     # there is no mean.
     EXCHANGE,
     temperature,
@@ -148,7 +148,7 @@ def _nll_fwd_bwd_kernel(
         if label == ignore_index:
             fill_span(DXrow, 0.0, span, PACK, ALIGNED, False, BLOCK_V)
             if lo == 0:
-                _write_nll(NLL, EXCHANGE, row, 0.0, N, MEAN)
+                _write_nll(NLL, LABEL, EXCHANGE, row, 0.0, N, ignore_index, MEAN)
             return
 
     inv_t = inverse_temperature(temperature, row)
@@ -166,8 +166,7 @@ def _nll_fwd_bwd_kernel(
 
     share = 1.0
     if MEAN:
-        count = _count(LABEL, N, ignore_index)
-        share = 1.0 / tl.maximum(count, 1).to(tl.float32)
+        share = _share(LABEL, N, ignore_index)
     gain = row_gain(None, FACTOR, row, 0, field(CONSTANTS, "step_f")) * share
     coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
     m, s = state.m, state.s
@@ -181,7 +180,7 @@ def _nll_fwd_bwd_kernel(
     valid = label >= 0
     nll = tl.where(valid, log_s - (y_label - shift) * inv_t, float("nan"))
     if has_label | ((lo == 0) & (not valid)):
-        _write_nll(NLL, EXCHANGE, row, nll * share, N, MEAN)
+        _write_nll(NLL, LABEL, EXCHANGE, row, nll, N, ignore_index, MEAN)
     a = tl.where(valid, coefs.a, float("nan"))  # an invalid label makes the whole row NaN
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, 0.0, g_c, rate, 0.0, softcap)
@@ -236,6 +235,6 @@ def nll_fwd_bwd_plan(
         ),
     )  # fmt: skip
     words = rows.count * splits if splits > 1 or mean else 0
-    if mean:  # one integer for FINISHED, and one integer for every two numbers of SHARES
+    if mean:  # one integer for FINISHED, and one integer for every two numbers of VALUES
         words += 1 + config.ceil_div(rows.count, 2)
     return _Plan(words, launch)

@@ -226,7 +226,7 @@ def launch_gradients(x, reading: Reading, found, v: Variant) -> None:
         for into in (x, torch.empty_like(x)):
             kernels.one_pass(x, reading, label, one, into)
         if not full:
-            hidden = torch.zeros(2, 64, dtype=x.dtype)
+            hidden = torch.zeros(2, 4096, dtype=x.dtype)
             kernels.one_pass(x, reading, label, None, torch.empty(x.shape), mean=True)
             kernels.one_pass(x, reading, label, None, x, mean=True, hidden=hidden)
         has = ("a", "b", "label", "total") if full else ("a", "label")
