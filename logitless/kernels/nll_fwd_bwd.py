@@ -74,13 +74,15 @@ def _share(LABEL, N, ignore_index):
 
 
 @triton.jit
-def _write_nll(NLL, LABEL, EXCHANGE, row, nll, N, ignore_index, MEAN: tl.constexpr):
-    """Writes -log p of a row's label. Exactly one program per row calls this function.
+def _write_nll(NLL, LABEL, EXCHANGE, row, nll, mask, N, ignore_index, MEAN: tl.constexpr):
+    """Writes -log p of a row's label. `mask` is True in exactly one program per row.
 
-    For a mean, the last of the N calls writes the mean over all rows to NLL. The order of the sum
-    does not depend on the order of the calls.
+    For a mean, the last of these N programs writes the mean over all rows to NLL. The order of the
+    sum does not depend on the order of the programs.
     """
-    if MEAN:
+    if not MEAN:
+        tl.store(NLL + row, nll, mask=mask)
+    elif mask:
         FINISHED = EXCHANGE + tl.num_programs(0)
         VALUES = (FINISHED + 1).to(tl.pointer_type(tl.float32))
         tl.store(VALUES + row, nll)
@@ -90,8 +92,6 @@ def _write_nll(NLL, LABEL, EXCHANGE, row, nll, N, ignore_index, MEAN: tl.constex
                 rows = start + tl.arange(0, 1024)
                 total += tl.load(VALUES + rows, mask=rows < N, other=0.0, volatile=True)
             tl.store(NLL, tl.sum(total, axis=0) * _share(LABEL, N, ignore_index))
-    else:
-        tl.store(NLL + row, nll)
 
 
 @triton.jit(
@@ -147,8 +147,7 @@ def _nll_fwd_bwd_kernel(
     if ignore_index is not None:
         if label == ignore_index:
             fill_span(DXrow, 0.0, span, PACK, ALIGNED, False, BLOCK_V)
-            if lo == 0:
-                _write_nll(NLL, LABEL, EXCHANGE, row, 0.0, N, ignore_index, MEAN)
+            _write_nll(NLL, LABEL, EXCHANGE, row, 0.0, lo == 0, N, ignore_index, MEAN)
             return
 
     inv_t = inverse_temperature(temperature, row)
@@ -179,8 +178,8 @@ def _nll_fwd_bwd_kernel(
     log_s = tl.log(s)
     valid = label >= 0
     nll = tl.where(valid, log_s - (y_label - shift) * inv_t, float("nan"))
-    if has_label | ((lo == 0) & (not valid)):
-        _write_nll(NLL, LABEL, EXCHANGE, row, nll, N, ignore_index, MEAN)
+    mask = has_label | ((lo == 0) & (not valid))
+    _write_nll(NLL, LABEL, EXCHANGE, row, nll, mask, N, ignore_index, MEAN)
     a = tl.where(valid, coefs.a, float("nan"))  # an invalid label makes the whole row NaN
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, 0.0, g_c, rate, 0.0, softcap)

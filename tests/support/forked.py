@@ -28,7 +28,6 @@ from tests.support.patience import HANG
 
 FORKED = multiprocessing.get_context("forkserver")
 LATER = ["torch._dynamo", "transformers.trainer", "transformers.models.llama.modeling_llama"]
-FORKED.set_forkserver_preload(["torch"] if torch.cuda.is_available() else ["torch", *LATER])
 
 
 def start(work: Callable, *args, **environment: str):
@@ -55,7 +54,12 @@ def together(ranks: int, work: Callable, *args) -> list[Any]:
 
 
 def _start_server() -> None:
-    """Starts the server without TRITON_INTERPRET, which Triton reads when it is imported."""
+    """Starts the server without TRITON_INTERPRET, which Triton reads when it is imported.
+
+    Only this function asks for a GPU. A forked process imports this module before its environment
+    variables are set, and must not look for GPUs that CUDA_VISIBLE_DEVICES then hides.
+    """
+    FORKED.set_forkserver_preload(["torch"] if torch.cuda.is_available() else ["torch", *LATER])
     interpreted = os.environ.pop("TRITON_INTERPRET", None)
     try:
         forkserver.ensure_running()

@@ -157,7 +157,7 @@ BUGS = (
         "save_state(STATE, row, shift_q, s_q, shift_p, second, third)",
         "save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean)", (SHARD,)),
     Bug("kernels: bad label unwritten", "kernels", "logitless/kernels/nll_fwd_bwd.py",
-        "if has_label | ((lo == 0) & (not valid)):", "if has_label:",
+        "mask = has_label | ((lo == 0) & (not valid))", "mask = has_label",
         ("tests/kernels/test_bounds.py",)),
     Bug("kernels: mean before the last row", "kernels", "logitless/kernels/nll_fwd_bwd.py",
         'tl.atomic_add(FINISHED, 1, sem="acq_rel") == N - 1',
