@@ -63,10 +63,10 @@ def check_once(check: Callable[..., None], *args: Any) -> None:
 
 
 def _find_tensors(kinds: tuple[type, ...], args: tuple) -> tuple[int, ...]:
-    """Returns the positions of all arguments that are tensors or other logits.
+    """Returns the positions of all arguments that are tensors or other sources of logits.
 
-    Such an argument has the attribute `requires_grad`. The positions are stored for all later calls
-    with arguments of the same types.
+    These arguments have the attribute `requires_grad`. The positions are stored in `_positions`,
+    for later calls with arguments of the same types.
     """
     if len(_positions) >= _REMEMBERED:
         _positions.clear()

@@ -27,8 +27,8 @@ is used.
 On the route "gradient in forward", the method `mean_and_gradient` of the loss can compute a mean
 and its gradient in one kernel launch. A small head (heads/small.py) calls this method too. If
 `mean_and_gradient` returns None, `value_and_gradient` computes the values and the gradient.
-`value_and_gradient` reads the logits once if the backend's `one_pass` supports the logits, and
-twice otherwise.
+`value_and_gradient` reads the logits once if the backend's `one_pass` supports the loss and the
+logits, and twice otherwise.
 """
 
 from collections.abc import Sequence

@@ -179,11 +179,11 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
 
 
 def in_two(size: int, dim: int, source: Tensor, out: Tensor, add: Tensor | None) -> Iterable[tuple]:
-    """Splits the tensors in two along `dim`, which is -1 for columns of `out`, or -2 for rows.
+    """Returns the two parts of (source, out, add), split by columns (dim=-1) or by rows (dim=-2).
 
-    `source` is the matrix b for columns, or the matrix a for rows. The first part has `size`
-    columns or rows. If the second part would be empty, nothing is split. If `add` is a single row,
-    `add` is not split along rows.
+    For columns, `source` is the matrix b of `gemm`. For rows, `source` is the matrix a. The first
+    part has `size` columns or rows. If the second part would be empty, nothing is split. If `add`
+    is a single row, `add` is not split along rows.
     """
     sizes = (size, out.shape[dim] - size)
     if sizes[1] == 0:

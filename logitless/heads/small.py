@@ -8,10 +8,10 @@ would have to wait until the GPU has counted the other rows.
 
 For a mean or sum, forward computes the loss and all gradients, and backward multiplies the
 gradients by the upstream gradient. The gradient of the logits overwrites the logits. For a mean,
-one kernel launch computes the loss, the gradient of the logits, and the hidden states for the GEMM
-of the weight's gradient (RowLoss.mean_and_gradient), if the loss and the logits allow it. A second
-backward computes the logits and the gradients again. For results per row, backward reads the
-logits, so autograd saves the logits.
+`RowLoss.mean_and_gradient` computes the loss and the gradient of the logits in one kernel launch,
+if the loss and the logits support this. The same launch copies the hidden states, with 0 in ignored
+rows, for the GEMM of the weight's gradient. A second backward computes the logits and the gradients
+again. For results per row, backward reads the logits, so autograd saves the logits.
 """
 
 from typing import Any
@@ -117,7 +117,8 @@ class SmallRows(Node):
         with torch.no_grad() if differentiable else UNCHANGED, without_autocast(hidden.device):
             wanted = any(ctx.needs_input_grad[:3])
             into = None
-            if wanted:  # with padded rows, as in x; torch.empty_like would not pad rows
+            if wanted:
+                # The rows of `into` are padded like the rows of x. torch.empty_like would not pad.
                 z = flat(x)
                 into = torch.empty_strided(z.shape, z.stride(), device=z.device, dtype=z.dtype)
             dz, d_rows = evaluate.finish(ctx, x, tensors, upstream, wanted, into)

@@ -299,15 +299,16 @@ def one_pass(
 ) -> tuple[Tensor, Tensor | None] | None:
     """Returns -log p of each row's label, and writes the gradient times `factor` to `into`.
 
-    The second result is `hidden` with 0 in ignored rows, computed in the same launch.
+    The second result is a copy of `hidden` with 0 in ignored rows, which the same launch writes. If
+    `reading.ignore_index` is None, the second result is `hidden` itself.
 
     If one pass over the logits is not possible, the function returns None and writes nothing. One
     pass requires that x has a (B, T, V) view with contiguous rows (layout.py). One pass also
     requires that the programs of a row may wait for each other (see program_exchange.py).
 
-    If `mean` is True, the first result is the mean over the rows that are not ignored, as one
-    number. The gradient is the gradient of the mean. In this case, one pass also requires at least
-    one row and at most MAX_COUNTED rows.
+    If `mean` is True, the first result is one number, the mean over the rows that are not ignored.
+    The function then writes the gradient of this mean. In this case, one pass also requires at
+    least one row and at most MAX_COUNTED rows.
     """
     label, temperature = reading.label, reading.row_temperature
     over_logits = into.data_ptr() == x.data_ptr()

@@ -11,8 +11,8 @@ is a multiple of 16 bytes. A Launch selects the compiled kernel by the dtypes on
 pointer needs one of two guarantees. Either the alignment of the pointer is the same in all calls of
 a Launch, or the compiled kernel does not depend on this alignment:
 
-- For logits, their gradient and hidden states, each alignment has its own Launch, because the
-  alignment is an argument of the cached function that builds the Launch.
+- For the logits, the gradient of the logits, and the hidden states, each alignment has its own
+  Launch, because the alignment is an argument of the cached function that builds the Launch.
 - Memory that a launcher allocates is always aligned.
 - The kernel declares every other pointer as `do_not_specialize_on_alignment`.
 

@@ -7,8 +7,8 @@ and writes m and s to memory. The program then waits for m and s of the other sp
 the gradient of the split.
 
 For a small tensor or a small head, a kernel launch takes longer than the work of the kernel.
-Therefore, the same launch can also compute the mean over rows. The program that writes the loss of
-the last row adds up the losses of all rows. The same launch can also copy the hidden states of a
+Therefore, the same launch can also compute the mean over rows. The program that is the last to
+write a loss adds up the losses of all rows. The same launch can also copy the hidden states of a
 head, with 0 in ignored rows (zero_ignored.py).
 """
 
@@ -65,7 +65,7 @@ class _Constants:
 
 @triton.jit
 def _share(LABEL, N, ignore_index):
-    """Returns 1 divided by the number of rows that are not ignored, or 1 if all are ignored."""
+    """Returns 1 / n for n rows that are not ignored, or 1 if all rows are ignored."""
     count = tl.zeros((1024,), tl.int32)
     for start in range(0, N, 1024):
         _, _, live = row_block(LABEL, start, N, ignore_index, 1024)
@@ -77,8 +77,8 @@ def _share(LABEL, N, ignore_index):
 def _write_nll(NLL, LABEL, EXCHANGE, row, nll, mask, N, ignore_index, MEAN: tl.constexpr):
     """Writes -log p of a row's label. `mask` is True in exactly one program per row.
 
-    For a mean, the last of these N programs writes the mean over all rows to NLL. The order of the
-    sum does not depend on the order of the programs.
+    For a mean, the last of these N programs writes the mean over the rows that are not ignored. The
+    losses are always added in the same order, so the mean does not depend on which program is last.
     """
     if not MEAN:
         tl.store(NLL + row, nll, mask=mask)
@@ -103,10 +103,10 @@ def _nll_fwd_bwd_kernel(
     X, LABEL, COEF, FACTOR, HIDDEN,  # inputs; HIDDEN is copied to COPY
     # Outputs. If DX is None, the gradient overwrites X. NLL is one number per row, or the mean.
     DX, NLL, COPY,
-    # Memory of 64-bit integers, initially 0. Each program has one integer (program_exchange.py).
-    # For a mean, the next integer counts the rows that are finished (FINISHED), and the memory
-    # after it holds one fp32 number per row (VALUES). EXCHANGE is None if rows are not split and
-    # there is no mean.
+    # EXCHANGE is an array of 64-bit integers, initially 0. The array starts with one integer per
+    # program (program_exchange.py). For a mean, the next integer, FINISHED, counts the rows whose
+    # loss is written. After FINISHED, the array holds one fp32 loss per row (VALUES). EXCHANGE is
+    # None if rows are not split and no mean is computed.
     EXCHANGE,
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, splits, stride_h, D,  # sizes

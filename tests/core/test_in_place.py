@@ -73,7 +73,7 @@ def test_every_option_agrees_with_inplace_false(options, reduction, impl, device
     )
     if reduction == "none":
         assert torch.equal(replaced[0], kept[0])
-    else:  # two kernels add the same five numbers in another order
+    else:  # the two kernels add the same five losses in different orders
         torch.testing.assert_close(replaced[0], kept[0], rtol=4e-7, atol=0)
     torch.testing.assert_close(replaced[1], kept[1], rtol=1e-6, atol=1e-7)
 

@@ -1,4 +1,4 @@
-"""The kernel of one pass: the mean over rows, and the copy of hidden states, in the same launch."""
+"""The one-pass kernel computes the mean and copies the hidden states in one launch."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_a_bad_label_in_any_row_makes_the_mean_nan(label, device):
 
 
 def hidden_states(rows, width, layout, dtype, device):
-    """Hidden states with NaN in row 3, whose rows are sliced or not contiguous."""
+    """Sliced hidden states with NaN in row 3. "transposed" has rows that are not contiguous."""
     wide = torch.randn(rows, width + 3, device=device, dtype=dtype)
     wide[3] = torch.nan
     if layout == "transposed":

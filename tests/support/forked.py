@@ -54,10 +54,11 @@ def together(ranks: int, work: Callable, *args) -> list[Any]:
 
 
 def _start_server() -> None:
-    """Starts the server without TRITON_INTERPRET, which Triton reads when it is imported.
+    """Starts the server without TRITON_INTERPRET, because the import of Triton reads this variable.
 
-    Only this function asks for a GPU. A forked process imports this module before its environment
-    variables are set, and must not look for GPUs that CUDA_VISIBLE_DEVICES then hides.
+    The import of this module does not look for GPUs. A forked process imports this module before
+    `_in_process` sets the environment variables. If the import looked for GPUs,
+    CUDA_VISIBLE_DEVICES would have no effect afterwards.
     """
     FORKED.set_forkserver_preload(["torch"] if torch.cuda.is_available() else ["torch", *LATER])
     interpreted = os.environ.pop("TRITON_INTERPRET", None)
