@@ -98,6 +98,26 @@ def row(case: str, results: list[dict], typical: float) -> list[str]:
     return [case, *measured, cell(ratio, ".3f"), cell(spread, ".1%"), *memory, verdict]
 
 
+def typical_noise(results: dict[str, list[dict]]) -> float:
+    spreads = [x for three in results.values() if (x := noise(*three)) is not None]
+    return statistics.median(spreads or [0.0])
+
+
+def table(about: str, results: dict[str, list[dict]], cases: int) -> tuple[str, int]:
+    """Returns the page with one row per measured case, and the number of slower or failing cases.
+
+    `cases` is the number of all cases. If fewer cases are measured, the page says so.
+    """
+    typical = typical_noise(results)
+    rows = [row(case, three, typical) for case, three in results.items()]
+    bad = sum(cells[-1].startswith(("slower", "FAILS")) for cells in rows)
+    faster = sum(cells[-1] == "faster" for cells in rows)
+    lines = [f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
+    measured = len(rows) if len(rows) == cases else f"{len(rows)} measured cases of {cases}"
+    summary = f"{bad} slower or failing, {faster} faster, of {measured}; noise {typical:.1%}"
+    return "\n".join([about, "", *lines, "", summary, ""]), bad
+
+
 def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -128,28 +148,28 @@ def main() -> int:
     def run(case: str, ms: float) -> list[dict]:
         return fastest([turn(case, ms) for _ in range(TURNS if "wall time" in case else 1)])
 
+    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    about = f"# {args.old} and {args.new}\n\n{where}, torch {torch.__version__}"
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    def report() -> tuple[str, int]:
+        text, bad = table(about, results, len(cases))
+        (args.out / "compare.md").write_text(text)
+        return text, bad
+
     results = {}
     for i, case in enumerate(cases):
         share = max(0.0, end - time.monotonic()) / (len(cases) - i) / len(workers)
         # 310 ms of each second are for timing. Creating inputs and measuring memory take the rest.
         results[case] = run(case, min(1000.0, max(20.0, 310 * share)))
         print(f"{i + 1}/{len(cases)}", *row(case, results[case], 0.0), sep=" | ", flush=True)
-    spreads = [x for three in results.values() if (x := noise(*three)) is not None]
-    typical = statistics.median(spreads or [0.0])
+        report()  # so that a run that is stopped leaves the cases until then
+    typical = typical_noise(results)
     for case in cases:
         if row(case, results[case], typical)[-1] == "slower":
             results[case] = fastest([results[case], run(case, 500.0)])
-    rows = [row(case, three, typical) for case, three in results.items()]
-    bad = sum(cells[-1].startswith(("slower", "FAILS")) for cells in rows)
-    faster = sum(cells[-1] == "faster" for cells in rows)
-    table = [f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
-    summary = f"{bad} slower or failing, {faster} faster, of {len(cases)}; noise {typical:.1%}"
-    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    about = [f"# {args.old} and {args.new}", "", f"{where}, torch {torch.__version__}", ""]
-    text = "\n".join([*about, *table, "", summary, ""])
+    text, bad = report()
     print(text)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "compare.md").write_text(text)
     return int(bad > 0)
 
 
