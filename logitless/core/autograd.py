@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import tensor_checks
-from .call import mapped
+from .call import is_batched, is_legacy_batched
 
 
 class Node(torch.autograd.Function):
@@ -22,8 +22,11 @@ class Node(torch.autograd.Function):
     @staticmethod
     def refuse_vmap(upstream: Sequence[Tensor | None]) -> None:
         """Raises if an upstream gradient is a batched tensor of vmap (see `mapped`)."""
+        # `mapped` is not called, because `mapped` would call is_compiling once per tensor.
+        if torch.compiler.is_compiling():
+            return
         for t in upstream:
-            if t is not None and mapped(t):
+            if t is not None and (is_batched(t) or is_legacy_batched(t)):
                 tensor_checks.not_mapped()
 
 

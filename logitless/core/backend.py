@@ -51,6 +51,17 @@ class Backend(Protocol):
         """
         ...
 
+    @property
+    def stats_gradient(self) -> Any:
+        """A function that computes the gradient of logits from gradients of statistics, or None.
+
+        The signature of the function is (x, reading, state, gradients, factor, into). `gradients`
+        maps each statistic that has a gradient to this gradient. The function launches one kernel.
+        If one launch is not possible, the function returns None. The property is None for a backend
+        without such a function.
+        """
+        ...
+
     def partial(self, x: Tensor, reading: Reading, start: int = 0) -> Partials:
         """Returns the partial statistics of each row over the columns of x.
 

@@ -232,8 +232,8 @@ in_func._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAc
 
 def mapped(t: Tensor) -> bool:
     """Whether t is a batched tensor of torch.func.vmap or of is_grads_batched=True."""
-    return not torch.compiler.is_compiling() and (_is_batched(t) or _is_legacy_batched(t))
+    return not torch.compiler.is_compiling() and (is_batched(t) or is_legacy_batched(t))
 
 
-_is_batched = torch._C._functorch.is_batchedtensor  # pyright: ignore
-_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore
+is_batched = torch._C._functorch.is_batchedtensor  # pyright: ignore
+is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore

@@ -25,7 +25,7 @@ from .smoothing_z_loss import (
     weighted_nll,
 )
 from .stats_bwd import gradient
-from .stats_coefficients import coefficients
+from .stats_coefficients import coefficients, stats_gradient
 from .stats_fwd import above, finish, merge, outside, partial, read, with_repeats
 from .table_rows import row_dots, row_dots_gradients
 from .topk import topk
@@ -66,6 +66,7 @@ __all__ = [
     "share",
     "sigmoid_contrastive",
     "slots",
+    "stats_gradient",
     "topk",
     "weighted_nll",
     "with_repeats",

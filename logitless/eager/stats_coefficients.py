@@ -2,7 +2,7 @@
 
 contract.py defines the formula and its coefficients. For each statistic, RULES lists the terms that
 the gradient of the statistic adds to the coefficients. kernels/stats_coefficients.py applies the
-same RULES in one launch.
+same RULES, in one launch or inside the kernel of the gradient.
 """
 
 import functools
@@ -47,6 +47,17 @@ def fields_of(wants: tuple[str, ...], has_ids: bool) -> tuple[str, ...]:
         used |= {"a", "a_ids"}
     if has_ids:
         used.discard("label")
+    return tuple(field for field in FIELDS if field in used)
+
+
+@functools.cache
+def fields_given(names: tuple[str, ...], wants: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the names of the coefficients that the gradients of the statistics `names` need.
+
+    "label" is included if a statistic in `wants` uses the label, because a label outside the
+    vocabulary makes the whole gradient of its row NaN.
+    """
+    used = {*fields_of(names, False)} | ({"label"} & {*fields_of(wants, False)})
     return tuple(field for field in FIELDS if field in used)
 
 
@@ -99,6 +110,10 @@ def coefficients(
         rows["a"], rows["a_ids"] = tail_coefficients(rows.get("a", zero), d, tail)
     table = torch.stack([rows.get(field, zero) for field in FIELDS], 1)
     return Coefficients(table, fields_of(reading.wants, reading.ids is not None), ids)
+
+
+# None, because PyTorch's operations cannot compute coefficients and gradient in one launch.
+stats_gradient = None
 
 
 def _factor(times: str, reading: Reading, state: Tensor) -> Tensor | int:

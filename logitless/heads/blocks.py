@@ -125,6 +125,8 @@ class ReadsNoLogits:
     """Wraps a backend, without the functions that read logits."""
 
     one_pass = None  # one pass is not possible, because a gradient needs statistics of whole rows
+    # The coefficients are computed once, because all blocks of columns use the same coefficients.
+    stats_gradient = None
 
     def __init__(self, backend: Any):
         self.backend = backend

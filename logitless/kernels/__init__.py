@@ -1,11 +1,12 @@
 """The Triton backend, which imports only contract.py and eager/ from the rest of the package."""
 
 from .blockfp_gemm import accumulate, can_accumulate, exponents
+from .bwd_launch import gradient, stats_gradient
 from .contrastive_bwd import contrastive_gradient
 from .contrastive_fwd import contrastive_finish, contrastive_read
 from .duplicate_ids import with_repeats
 from .gather import gather, gather_gradient
-from .host import gradient, one_pass, read, scale_, scale_two_
+from .host import one_pass, read, scale_, scale_two_
 from .narrow_bwd_launch import narrow_gradients
 from .narrow_fwd import narrow_partial
 from .narrow_tile import is_narrow
@@ -63,6 +64,7 @@ __all__ = [
     "share",
     "sigmoid_contrastive",
     "slots",
+    "stats_gradient",
     "topk",
     "weighted_nll",
     "with_repeats",

@@ -14,7 +14,6 @@ normalisers of the other splits (program_exchange.py). A second kernel adds the 
 import functools
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -41,7 +40,7 @@ from .pair_state import (
     walk_both,
 )
 from .profiling import profiled
-from .program_exchange import MAX_PROGRAMS, collect, may_wait, publish
+from .program_exchange import MAX_PROGRAMS, collect, may_wait, piece_of, publish, zeros
 from .state import pack_of
 from .tvd_math import apart, ratio_of, to_student
 
@@ -349,7 +348,7 @@ def read_jsd_tvd(
     splits = splits_of(x)
     if splits > 1 and not known:
         cut = config.jsd_tvd_split_fwd(rows.vocab, rows.itemsize)
-        exchange = torch.zeros((rows.count, 2, splits), device=x.device, dtype=torch.int64)
+        exchange = zeros(piece_of(rows.count * 2 * splits), x)
         sums = state.new_empty((rows.count, splits, SUMS_OF_SPLIT.value))
         first, second = _shared_plan(rows, t_rows, splits, number, options, kind, cut)
         first(x, teacher, label, state, sums, exchange, *tensor)

@@ -1,5 +1,8 @@
 """The gradient of a loss without ids. Each program computes one block of one row.
 
+The coefficients of the backward formula are in memory, or each program computes the coefficients of
+its row from the gradients of up to three statistics (stats_coefficients.py).
+
 If a loss uses ids, or the log-probability of the label at temperature 1, the gradient is computed
 by ids_bwd.py.
 """
@@ -29,6 +32,7 @@ from .layout import Rows, row_offset, split_row
 from .numerics import INF, LOG2E, inverse_temperature
 from .profiling import profiled
 from .state import LOG_S, SHIFT, STATE_WIDTH, field, load_label, pack_of
+from .stats_coefficients import Given, coefs_of_row
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,9 @@ class _Constants:
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
     x_aligned: bool  # for each row, X and DX have the same address modulo 16
     step_c: int  # row stride of COEF; 0 if COEF has a single row
-    step_u: int  # row stride of UPSTREAM; 0 if all rows share one number
+    step_u: int  # row stride of D0 if COEF is given; 0 if all rows share one number
     step_f: int  # row stride of FACTOR; 0 if all rows share one number
+    given: Given | None  # the statistics whose gradients are D0, D1 and D2; None if COEF is given
     block_v: int
 
 
@@ -47,11 +52,11 @@ class _Constants:
     **profiled("label_bwd"),
     do_not_specialize=["rows_t", "lead", "blocks", "start", "vocab"],
     do_not_specialize_on_alignment=[
-        "LABEL", "STATE", "COEF", "UPSTREAM", "FACTOR", "temperature",
+        "LABEL", "STATE", "COEF", "D0", "D1", "D2", "FACTOR", "temperature",
     ],
 )  # fmt: skip
 def _label_bwd_kernel(
-    X, LABEL, W, STATE, COEF, UPSTREAM, FACTOR,  # inputs
+    X, LABEL, W, STATE, COEF, D0, D1, D2, FACTOR,  # inputs
     DX,  # output
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, blocks,  # sizes
@@ -64,6 +69,9 @@ def _label_bwd_kernel(
     The first block of a row also contains the row's fringe (see layout.py). The first column of X
     is column `start` of the vocabulary, which has `vocab` columns. Both `start` and `vocab` are
     None if X has all columns.
+
+    If COEF is not None, D0 is the upstream gradient. If COEF is None, D0, D1 and D2 are gradients
+    of statistics.
     """
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
@@ -88,8 +96,13 @@ def _label_bwd_kernel(
     inv_t = inverse_temperature(temperature, row)
     at = STATE + row.to(tl.int64) * STATE_WIDTH
     shift, log_s = tl.load(at + SHIFT), tl.load(at + LOG_S)
-    gain = row_gain(UPSTREAM, FACTOR, row, field(CONSTANTS, "step_u"), field(CONSTANTS, "step_f"))
-    coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
+    step_f: tl.constexpr = field(CONSTANTS, "step_f")
+    if COEF is not None:
+        gain = row_gain(D0, FACTOR, row, field(CONSTANTS, "step_u"), step_f)
+        coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
+    else:
+        gain = row_gain(None, FACTOR, row, 0, step_f)
+        coefs = coefs_of_row(D0, D1, D2, STATE, row, gain, field(CONSTANTS, "given"), HAS)
     a = coefs.a
     if uses(HAS, "label"):
         valid = is_class(label, V, vocab)
@@ -116,7 +129,7 @@ def _label_bwd_kernel(
 def label_bwd_launch(
     rows: Rows, d_rows: Rows, temperature: float | None, softcap: float | None,
     ignore_index: int | None, has: tuple[str, ...], steps: tuple[int, int, int],
-    columns: tuple[int | None, int | None], cut: config.Config,
+    columns: tuple[int | None, int | None], given: Given | None, cut: config.Config,
 ) -> Launch:  # fmt: skip
     blocks = config.ceil_div(rows.vocab, cut.block_v)
     number = () if temperature is None else (temperature,)
@@ -128,6 +141,6 @@ def label_bwd_launch(
         ),
         num_warps=cut.num_warps, HAS=has,
         CONSTANTS=_Constants(
-            d_rows.aligned, rows.aligned_like(d_rows), *steps, cut.block_v
+            d_rows.aligned, rows.aligned_like(d_rows), *steps, given, cut.block_v
         ),
     )  # fmt: skip

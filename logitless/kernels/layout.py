@@ -91,6 +91,11 @@ class Rows(NamedTuple):
 Place = tuple[int, tuple[int, ...], int]
 
 
+def place_of(into: Tensor) -> Place:
+    """Returns the `Place` of the tensor `into`."""
+    return into.data_ptr() % 16, into.stride(), into.element_size()
+
+
 def rows_of(x: Tensor) -> tuple[Tensor, Rows]:
     """Returns x (..., V) and the layout of its rows, or a contiguous copy and the copy's layout.
 

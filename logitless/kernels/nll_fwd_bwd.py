@@ -236,4 +236,4 @@ def nll_fwd_bwd_plan(
     words = rows.count * splits if splits > 1 or mean else 0
     if mean:  # one integer for FINISHED, and one integer for every two numbers of VALUES
         words += 1 + config.ceil_div(rows.count, 2)
-    return _Plan(words, launch)
+    return _Plan(program_exchange.piece_of(words) if words else 0, launch)

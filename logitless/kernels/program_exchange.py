@@ -20,17 +20,61 @@ import os
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.runtime import driver
 
+from . import config
 from .numerics import move
 
 EMPTY = tl.constexpr(-(0x00800000 << 32))  # max -inf and normaliser 0, packed into one integer
 MAX_PROGRAMS = 64  # largest number of programs that can share a row
 WAITING = os.environ.get("LOGITLESS_WAITING", "1") != "0"  # read once, when the module is imported
+LARGEST_PIECE = 1 << 14  # integers; larger arrays of zeros are not filled in advance
+FILL = 8 * LARGEST_PIECE  # the largest number of integers that one fill sets to 0 (1 MiB)
+MOST_PIECES = 64  # the largest number of pieces of one fill
+
+_pieces: dict[tuple[torch.device, int], list[Tensor]] = {}  # unused zeros, by device and size
 
 
 def may_wait(programs: int, device: torch.device) -> bool:
     """Whether this number of programs is allowed to share a row and wait for each other."""
     return programs == 1 or (WAITING and programs <= MAX_PROGRAMS and device.type != "cpu")
+
+
+def piece_of(count: int) -> int:
+    """Returns the size of the piece for `count` integers.
+
+    The size is rounded up to a power of two, so that there are few different sizes. A size above
+    LARGEST_PIECE is not rounded.
+    """
+    return count if count > LARGEST_PIECE else max(config.ceil_pow2(count), 64)
+
+
+def zeros(size: int, like: Tensor) -> Tensor:
+    """Returns `size` 64-bit zeros on the device of `like`, for one launch.
+
+    `size` must be a result of `piece_of`.
+
+    A fill takes as much host time as a launch. Therefore one fill serves many calls, and each call
+    gets a piece of memory that no other call gets. At most 1 MiB per size and device stays
+    allocated. A launch must run after the fill of its piece. Therefore pieces are used only on the
+    default stream of a GPU, where the fill and all launches run in order. A CUDA graph cannot be
+    captured on the default stream, so a graph never contains a piece.
+    """
+    if size > LARGEST_PIECE or not _on_default_stream(like):
+        return like.new_zeros(size, dtype=torch.int64)
+    try:
+        return _pieces[like.device, size].pop()
+    except (KeyError, IndexError):  # there are no pieces yet, or no more pieces
+        count = min(FILL // size, MOST_PIECES)
+        fresh = [*like.new_zeros(count * size, dtype=torch.int64).split(size)]
+        piece = fresh.pop()
+        _pieces[like.device, size] = fresh
+        return piece
+
+
+def _on_default_stream(t: Tensor) -> bool:
+    return t.is_cuda and driver.active.get_current_stream(t.device.index) == 0
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, rows_of
 from .numerics import INF, LOG2E
 from .profiling import nothing, profiled
-from .program_exchange import MAX_PROGRAMS, collect, may_wait, publish
+from .program_exchange import MAX_PROGRAMS, collect, may_wait, piece_of, publish, zeros
 from .stats_split_fwd import partial
 from .topk_stream import read_block
 
@@ -222,7 +222,7 @@ def _ends(x: Tensor, top: Tensor | None, how: Sampling) -> tuple[Tensor, Tensor]
     exchange = None
     if top is None and may_wait(splits, x.device):
         top = torch.empty(rows.count, device=x.device, dtype=torch.float32)
-        exchange = torch.zeros((rows.count, splits), device=x.device, dtype=torch.int64)
+        exchange = zeros(piece_of(rows.count * splits), x)
     else:
         top = _top(x, how) if top is None else top
         splits = min(config.ceil_div(RESIDENT * config.processors(x.device), rows.count), blocks)

@@ -1,9 +1,15 @@
-"""Computes the coefficients of the backward formula from gradients of statistics, in one launch.
+"""Computes the coefficients of the backward formula from gradients of statistics.
 
 The file contract.py defines the backward formula and its coefficients `a`, `b`, `g_label` and
-`g_c`. In this file, `g_c` is called `g_total`. The kernel applies the RULES of
+`g_c`. In this file, `g_c` is called `g_total`. The functions of this file apply the RULES of
 eager/stats_coefficients.py. With PyTorch's own operations, the coefficients for `ll.score` would
 take eight launches. These eight launches would take most of the host time of a small backward.
+
+If there are no ids and at most MOST_IN_ROW statistics have a gradient, the kernel of label_bwd.py
+calls `coefs_of_row`. The backward then needs no launch for the coefficients. In most other cases,
+for example with ids or for a head that is computed in blocks, the kernel of this file writes the
+coefficients of all rows to memory. Terms that neither supports are computed by
+eager/stats_coefficients.py.
 """
 
 import functools
@@ -17,9 +23,9 @@ from torch import Tensor
 
 from ..contract import COEFFICIENTS, Coefficients, Reading
 from ..eager import stats_coefficients as by_torch
-from ..eager.stats_coefficients import AT_IDS, RULES, fields_of
+from ..eager.stats_coefficients import AT_IDS, RULES, fields_given, fields_of
 from . import config
-from .bwd_tile import COEF_A, COEF_B, COEF_G_LABEL, COEF_G_TOTAL
+from .bwd_tile import COEF_A, COEF_B, COEF_G_LABEL, COEF_G_TOTAL, Coefs, uses
 from .launch import REMEMBERED, Launch
 from .numerics import load
 from .profiling import profiled
@@ -30,21 +36,29 @@ from .stats_outputs import STATE_ENTROPY
 # The largest number of gradients in one launch. The functions `row_stats` and `row_loss` have at
 # most five statistics with a gradient: lse, picked, logprob, entropy and total.
 MOST = 5
+MOST_IN_ROW = 3  # the largest number of gradients that `coefs_of_row` supports
+
+
+@dataclass(frozen=True)
+class Given:
+    """The statistics whose gradients a kernel gets as D0, D1, ..."""
+
+    names: tuple[str, ...]
+    steps: tuple[int, ...]  # row strides of D0, D1, ...; 0 if all rows share one number
+    at_ids: bool = False  # whether the statistics in AT_IDS have K gradients per row
 
 
 @dataclass(frozen=True)
 class _Constants:
     """The constants that the kernel is compiled for."""
 
-    names: tuple[str, ...]  # the statistics whose gradients are D0, D1, ...
-    steps: tuple[int, ...]  # row strides of D0, D1, ...; 0 if all rows share one number
-    at_ids: bool  # whether the statistics in AT_IDS have K gradients per row
+    given: Given
     block_n: int
     block_k: int
 
 
 class _Sums(NamedTuple):
-    """The coefficients of a block of rows."""
+    """The coefficients of one row or of a block of rows."""
 
     a: tl.tensor
     b: tl.tensor
@@ -53,24 +67,24 @@ class _Sums(NamedTuple):
 
 
 @triton.constexpr_function
-def sign_of(constants, index, coefficient, times):
+def sign_of(given, index, coefficient, times):
     """Returns the sign of the term that a statistic adds to a coefficient. If the statistic adds no
     term, the result is 0.
     """
-    if index >= len(constants.names):
+    if index >= len(given.names):
         return 0
-    terms = RULES[constants.names[index]]
+    terms = RULES[given.names[index]]
     return sum(t.sign for t in terms if t.coefficient == coefficient and t.times == times)
 
 
 @triton.constexpr_function
-def is_at_ids(constants, index):
-    return constants.at_ids and constants.names[index] in AT_IDS
+def is_at_ids(given, index):
+    return given.at_ids and given.names[index] in AT_IDS
 
 
 @triton.constexpr_function
-def step_of(constants, index):
-    return constants.steps[index]
+def step_of(given, index):
+    return given.steps[index]
 
 
 @triton.jit
@@ -97,30 +111,64 @@ def _sum_over_ids(D, row, mask, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr)
 
 
 @triton.jit
-def _add(sums, D, entropy, row, mask, K, INDEX: tl.constexpr, CONSTANTS: tl.constexpr):
+def _add(
+    sums, D, entropy, row, mask, K, INDEX: tl.constexpr, GIVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """Returns `sums` plus the terms of one statistic. D is the statistic's gradient, or None."""
     if D is None:
         return sums
     else:
-        BY_ID: tl.constexpr = is_at_ids(CONSTANTS, INDEX)
+        BY_ID: tl.constexpr = is_at_ids(GIVEN, INDEX)
         if BY_ID:
-            BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
-            d = _sum_over_ids(D, row, mask, K, BLOCK_N, field(CONSTANTS, "block_k"))
+            d = _sum_over_ids(D, row, mask, K, BLOCK_N, BLOCK_K)
         else:
-            d = load(D, row * step_of(CONSTANTS, INDEX), mask).to(tl.float32)
-        a = _plus(sums.a, d, sign_of(CONSTANTS, INDEX, "a", ""))
-        a = _plus(a, d * entropy, sign_of(CONSTANTS, INDEX, "a", "entropy"))
-        b = _plus(sums.b, d, sign_of(CONSTANTS, INDEX, "b", ""))
+            d = load(D, row * step_of(GIVEN, INDEX), mask).to(tl.float32)
+        a = _plus(sums.a, d, sign_of(GIVEN, INDEX, "a", ""))
+        a = _plus(a, d * entropy, sign_of(GIVEN, INDEX, "a", "entropy"))
+        b = _plus(sums.b, d, sign_of(GIVEN, INDEX, "b", ""))
         g_label = sums.g_label
         if not BY_ID:
-            g_label = _plus(g_label, d, sign_of(CONSTANTS, INDEX, "label", ""))
-        g_total = _plus(sums.g_total, d, sign_of(CONSTANTS, INDEX, "total", ""))
+            g_label = _plus(g_label, d, sign_of(GIVEN, INDEX, "label", ""))
+        g_total = _plus(sums.g_total, d, sign_of(GIVEN, INDEX, "total", ""))
         return _Sums(a, b, g_label, g_total)
 
 
 @triton.constexpr_function
-def reads_entropy(constants):
-    return any(t.times == "entropy" for name in constants.names for t in RULES[name])
+def reads_entropy(given):
+    return any(t.times == "entropy" for name in given.names for t in RULES[name])
+
+
+@triton.jit
+def _times(coefficient, gain, USED: tl.constexpr):
+    """Returns `coefficient` · `gain`, or 0 if the loss does not use the coefficient."""
+    if USED:
+        return coefficient * gain
+    else:
+        return 0.0
+
+
+@triton.jit
+def coefs_of_row(D0, D1, D2, STATE, row, gain, GIVEN: tl.constexpr, HAS: tl.constexpr):
+    """Returns the coefficients of one row, multiplied by `gain`.
+
+    D0, D1 and D2 are the gradients of the statistics in GIVEN. Unused gradients are None.
+    """
+    entropy = 0.0
+    if reads_entropy(GIVEN):
+        entropy = tl.load(STATE + row.to(tl.int64) * STATE_WIDTH + STATE_ENTROPY)
+    sums = _Sums(0.0, 0.0, 0.0, 0.0)
+    sums = _add(sums, D0, entropy, row, None, 0, 0, GIVEN, 1, 1)
+    sums = _add(sums, D1, entropy, row, None, 0, 1, GIVEN, 1, 1)
+    sums = _add(sums, D2, entropy, row, None, 0, 2, GIVEN, 1, 1)
+    return Coefs(
+        _times(sums.a, gain, uses(HAS, "a")),
+        _times(sums.b, gain, uses(HAS, "b")),
+        _times(sums.g_label, gain, uses(HAS, "label")),
+        _times(sums.g_total, gain, uses(HAS, "total")),
+        0.0,
+        0.0,
+    )
 
 
 @triton.jit(
@@ -135,19 +183,21 @@ def _stats_coefficients_kernel(
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
     """Each program computes the coefficients of one block of rows."""
+    GIVEN: tl.constexpr = field(CONSTANTS, "given")
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
+    BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = row < N
     zero = tl.zeros((BLOCK_N,), tl.float32)
     entropy = zero
-    if reads_entropy(CONSTANTS):
+    if reads_entropy(GIVEN):
         entropy = load(STATE, row * STATE_WIDTH + STATE_ENTROPY, mask)
     sums = _Sums(zero, zero, zero, zero)
-    sums = _add(sums, D0, entropy, row, mask, K, 0, CONSTANTS)
-    sums = _add(sums, D1, entropy, row, mask, K, 1, CONSTANTS)
-    sums = _add(sums, D2, entropy, row, mask, K, 2, CONSTANTS)
-    sums = _add(sums, D3, entropy, row, mask, K, 3, CONSTANTS)
-    sums = _add(sums, D4, entropy, row, mask, K, 4, CONSTANTS)
+    sums = _add(sums, D0, entropy, row, mask, K, 0, GIVEN, BLOCK_N, BLOCK_K)
+    sums = _add(sums, D1, entropy, row, mask, K, 1, GIVEN, BLOCK_N, BLOCK_K)
+    sums = _add(sums, D2, entropy, row, mask, K, 2, GIVEN, BLOCK_N, BLOCK_K)
+    sums = _add(sums, D3, entropy, row, mask, K, 3, GIVEN, BLOCK_N, BLOCK_K)
+    sums = _add(sums, D4, entropy, row, mask, K, 4, GIVEN, BLOCK_N, BLOCK_K)
     j = tl.arange(0, 8)[None, :]
     fields = tl.where(j == COEF_A, sums.a[:, None], 0.0)
     fields = tl.where(j == COEF_B, sums.b[:, None], fields)
@@ -200,14 +250,28 @@ def _plan(
     has_ids: bool,
 ) -> _Plan | None:  # fmt: skip
     """Returns the launch plan, or None if one launch is not possible."""
-    if len(names) > MOST or "tail" in wants:
-        return None
-    if any(term.times == "classes" for name in names for term in RULES[name]):
+    if len(names) > MOST or "tail" in wants or _reads_classes(names):
         return None
     block_n, block_k = 32 if has_ids else 256, min(max(config.ceil_pow2(K), 1), 64)
     launch = Launch(
         _stats_coefficients_kernel, (config.ceil_div(N, block_n),), (N, K), num_warps=4,
-        CONSTANTS=_Constants(names, steps, has_ids, block_n, block_k),
+        CONSTANTS=_Constants(Given(names, steps, has_ids), block_n, block_k),
     )  # fmt: skip
     at_ids = has_ids and any(name in wants for name in AT_IDS)
     return _Plan(at_ids, fields_of(wants, has_ids), (None,) * (MOST - len(names)), launch)
+
+
+@functools.cache
+def fields_in_row(names: tuple[str, ...], wants: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Returns the names of the coefficients that `coefs_of_row` computes.
+
+    `names` are the statistics that have a gradient. The result is None if `coefs_of_row` does not
+    support these statistics.
+    """
+    if not 0 < len(names) <= MOST_IN_ROW or not {*names} <= {*RULES} or _reads_classes(names):
+        return None
+    return fields_given(names, wants)
+
+
+def _reads_classes(names: tuple[str, ...]) -> bool:
+    return any(term.times == "classes" for name in names for term in RULES[name])

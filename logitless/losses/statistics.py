@@ -26,7 +26,7 @@ from ..contract import PRECISION, Reading, RowStats
 from ..core import call
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss, one, rows_in
-from ..eager.stats_coefficients import of_one
+from ..eager.stats_coefficients import fields_given, of_one
 from ..heads.operators import operator
 from . import checks
 
@@ -101,11 +101,17 @@ class Read(RowLoss):
     def backward(self, backend, x, saved, upstream, factor=None, into=None):
         state, reading, found = saved[0], self.reading, None
         gradients = {n: d for n, d in zip(reading.wants, upstream, strict=True) if d is not None}
+        if backend.stats_gradient is not None:
+            d_x = backend.stats_gradient(x, reading, state, gradients, factor, into)
+            if d_x is not None:
+                return d_x
         if len(gradients) == 1 and reading.ids is None:
             # If only one statistic has a gradient, its coefficients can be constants. `of_one`
             # returns these constants, and the backend multiplies the constants by the gradient.
             ((name, gain),) = gradients.items()
             found = of_one[name, state.device, state.dtype]
+            if found is not None:
+                found = found._replace(has=fields_given((name,), reading.wants))
         if found is None:
             found = backend.coefficients(reading, state, gradients)
             gain = one[state.device, state.dtype]

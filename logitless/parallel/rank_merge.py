@@ -45,6 +45,8 @@ class ColumnBackend:
     # Loss and gradient cannot be computed in one pass over the logits, because a gradient needs the
     # statistics of all ranks.
     one_pass = None
+    # `stats_gradient` has no argument `start`, and so needs logits with all columns.
+    stats_gradient = None
 
     def __init__(
         self,

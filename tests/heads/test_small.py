@@ -226,25 +226,8 @@ class Operations(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize(
-    ("used", "launches", "operations"),
-    [
-        (("logprob",), ["_label_bwd_kernel"], ["empty_strided"]),
-        (
-            ("entropy",),
-            ["_stats_coefficients_kernel", "_label_bwd_kernel"],
-            ["empty", "empty_strided"],
-        ),
-        (
-            ("logprob", "entropy", "lse"),
-            ["_stats_coefficients_kernel", "_label_bwd_kernel"],
-            ["empty", "empty_strided"],
-        ),
-    ],
-)
-def test_the_host_does_little_in_a_backward(
-    used, launches, operations, no_chunks, monkeypatch, device
-):
+@pytest.mark.parametrize("used", [("logprob",), ("entropy",), ("logprob", "entropy", "lse")])
+def test_the_host_does_little_in_a_backward(used, no_chunks, monkeypatch, device):
     """Backward runs few operations, because a small head takes more host time than GPU time."""
     if device != "cpu":
         pytest.skip("a backward on a GPU runs in another thread, where no operation is seen")
@@ -261,8 +244,8 @@ def test_the_host_does_little_in_a_backward(
         )
         with Operations() as ran:
             torch.autograd.grad(outputs, parts, d)
-    assert seen == launches
-    assert sorted(ran.names) == sorted([*operations, "mm", "mm"])
+    assert seen == ["_label_bwd_kernel"]
+    assert sorted(ran.names) == ["empty_strided", "mm", "mm"]
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])

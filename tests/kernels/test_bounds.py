@@ -17,7 +17,7 @@ class Guarded:
 
     def __init__(self):
         self.buffers = []
-        self.real = torch.empty, torch.empty_like
+        self.real = torch.empty, torch.empty_like, torch.empty_strided
 
     def empty(self, *shape, **how):
         shape = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
@@ -28,15 +28,21 @@ class Guarded:
     def empty_like(self, t, *, dtype=None, memory_format=None):
         return self.empty(t.shape, dtype=dtype or t.dtype, device=t.device)
 
+    def empty_strided(self, shape, strides, **how):
+        guarded = self.empty(shape, **how)
+        assert guarded.stride() == strides
+        return guarded
+
     def holding(self, t):
         return self.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
 
     def __enter__(self):
         torch.empty, torch.empty_like = self.empty, self.empty_like
+        torch.empty_strided = self.empty_strided
         return self
 
     def __exit__(self, *_):
-        torch.empty, torch.empty_like = self.real
+        torch.empty, torch.empty_like, torch.empty_strided = self.real
         assert len(self.buffers) > 3, "the kernels' outputs are not guarded"
         for buffer in self.buffers:
             assert (buffer[:GUARD] == SENTINEL).all()

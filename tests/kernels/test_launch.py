@@ -19,6 +19,7 @@ import logitless as ll
 from logitless import kernels
 from logitless.kernels import config, launch
 from logitless.kernels.narrow_tile import HeadLayout
+from logitless.kernels.stats_coefficients import Given
 from tests.support.laws import host_reads_nothing
 from tests.support.paths import ROOT
 
@@ -137,6 +138,9 @@ def constants_of(name) -> set[str]:
     if "CONSTANTS" in found:
         fields = dataclasses.fields(getattr(module, "_Constants", None) or module.Constants)
         found = found - {"CONSTANTS"} | {field.name.upper() for field in fields}
+    if "GIVEN" in found:
+        fields = dataclasses.fields(Given)
+        found = found - {"GIVEN"} | {field.name.upper() for field in fields}
     if "LAYOUT" in found:
         fields = dataclasses.fields(HeadLayout)
         found = found - {"LAYOUT"} | {field.name.upper() for field in fields}

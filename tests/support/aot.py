@@ -246,17 +246,18 @@ def launch_gradients(x, reading: Reading, found, v: Variant) -> None:
             kernels.gradient(x, reading, found.state, beside, one)
     for into in (None, x):
         kernels.gradient(x, reading, found.state, coefficients, one, factor, into)
-    launch_coefficients(reading, found.state, v)
+    launch_coefficients(x, reading, found.state, v)
     if v in (Variant(BF16), Variant(FP32), Variant(FP32, 50257), Variant(BF16, K=512)):
         launch_of_a_head(x, reading, found, coefficients, one, v)
 
 
-def launch_coefficients(reading: Reading, state: torch.Tensor, v: Variant) -> None:
-    """Launches the kernel of the coefficients, for a single gradient and for all gradients."""
+def launch_coefficients(x, reading: Reading, state: torch.Tensor, v: Variant) -> None:
+    """Launches kernels with gradients of statistics: one, three, or five gradients."""
     row, at_ids = torch.zeros(2), torch.zeros(2) if v.K == 1 else torch.zeros(2, v.K)
     scores = {"logprob": at_ids, "entropy": row[:1].expand(2), "lse": row}
     for gradients in ({"logprob": at_ids}, {**scores, "picked": at_ids, "total": row}):
         kernels.coefficients(reading._replace(wants=tuple(gradients)), state, gradients)
+    kernels.stats_gradient(x, reading, state, scores, row)
 
 
 def launch_of_a_head(x, reading: Reading, found, coefficients, one, v: Variant) -> None:

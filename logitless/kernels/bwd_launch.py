@@ -1,0 +1,204 @@
+"""Launchers of the backward kernels that all losses over statistics share.
+
+See host.py for the meaning of a launch plan.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..contract import COEFFICIENTS, NO_ID, Coefficients, Reading
+from . import config
+from .duplicate_ids import with_repeats
+from .host import options_of
+from .ids_bwd import MAX_PRELOADED, ids_bwd_launch
+from .label_bwd import label_bwd_launch
+from .launch import Launch, Plans
+from .layout import Place, describe, place_of
+from .stats_coefficients import MOST_IN_ROW, Given, fields_in_row
+from .stats_split_fwd import aligned
+
+
+def gradient(
+    x: Tensor,  # (..., V)
+    reading: Reading,
+    state: Tensor,  # (N, STATE)
+    coefficients: Coefficients,
+    upstream: Tensor,  # one number, or one number per row
+    factor: Tensor | None = None,  # one number, or one number per row
+    into: Tensor | None = None,
+    start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
+) -> Tensor:
+    """Returns the gradient of the logits, multiplied by `upstream` and `factor`.
+
+    `into` is x, a tensor that shares the memory of x, or a tensor in other memory (see `Place` in
+    layout.py). The gradient has the dtype of `into`, or of x if `into` is None. The gradient is
+    written to `into`, with one exception. If `into` is x and rows have more than MAX_PRELOADED ids,
+    the gradient is a new tensor. The reason is that a program must load the logits at all ids of
+    its row before the gradient overwrites x. One program can hold at most MAX_PRELOADED logits.
+    """
+    return _gradient(x, reading, state, coefficients, (), (upstream,), factor, into, start)
+
+
+def stats_gradient(
+    x: Tensor,  # (..., V)
+    reading: Reading,
+    state: Tensor,  # (N, STATE)
+    gradients: dict[str, Tensor],  # one number per row for each statistic
+    factor: Tensor | None = None,  # one number, or one number per row
+    into: Tensor | None = None,
+) -> Tensor | None:
+    """Like `gradient`, but for gradients of statistics, in one launch.
+
+    `gradients` maps the name of each statistic to its gradient. The function returns None if one
+    launch is not possible (see stats_coefficients.py).
+    """
+    names = tuple(gradients)
+    has = fields_in_row(names, reading.wants) if reading.ids is None else None
+    if has is None:
+        return None
+    given = tuple(gradients.values())
+    return _gradient(x, reading, state, Coefficients(None, has), names, given, factor, into, None)
+
+
+def _gradient(
+    x: Tensor, reading: Reading, state: Tensor, coefficients: Coefficients, names: tuple[str, ...],
+    upstream: tuple[Tensor, ...], factor: Tensor | None, into: Tensor | None, start: int | None,
+) -> Tensor:  # fmt: skip
+    """The common part of `gradient` and `stats_gradient`.
+
+    For `gradient`, `names` is empty, and `upstream` is one tensor. For `stats_gradient`, `upstream`
+    holds the gradients of the statistics in `names`.
+    """
+    coefs, has, g_ids = coefficients
+    key = _gradient_key(x, reading, coefficients, names, upstream, factor, into, start)
+    plan = _gradient_plans[key]
+    if plan is None:  # x has no (B, T, V) view with contiguous rows
+        return _by_copy(x, reading, state, coefficients, names, upstream, factor, into, start)
+    if into is None or (key.over_logits and not plan.over_logits):
+        into = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.numel() == 0:
+        return into
+    label = reading.label.contiguous() if plan.reads_label else None
+    # A tensor whose strides are all 0 holds one number for all rows, and is not copied.
+    steps = key.upstream_steps
+    upstream = tuple(d.contiguous() if s else d for d, s in zip(upstream, steps, strict=True))
+    if key.factor_per_row:
+        factor = factor.contiguous()  # pyright: ignore[reportOptionalMemberAccess]
+    weight, temperature = None, reading.row_temperature
+    if "total" in has:
+        weight = reading.class_weight
+        if start is not None and weight is not None:
+            weight = weight[start : start + x.shape[-1]]
+        weight = aligned(weight)
+    last = () if temperature is None else (temperature.contiguous(),)
+    if not plan.rewrites_ids:
+        plan.launch(x, label, weight, state, coefs, *upstream, *plan.missing, factor, into, *last)
+        return into
+    ids = None
+    if key.K:
+        ids = reading.ids.contiguous()
+        ids = ids if start is None else _ids_in(ids, x.shape[-1], start, reading.vocab)
+    g_ids = None if ids is None or g_ids is None else g_ids.contiguous()
+    if g_ids is not None and "tail" not in reading.wants:
+        state = with_repeats(state, ids)
+    plan.launch(x, label, ids, weight, state, coefs, g_ids, *upstream, factor, into, *last)
+    return into
+
+
+class _GradientKey(NamedTuple):
+    """The properties of a call that determine the launch plan of its gradient."""
+
+    logits: tuple  # shape, strides, address modulo 16, bytes per element
+    over_logits: bool  # whether `into` is the memory of the logits
+    place: Place | None  # the Place of `into`; None if over_logits is True or `into` is None
+    K: int  # ids per row; 0 if the loss has no gradient at ids
+    has_g_ids: bool  # whether each id has its own coefficient
+    has: tuple[str, ...]  # names of the coefficients in use
+    names: tuple[str, ...]  # the statistics whose gradients are in `upstream`; () for `gradient`
+    coefs_per_row: bool
+    upstream_steps: tuple[int, ...]  # row strides of `upstream`; 0 if all rows share one number
+    factor_per_row: bool
+    options: tuple[float | None, float | None, int | None]
+    # The first column of x and the size of the vocabulary, or None if x has all columns.
+    columns: tuple[int, int] | None
+    revision: int
+
+
+def _gradient_key(
+    x: Tensor, reading: Reading, coefficients: Coefficients, names: tuple[str, ...],
+    upstream: tuple[Tensor, ...], factor: Tensor | None, into: Tensor | None, start: int | None,
+) -> _GradientKey:  # fmt: skip
+    coefs, has, g_ids = coefficients
+    address = x.data_ptr()
+    over_logits = into is not None and into.data_ptr() == address
+    return _GradientKey(
+        (x.shape, x.stride(), address % 16, x.element_size()), over_logits,
+        None if into is None or over_logits else place_of(into),
+        reading.ids.shape[-1] if g_ids is not None or "a_ids" in has else 0, g_ids is not None, has,
+        names, coefs is not None and coefs.shape[0] > 1,
+        tuple([1 if any(d.stride()) else 0 for d in upstream]),
+        factor is not None and any(factor.stride()), options_of(reading),
+        None if start is None else (start, reading.vocab), config.revision,
+    )  # fmt: skip
+
+
+class _GradientPlan(NamedTuple):
+    over_logits: bool  # whether the gradient is written over the logits
+    reads_label: bool
+    rewrites_ids: bool  # whether ids_bwd.py runs instead of label_bwd.py
+    missing: tuple[None, ...]  # None for each parameter D0, D1, ... that gets no tensor
+    launch: Launch
+
+
+def _gradient_plan(key: _GradientKey) -> _GradientPlan | None:
+    """Builds a launch plan.
+
+    The result is None if the logits have no (B, T, V) view with contiguous rows.
+    """
+    rows = describe(*key.logits)
+    if rows is None:
+        return None
+    temperature, _, ignore_index = key.options
+    over_logits = key.over_logits and key.K <= MAX_PRELOADED
+    d_rows = rows if over_logits else rows.written_to(key.place)
+    steps = (COEFFICIENTS * key.coefs_per_row, key.upstream_steps[0], int(key.factor_per_row))
+    common = (*key.options, key.has, steps, key.columns or (None, None))
+    rewrites_ids = (key.has_g_ids and key.K > 0) or "a_ids" in key.has or "logprob_t1" in key.has
+    if rewrites_ids:
+        second = "logprob_t1" in key.has and temperature != 1
+        cut = config.ids_bwd(rows.vocab, rows.itemsize)
+        launch = ids_bwd_launch(rows, d_rows, key.K, *common, over_logits, second, cut)
+    else:
+        given = Given(key.names, key.upstream_steps) if key.names else None
+        launch = label_bwd_launch(rows, d_rows, *common, given, config.label_bwd(rows.vocab))
+    reads_label = ignore_index is not None or "label" in key.has or "logprob_t1" in key.has
+    missing = (None,) * (MOST_IN_ROW - len(key.upstream_steps))
+    return _GradientPlan(over_logits, reads_label, rewrites_ids, missing, launch)
+
+
+_gradient_plans: Plans[_GradientKey, _GradientPlan | None] = Plans(_gradient_plan)
+
+
+def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
+    """Converts ids of the vocabulary to ids of the columns [start, start + width).
+
+    Ids of other columns become NO_ID. Ids outside the vocabulary become -1.
+    """
+    local = torch.where((ids >= start) & (ids < start + width), ids - start, NO_ID)
+    bad = ((ids < 0) | (ids >= vocab)) & (ids != NO_ID)
+    return torch.where(bad, -1, local)
+
+
+def _by_copy(x, reading, state, coefficients, names, upstream, factor, into, start) -> Tensor:
+    """Computes the gradient from a contiguous copy of x.
+
+    The copy is needed if x has no (B, T, V) view with contiguous rows (layout.py).
+    """
+    over_logits = into is not None and into.data_ptr() == x.data_ptr()
+    place = None if over_logits else into
+    dx = _gradient(
+        x.contiguous(), reading, state, coefficients, names, upstream, factor, place, start
+    )
+    return into.copy_(dx) if over_logits else dx  # pyright: ignore[reportOptionalMemberAccess]
