@@ -29,8 +29,8 @@ from .numerics import move
 EMPTY = tl.constexpr(-(0x00800000 << 32))  # max -inf and normaliser 0, packed into one integer
 MAX_PROGRAMS = 64  # largest number of programs that can share a row
 WAITING = os.environ.get("LOGITLESS_WAITING", "1") != "0"  # read once, when the module is imported
-LARGEST_PIECE = 1 << 14  # integers; larger arrays of zeros are not filled in advance
-FILL = 8 * LARGEST_PIECE  # the largest number of integers that one fill sets to 0 (1 MiB)
+LARGEST_PIECE = 1 << 13  # integers; larger arrays of zeros are not filled in advance
+FILL = 8 * LARGEST_PIECE  # the largest number of integers that one fill sets to 0 (512 KiB)
 MOST_PIECES = 64  # the largest number of pieces of one fill
 
 _pieces: dict[tuple[torch.device, int], list[Tensor]] = {}  # unused zeros, by device and size
@@ -56,25 +56,23 @@ def zeros(size: int, like: Tensor) -> Tensor:
     `size` must be a result of `piece_of`.
 
     A fill takes as much host time as a launch. Therefore one fill serves many calls, and each call
-    gets a piece of memory that no other call gets. At most 1 MiB per size and device stays
+    gets a piece of memory that no other call gets. At most 512 KiB per size and device stay
     allocated. A launch must run after the fill of its piece. Therefore pieces are used only on the
     default stream of a GPU, where the fill and all launches run in order. A CUDA graph cannot be
     captured on the default stream, so a graph never contains a piece.
     """
-    if size > LARGEST_PIECE or not _on_default_stream(like):
+    device = like.device
+    on_default_stream = like.is_cuda and driver.active.get_current_stream(device.index) == 0
+    if size > LARGEST_PIECE or not on_default_stream:
         return like.new_zeros(size, dtype=torch.int64)
     try:
-        return _pieces[like.device, size].pop()
+        return _pieces[device, size].pop()
     except (KeyError, IndexError):  # there are no pieces yet, or no more pieces
         count = min(FILL // size, MOST_PIECES)
         fresh = [*like.new_zeros(count * size, dtype=torch.int64).split(size)]
         piece = fresh.pop()
-        _pieces[like.device, size] = fresh
+        _pieces[device, size] = fresh
         return piece
-
-
-def _on_default_stream(t: Tensor) -> bool:
-    return t.is_cuda and driver.active.get_current_stream(t.device.index) == 0
 
 
 @triton.jit

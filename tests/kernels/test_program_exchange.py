@@ -6,12 +6,25 @@ import torch
 from logitless.kernels import program_exchange as exchange
 
 
+class OnAGPU(torch.Tensor):
+    """A tensor in the memory of a CPU that looks like a tensor on a GPU."""
+
+    is_cuda = True
+
+
+class Driver:
+    """Triton's driver, with a given stream as the current stream."""
+
+    def __init__(self, stream: int):
+        self.active, self.get_current_stream = self, lambda index: stream
+
+
 @pytest.fixture
 def like(monkeypatch, device):
-    """A tensor on a stream that is treated as the default stream, before any fill."""
+    """A tensor on the default stream, before any fill."""
     monkeypatch.setattr(exchange, "_pieces", {})
-    monkeypatch.setattr(exchange, "_on_default_stream", lambda t: True)
-    return torch.zeros(3, device=device)
+    monkeypatch.setattr(exchange, "driver", Driver(0))
+    return torch.zeros(3, device=device).as_subclass(OnAGPU)
 
 
 def test_no_launch_gets_the_integers_of_another_launch(like):
@@ -58,27 +71,31 @@ def test_many_integers_are_not_kept(like):
 
 def test_other_streams_get_new_zeros(like, monkeypatch):
     exchange.zeros(64, like)
-    monkeypatch.setattr(exchange, "_on_default_stream", lambda t: False)
+    monkeypatch.setattr(exchange, "driver", Driver(7))
     left = len(exchange._pieces[like.device, 64])
     assert exchange.zeros(64, like).untyped_storage().nbytes() == 8 * 64
     assert len(exchange._pieces[like.device, 64]) == left
+
+
+def is_piece(zeros):
+    return zeros.untyped_storage().nbytes() > zeros.nbytes
 
 
 def test_the_default_stream_of_a_gpu(device):
     """A CPU has no streams. A CUDA graph and its replays must not share integers with a launch."""
     like = torch.zeros(3, device=device)
     if device == "cpu":
-        assert not exchange._on_default_stream(like)
+        assert not is_piece(exchange.zeros(64, like))
         return
-    assert exchange._on_default_stream(like)
+    assert is_piece(exchange.zeros(64, like))
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert not exchange._on_default_stream(like)
+        assert not is_piece(exchange.zeros(64, like))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        assert not exchange._on_default_stream(like)
-        piece = exchange.zeros(64, like)
-        before = piece.sum()
-        piece.fill_(7)
+        zeros = exchange.zeros(64, like)
+        before = zeros.sum()
+        zeros.fill_(7)
+    assert not is_piece(zeros)
     for _ in range(2):
         graph.replay()
         assert before.item() == 0
