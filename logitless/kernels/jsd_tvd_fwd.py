@@ -104,9 +104,7 @@ def _fold_second(state, both, start, offs, mask):
     norms = state.norms
     log_q = (student(both, start + offs, mask) - norms.shift_q) * both.rate - norms.log_q
     log_p = (teacher(both, start + offs, mask) - norms.shift_p) * both.rate - norms.log_p
-    q, log_q_m, p, log_p_m = mixture(
-        log_q, log_p, log_q - log_p, both.blend, both.X.dtype.element_ty
-    )
+    q, log_q_m, p, log_p_m = mixture(log_q, log_p, None, both.blend, both.X.dtype.element_ty)
     return Second(norms, state.of_q + q * log_q_m, state.of_p + p * log_p_m, state.mass)
 
 
@@ -154,8 +152,7 @@ def _second_sweep(
 
     For JSD, the sums are Σ q log2(q / M), Σ p log2(p / M), and 0. For a skewed KL, the sums are
     Σ q g, the divergence, and Σ q. For 16-bit logits, Σ q is not computed and is 0. For TVD, the
-    sums are Σ |p - q|, `above` and `below` (see tvd_math.py). All sums of TVD are multiplied by
-    s_q.
+    sums are Σ |p - q|, `above` and `below` (see tvd_math.py), all multiplied by s_q.
     """
     zero = tl.zeros((BLOCK_V,), tl.float32)
     if KIND != "tvd":
@@ -165,7 +162,9 @@ def _second_sweep(
         )  # fmt: skip
         sums = Second(Norms(m_q, bits(s_q), m_p, bits(s_p)), zero, zero, zero)
         sums = walk_both(fold, sums, both, head, body, lo, hi, ALIGNED, T_ALIGNED, BLOCK_V)
-        return tl.sum(sums.of_q, axis=0), tl.sum(sums.of_p, axis=0), tl.sum(sums.mass, axis=0)
+        SUMS_MASS: tl.constexpr = KIND != "jsd" and both.X.dtype.element_ty == tl.float32
+        mass = tl.sum(sums.mass, axis=0) if SUMS_MASS else tl.full((), 0.0, tl.float32)
+        return tl.sum(sums.of_q, axis=0), tl.sum(sums.of_p, axis=0), mass
     else:
         sums = Apart(m_q, m_p, to_student(s_q, s_p), zero, zero, zero)
         sums = walk_both(_fold_apart, sums, both, head, body, lo, hi, ALIGNED, T_ALIGNED, BLOCK_V)

@@ -110,7 +110,7 @@ def _write_tile(DX, both, terms, cols, mask, KIND: tl.constexpr):
             IN: tl.constexpr = both.X.dtype.element_ty
             log_q, log_p = d_q * both.rate - terms.norm_q, d_p * both.rate - terms.norm_p
             if KIND == "jsd":
-                q, g, _, _ = mixture(log_q, log_p, log_q - log_p, both.blend, IN)
+                q, g, _, _ = mixture(log_q, log_p, None, both.blend, IN)
             else:
                 gap = (d_q - d_p) * both.rate - (terms.norm_q - terms.norm_p)
                 q, g, _ = skewed(log_q, log_p, gap, both.blend, IN, KIND == "skewed_forward")
