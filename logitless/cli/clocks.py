@@ -110,13 +110,14 @@ def wall_times(device: str, calls: list[tuple[Prepare, Run]], budget: float) -> 
 
 
 def host_times(
-    runs: list[tuple[Run, tuple[Tensor, ...]]], calls: int = 200, turns: int = 5
+    runs: list[tuple[Run, tuple[Tensor, ...]]], calls: int = 200, turns: int = 15
 ) -> list[float]:
     """Returns the wall time per call of each of several functions, as the median of all turns.
 
     In each turn, every function is called `calls` times in a row. The host waits for the GPU only
     after the last of these calls. The functions alternate, so that a slow phase of the host slows
-    all functions equally.
+    all functions equally. All turns together take several seconds, because other work can slow the
+    host for one or two seconds.
     """
 
     def batch(run: Run, leaves: tuple[Tensor, ...]) -> None:
