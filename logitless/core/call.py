@@ -145,7 +145,17 @@ def as_label(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else as_bool(mask).view(torch.int8)
 
 
-def reading_of(logits, temperature: float | Tensor, softcap: float | None, **fields) -> Reading:
+def reading_of(
+    logits: Any,
+    temperature: float | Tensor,
+    softcap: float | None,
+    *,
+    label: Tensor | None = None,
+    ids: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int | None = None,
+    wants: tuple[str, ...] = (),
+) -> Reading:
     """Builds a `Reading`, which lists the statistics to compute from the logits.
 
     `temperature` is one number, or a tensor with one number per row.
@@ -156,9 +166,8 @@ def reading_of(logits, temperature: float | Tensor, softcap: float | None, **fie
     else:
         for_all = float(temperature)
     return Reading(
-        logits.shape[-1], row_temperature=by_row, temperature=for_all,
-        softcap=None if softcap is None else float(softcap), invariant=invariance.depth > 0,
-        **fields,
+        logits.shape[-1], label, ids, class_weight, by_row, for_all,
+        None if softcap is None else float(softcap), ignore_index, wants, invariance.depth > 0,
     )  # fmt: skip
 
 

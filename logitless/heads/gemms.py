@@ -212,6 +212,12 @@ def reads_vectors(t: Tensor) -> bool:
     return t.is_cuda
 
 
+def is_aligned(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `gemm` splits no GEMM of a head with this weight (V, D) and this dtype."""
+    pack, (vocab, width) = 16 // dtype.itemsize, weight.shape
+    return not ((vocab % pack or width % pack) and reads_vectors(weight))
+
+
 def plain_gemm(a: Tensor, b: Tensor, out: Tensor | None, add: Tensor | None) -> Tensor:
     """Like `gemm`, but never splits the GEMM. If a and b are 16-bit tensors, `out` can be fp32."""
     if out is None and add is None:  # without keyword arguments, torch.mm takes less host time
@@ -249,13 +255,10 @@ def padded_logits(
 
     On a GPU, every row of logits starts on a 16-byte boundary, so that `gemm` is fast for any V.
     """
-    pack, (vocab, width) = 16 // dtype.itemsize, weight.shape
-    h = flat(hidden)
-    aligned = not ((vocab % pack or width % pack) and reads_vectors(hidden))
-    if (aligned and low_rank is None) or is_dtensor(weight):
-        x = dense_logits(h, weight, bias, None, dtype)
-    else:
-        x = product(h, weight, bias, low_rank, padded_memory(h.shape[0], vocab, h, dtype))
+    if is_dtensor(weight) or (low_rank is None and is_aligned(weight, dtype)):
+        return dense_logits(hidden, weight, bias, None, dtype)
+    h, vocab = flat(hidden), weight.shape[0]
+    x = product(h, weight, bias, low_rank, padded_memory(h.shape[0], vocab, h, dtype))
     return x if h is hidden else x.view(*hidden.shape[:-1], vocab)
 
 

@@ -53,11 +53,7 @@ def checked_head(
     if isinstance(hidden, Tensor) and autocasts(hidden.device):
         given = (hidden, weight, bias, second, second_weight)
         hidden, weight, bias, second, second_weight = map(cast_by_autocast, given)
-    if torch.compiler.is_compiling():
-        head = Head(hidden, weight, bias, **options)
-    else:  # five times as fast as the generated __init__ of a frozen dataclass
-        head = object.__new__(Head)
-        head.__dict__.update(options, hidden=hidden, weight=weight, bias=bias)
+    head = Head(hidden, weight, bias, **options)
     call.check_once(
         rules.linear, hidden, weight, bias, head.main_grad, head.workspace, head.logits_dtype,
         head.accumulate, head.drop_ignored, second, second_weight,
@@ -79,7 +75,8 @@ class HeadLogits(Source):
         # calling its properties.
         hidden, weight = head.hidden, head.weight
         self.head, self.hidden, self.spread = head, hidden, is_dtensor(weight)
-        self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
+        *lead, _ = hidden.shape  # takes less time than hidden.shape[:-1]
+        self.shape = torch.Size((*lead, weight.shape[0]))
         self.dtype, self.device = head.logits_dtype or hidden.dtype, hidden.device
         self.requires_grad = needs_grad(hidden, head.own_hidden, weight, head.bias, head.low_rank)
 

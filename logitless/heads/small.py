@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.functional import linear
 
 from .. import eager
 from ..contract import PRECISION
@@ -28,14 +29,15 @@ from ..core.choose_backend import backend_of
 from ..core.evaluate import GradientInBackward
 from ..core.loss import RowLoss
 from ..core.source import needs_grad
-from .gemms import UNCHANGED, autocasts, flat, gemm, padded_logits, without_autocast
+from .gemms import UNCHANGED, autocasts, flat, gemm, is_aligned, padded_logits, without_autocast
 from .gradient_sums import HeadGradients
 from .head import Head
 
 
 def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     """Returns the weighted and reduced loss over a small head."""
-    hidden, *_ = inputs = (head.hidden, head.weight, head.bias)
+    hidden = head.hidden
+    inputs = (hidden, head.weight, head.bias)
     if autocasts(hidden.device):
         with without_autocast(hidden.device):
             return evaluate_small(head, loss, reduction, row_weight)
@@ -77,7 +79,6 @@ class SmallTotal(Node):
 
     @staticmethod
     def backward(ctx, upstream, *_):
-        Node.refuse_vmap((upstream,))
         if torch.is_grad_enabled():
             with torch.no_grad():
                 gradients = SmallTotal.backward(ctx, upstream)
@@ -88,7 +89,13 @@ class SmallTotal(Node):
             with without_autocast(hidden.device):
                 loss = ctx.loss.rebuild(tensors)
                 _, gradients = _total(ctx, hidden, weight, bias, row_weight, loss)
-        gradients.scale_(ctx.backend, upstream)
+        try:
+            gradients.scale_(ctx.backend, upstream)
+        except RuntimeError:
+            # A batched tensor of vmap cannot scale a gradient in place. `refuse_vmap` is called
+            # only after an error, because Python code is slow in autograd's backward thread.
+            Node.refuse_vmap((upstream,))
+            raise
         return gradients.hidden, gradients.weight, gradients.bias, None, None, None
 
 
@@ -123,7 +130,8 @@ class SmallRows(Node):
                 into = torch.empty_strided(z.shape, z.stride(), device=z.device, dtype=z.dtype)
             dz, d_rows = evaluate.finish(ctx, x, tensors, upstream, wanted, into)
             if dz is not None:
-                d_head = _gradients(ctx, hidden, counted, weight, bias, dz)
+                aligned = is_aligned(weight, x.dtype)
+                d_head = _gradients(ctx, aligned, hidden, counted, weight, bias, dz)
         gradients = (*d_head, *d_rows)
         if differentiable:
             gradients = refuse_second(gradients, (*saved, *upstream))
@@ -140,7 +148,11 @@ def _total(
 ) -> tuple[tuple[Tensor, ...], HeadGradients]:  # fmt: skip
     """Returns (value, *extras), and the gradients for an upstream gradient of 1."""
     backend, reduction = ctx.backend, ctx.reduction
-    x = padded_logits(hidden, weight, bias, None, hidden.dtype)
+    aligned = is_aligned(weight, hidden.dtype)
+    if aligned:
+        x = linear(hidden, weight, bias)
+    else:
+        x = padded_logits(hidden, weight, bias, None, hidden.dtype)
     h = flat(hidden) if ctx.needs_input_grad[1] else None
     result = None
     if reduction == "mean" and row_weight is None:
@@ -151,11 +163,12 @@ def _total(
     else:
         outputs, dz = evaluate.total_and_gradient(backend, x, loss, row_weight, reduction, x)
         counted = None if h is None else backend.zero_ignored(h, loss.reading)
-    return outputs, HeadGradients(*_gradients(ctx, hidden, counted, weight, bias, dz))
+    return outputs, HeadGradients(*_gradients(ctx, aligned, hidden, counted, weight, bias, dz))
 
 
 def _gradients(
     ctx: Any,
+    aligned: bool,  # whether no GEMM has to be split
     hidden: Tensor,
     # The hidden states (N, D) with 0 in ignored rows; None if the weight needs no gradient.
     counted: Tensor | None,
@@ -168,15 +181,17 @@ def _gradients(
     The logits of an ignored row have a gradient of 0. In the GEMM for the weight's gradient, 0
     times a NaN or infinity in `hidden` would be NaN. Therefore this GEMM reads `counted`.
     """
-    needs_hidden, _, needs_bias = ctx.needs_input_grad[:3]
+    needs_hidden, _, needs_bias, *_ = ctx.needs_input_grad
     d_hidden = d_weight = d_bias = None
-    if hidden.dim() != 2:
+    multiply = torch.mm if aligned else gemm
+    two_dims = hidden.dim() == 2
+    if not two_dims:
         dz = dz.view(-1, dz.shape[-1])
     if needs_hidden:
-        d_hidden = gemm(dz, weight)
-        d_hidden = d_hidden if hidden.dim() == 2 else d_hidden.view(hidden.shape)
+        d_hidden = multiply(dz, weight)
+        d_hidden = d_hidden if two_dims else d_hidden.view(hidden.shape)
     if counted is not None:
-        d_weight = gemm(dz.t(), counted)
+        d_weight = multiply(dz.t(), counted)
     if needs_bias and bias is not None:
         d_bias = dz.sum(0, dtype=PRECISION[bias.dtype]).to(bias.dtype)
     return d_hidden, d_weight, d_bias

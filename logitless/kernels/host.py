@@ -173,7 +173,7 @@ def one_pass(
     least one row and at most MAX_COUNTED rows.
     """
     label, temperature = reading.label, reading.row_temperature
-    over_logits = into.data_ptr() == x.data_ptr()
+    over_logits = into is x or into.data_ptr() == x.data_ptr()
     factor_per_row = factor is not None and any(factor.stride())
     copies = hidden is not None and reading.ignore_index is not None
     plan = nll_fwd_bwd_plan(
@@ -188,7 +188,8 @@ def one_pass(
     source, counted = with_memory_of_copy(hidden) if copies else (None, hidden)
     label = label.contiguous()
     # torch.empty_like takes half the time of torch.empty.
-    nll = torch.empty_like(a_number[x.device] if mean else label, dtype=torch.float32)
+    like = a_number[x.device]
+    nll = torch.empty_like(like) if mean else torch.empty_like(label, dtype=like.dtype)
     if plan.launch is None:  # no rows
         return nll, counted
     exchange = None
