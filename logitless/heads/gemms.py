@@ -213,7 +213,11 @@ def reads_vectors(t: Tensor) -> bool:
 
 
 def is_aligned(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `gemm` splits no GEMM of a head with this weight (V, D) and this dtype."""
+    """Whether torch.mm is as fast as `gemm`, for logits (N, V) = hidden (N, D) @ weight (V, D).T.
+
+    torch.mm is as fast if the rows of (N, V) and of (N, D) are multiples of 16 bytes, or if the
+    device needs no such rows. N can be any number, because no matrix has rows of N numbers.
+    """
     pack, (vocab, width) = 16 // dtype.itemsize, weight.shape
     return not ((vocab % pack or width % pack) and reads_vectors(weight))
 
@@ -255,10 +259,11 @@ def padded_logits(
 
     On a GPU, every row of logits starts on a 16-byte boundary, so that `gemm` is fast for any V.
     """
-    if is_dtensor(weight) or (low_rank is None and is_aligned(weight, dtype)):
-        return dense_logits(hidden, weight, bias, None, dtype)
     h, vocab = flat(hidden), weight.shape[0]
-    x = product(h, weight, bias, low_rank, padded_memory(h.shape[0], vocab, h, dtype))
+    if is_dtensor(weight) or (low_rank is None and is_aligned(weight, dtype)):
+        x = dense_logits(h, weight, bias, None, dtype)
+    else:
+        x = product(h, weight, bias, low_rank, padded_memory(h.shape[0], vocab, h, dtype))
     return x if h is hidden else x.view(*hidden.shape[:-1], vocab)
 
 

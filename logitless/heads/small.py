@@ -148,12 +148,14 @@ def _total(
 ) -> tuple[tuple[Tensor, ...], HeadGradients]:  # fmt: skip
     """Returns (value, *extras), and the gradients for an upstream gradient of 1."""
     backend, reduction = ctx.backend, ctx.reduction
-    aligned = is_aligned(weight, hidden.dtype)
-    if aligned:
-        x = linear(hidden, weight, bias)
+    h, aligned = flat(hidden), is_aligned(weight, hidden.dtype)
+    if aligned:  # without `padded_logits`, the host takes less time
+        x = linear(h, weight, bias)
     else:
-        x = padded_logits(hidden, weight, bias, None, hidden.dtype)
-    h = flat(hidden) if ctx.needs_input_grad[1] else None
+        x = padded_logits(h, weight, bias, None, h.dtype)
+    if h is not hidden:
+        x = x.view(*hidden.shape[:-1], x.shape[-1])
+    h = h if ctx.needs_input_grad[1] else None
     result = None
     if reduction == "mean" and row_weight is None:
         result = loss.mean_and_gradient(backend, x, x, h)
@@ -168,7 +170,7 @@ def _total(
 
 def _gradients(
     ctx: Any,
-    aligned: bool,  # whether no GEMM has to be split
+    aligned: bool,  # see `is_aligned`
     hidden: Tensor,
     # The hidden states (N, D) with 0 in ignored rows; None if the weight needs no gradient.
     counted: Tensor | None,

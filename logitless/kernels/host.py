@@ -188,8 +188,10 @@ def one_pass(
     source, counted = with_memory_of_copy(hidden) if copies else (None, hidden)
     label = label.contiguous()
     # torch.empty_like takes half the time of torch.empty.
-    like = a_number[x.device]
-    nll = torch.empty_like(like) if mean else torch.empty_like(label, dtype=like.dtype)
+    if mean:
+        nll = torch.empty_like(a_number[x.device])
+    else:
+        nll = torch.empty_like(label, dtype=torch.float32)
     if plan.launch is None:  # no rows
         return nll, counted
     exchange = None

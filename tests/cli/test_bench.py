@@ -220,10 +220,8 @@ def gpu_clocks(monkeypatch):
     clock("graph_time", lambda run, x, budget: run(x))
 
     def host_times(runs):
-        for run, leaves in runs:
-            run(leaves)
-            assert all(leaf.grad is not None for leaf in leaves)
-            told.append("host_times")
+        told.extend(["host_times"] * len(runs))
+        assert all(run(leaves) is None and leaves[0].grad is not None for run, leaves in runs)
         return [float(len(told))] * len(runs)
 
     monkeypatch.setattr(_clocks, "host_times", host_times)

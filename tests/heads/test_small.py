@@ -83,6 +83,38 @@ def test_errors_of_bf16_are_those_of_pytorch(reduction, impl, padded, no_chunks,
         assert (a - truth).abs().max() <= factor * (b - truth).abs().max()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_slice_of_hidden_is_as_exact_as_its_copy(reduction, impl, padded, no_chunks, device):
+    """F.linear of a slice with three dimensions would round twice, after the GEMM and the bias."""
+    hidden, weight, bias, target = make(torch.bfloat16, device, lead=(3, 5))
+    part, target = hidden[:, :-1], target[:, :-1]
+    loss = functools.partial(LOSSES["cross_entropy"], reduction=reduction)
+    assert not part.is_contiguous()
+    weight.requires_grad_()
+    got = loss(ll.LinearLogits(part, weight, bias), target)
+    want = loss(ll.LinearLogits(part.contiguous(), weight, bias), target)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("needed", [(1, 1, 1), (1, 1, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)])
+def test_vmap_of_a_mean_raises(needed, impl, no_chunks, device):
+    """After the error, a backward without vmap is right."""
+    *parts, target = make(torch.float32, device)
+    parts = [t.requires_grad_(bool(need)) for t, need in zip(parts, needed, strict=True)]
+    inputs = [t for t in parts if t.requires_grad]
+    loss = ll.cross_entropy(ll.LinearLogits(*parts), target)
+    upstream = torch.tensor([1.0, 2.0], device=device)
+
+    def gradients(d, **options):
+        return torch.autograd.grad(loss, inputs, d, retain_graph=True, **options)
+
+    for mapped in (torch.func.vmap(gradients), lambda d: gradients(d, is_grads_batched=True)):
+        with pytest.raises(RuntimeError, match="logits must not be mapped"):
+            mapped(upstream)
+    want = torch.autograd.grad(2 * F.cross_entropy(F.linear(*parts), target), inputs)
+    torch.testing.assert_close(gradients(upstream[1]), want, rtol=1e-4, atol=1e-5)
+
+
 def test_a_second_backward_and_a_second_derivative(no_chunks, device):
     hidden, weight, bias, target = make(device=device)
     parts = leaves(hidden, weight, bias)

@@ -95,10 +95,10 @@ class Entry:
         return out, tuple(leaf.grad for leaf in leaves)
 
     def step(self) -> clocks.Run:
-        """Returns a function that runs only forward and backward, for wall times.
+        """Returns a function that runs only forward and backward, for cases of Mode.WALL.
 
-        `run` does more work on the host. In a wall time, this work would hide behind the kernels of
-        a contender that is bound by the GPU, but not behind the kernels of other contenders.
+        `run` does more work on the host. This work would make a contender slower if its time is
+        limited by the host, but not if its time is limited by the GPU.
         """
         op, rows, options, name = self.op, self.inputs.rows, self.inputs.options, self.case.op
 
