@@ -215,8 +215,9 @@ def reads_vectors(t: Tensor) -> bool:
 def is_aligned(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether torch.mm is as fast as `gemm`, for logits (N, V) = hidden (N, D) @ weight (V, D).T.
 
-    torch.mm is as fast if the rows of (N, V) and of (N, D) are multiples of 16 bytes, or if the
-    device needs no such rows. N can be any number, because no matrix has rows of N numbers.
+    torch.mm is as fast if V numbers and D numbers fill a multiple of 16 bytes, or if the device
+    does not need aligned rows. N can be any number, because no matrix stores N numbers next to each
+    other in memory.
     """
     pack, (vocab, width) = 16 // dtype.itemsize, weight.shape
     return not ((vocab % pack or width % pack) and reads_vectors(weight))

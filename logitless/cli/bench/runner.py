@@ -97,8 +97,8 @@ class Entry:
     def step(self) -> clocks.Run:
         """Returns a function that runs only forward and backward, for cases of Mode.WALL.
 
-        `run` does more work on the host. This work would make a contender slower if its time is
-        limited by the host, but not if its time is limited by the GPU.
+        `run` does more work on the host. This work would slow down contenders that are limited by
+        the host, but not contenders that are limited by the GPU.
         """
         op, rows, options, name = self.op, self.inputs.rows, self.inputs.options, self.case.op
 
