@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.functional import linear
 
 from .. import eager
 from ..contract import PRECISION
@@ -150,7 +149,7 @@ def _total(
     backend, reduction = ctx.backend, ctx.reduction
     h, aligned = flat(hidden), is_aligned(weight, hidden.dtype)
     if aligned:  # without `padded_logits`, the host takes less time
-        x = linear(h, weight, bias)
+        x = torch.nn.functional.linear(h, weight, bias)
     else:
         x = padded_logits(h, weight, bias, None, h.dtype)
     if h is not hidden:

@@ -5,6 +5,7 @@ Values and gradients against fp64, over every source and rank: tests/differentia
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import logitless as ll
 from logitless.core import evaluate
@@ -118,9 +119,8 @@ def test_a_head_in_blocks_of_columns(cut, device):
         assert error(a, b) < ROUNDING
 
 
-@pytest.fixture
-def gemms(monkeypatch):
-    """A list with one entry per GEMM of a head."""
+def recorded(monkeypatch, *functions):
+    """Returns a list that gets one entry per call of these functions."""
     seen = []
 
     def count(module, name):
@@ -132,10 +132,15 @@ def gemms(monkeypatch):
 
         monkeypatch.setattr(module, name, record)
 
-    count(torch, "mm")
-    count(torch, "addmm")
-    count(head_gemms, "dense_logits")  # a GEMM of its own
+    for module, name in functions:
+        count(module, name)
     return seen
+
+
+@pytest.fixture
+def gemms(monkeypatch):
+    """A list with one entry per GEMM of a head."""
+    return recorded(monkeypatch, (torch, "mm"), (torch, "addmm"), (head_gemms, "dense_logits"))
 
 
 @pytest.mark.parametrize("source", ["head", "shard of a head", "lazy"])
@@ -158,7 +163,8 @@ def test_results_per_row_over_a_head_take_four_gemms(gemms, device):
     assert len(gemms) == 4
 
 
-def test_a_small_head_has_three_gemms(gemms, device, monkeypatch):
+def test_a_small_head_has_three_gemms(device, monkeypatch):
+    gemms = recorded(monkeypatch, (torch, "mm"), (torch, "addmm"), (F, "linear"))
     monkeypatch.setattr(choose_cut, "SMALL", dict.fromkeys(choose_cut.SMALL, 1 << 20))
     h, w, target = make(device)
     for reduction in ("mean", "none"):
