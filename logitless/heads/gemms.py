@@ -216,8 +216,7 @@ def is_aligned(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether torch.mm is as fast as `gemm`, for logits (N, V) = hidden (N, D) @ weight (V, D).T.
 
     torch.mm is as fast if V numbers and D numbers fill a multiple of 16 bytes, or if the device
-    does not need aligned rows. N can be any number, because no matrix stores N numbers next to each
-    other in memory.
+    does not need aligned rows. N can be any number, because the logits are stored row by row.
     """
     pack, (vocab, width) = 16 // dtype.itemsize, weight.shape
     return not ((vocab % pack or width % pack) and reads_vectors(weight))

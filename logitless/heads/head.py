@@ -45,7 +45,7 @@ Rows = slice | Tensor  # some rows, as a slice or as a tensor of indices
 HeadTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # in the order of Head.tensors
 
 
-@dataclass
+@dataclass  # not frozen, because the constructor of a frozen dataclass takes five times as long
 class Head:
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,).
 

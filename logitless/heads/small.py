@@ -154,16 +154,16 @@ def _total(
         x = padded_logits(h, weight, bias, None, h.dtype)
     if h is not hidden:
         x = x.view(*hidden.shape[:-1], x.shape[-1])
-    h = h if ctx.needs_input_grad[1] else None
+    copied = h if ctx.needs_input_grad[1] else None
     result = None
     if reduction == "mean" and row_weight is None:
-        result = loss.mean_and_gradient(backend, x, x, h)
+        result = loss.mean_and_gradient(backend, x, x, copied)
     if result is not None:
         value, counted = result
         outputs, dz = (value,), x
     else:
         outputs, dz = evaluate.total_and_gradient(backend, x, loss, row_weight, reduction, x)
-        counted = None if h is None else backend.zero_ignored(h, loss.reading)
+        counted = None if copied is None else backend.zero_ignored(copied, loss.reading)
     return outputs, HeadGradients(*_gradients(ctx, aligned, hidden, counted, weight, bias, dz))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,8 +88,7 @@ class Entry:
             out = self.op(*leaves, *self.inputs.rows, **self.inputs.options)
         if not gradient:
             return out, ()
-        loss = formulas.objective(self.case.op, out)
-        loss = loss.mean() if loss.dim() else loss
+        loss = scalar_loss(self.case.op, out)
         if self.case.mode == Mode.REPLAY_BOTH:
             return out, torch.autograd.grad(loss, leaves)
         loss.backward()
@@ -103,8 +103,7 @@ class Entry:
         op, rows, options, name = self.op, self.inputs.rows, self.inputs.options, self.case.op
 
         def step(leaves: Leaves) -> None:
-            loss = formulas.objective(name, op(*leaves, *rows, **options))
-            (loss.mean() if loss.dim() else loss).backward()
+            scalar_loss(name, op(*leaves, *rows, **options)).backward()
 
         return step
 
@@ -120,6 +119,12 @@ class Entry:
         else:
             ms = clocks.device_time(self.prepare, self.run, budget)
         self.result.ms = ms
+
+
+def scalar_loss(op: str, out: Any) -> Tensor:
+    """Returns the scalar to differentiate: the objective of an op, or its mean over rows."""
+    loss = formulas.objective(op, out)
+    return loss.mean() if loss.dim() else loss
 
 
 def run_case(
