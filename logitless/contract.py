@@ -381,6 +381,11 @@ class made_once(dict, Generic[T]):
     def __missing__(self, key) -> T:
         with torch.inference_mode(False):
             value = self.make(*key) if isinstance(key, tuple) else self.make(key)
-        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if not is_capturing():
             self[key] = value
         return value
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured now."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

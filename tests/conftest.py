@@ -19,6 +19,7 @@ if not ON_GPU:
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="logitless-")
 
 import logitless as ll
+from logitless.core import call
 
 if not ON_GPU:
     from tests.support import interpreter
@@ -56,6 +57,15 @@ def impl(request):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered(monkeypatch):
+    """Each test starts without checks and plans of earlier tests.
+
+    An earlier test may have patched code that a plan depends on.
+    """
+    monkeypatch.setattr(call, "_passed", {})
 
 
 @pytest.fixture(autouse=True)

@@ -111,12 +111,28 @@ class Backend(Protocol):
     def one_pass(self) -> Any:
         """A function that computes -log p of the label and the gradient in one pass, or None.
 
-        The signature of the function is (x, reading, coefficients, factor, into, mean=False,
-        hidden=None). The function writes the gradient to `into` and returns two results. The first
-        result is -log p of each row's label, or the mean over rows if `mean` is True. The second
-        result is `hidden` (N, D) with 0 in ignored rows. If one pass over these logits is not
-        possible, the function returns None. The property is None for a backend without such a
-        function.
+        The signature of the function is (x, reading, coefficients, factor, into, mean=False). The
+        function writes the gradient to `into`, and returns -log p of each row's label, or the mean
+        over rows if `mean` is True. If one pass over these logits is not possible, the function
+        returns None. The property is None for a backend without such a function.
+        """
+        ...
+
+    @property
+    def plan_mean(self) -> Any:
+        """A function that plans one pass over the logits of a small head.
+
+        Only a backend with a function `one_pass` has this property. The signature of the function
+        is (rows, stride, reading, coefficients, hidden, copies). `stride` is the number of elements
+        between two rows of logits. `hidden` (N, D) are the hidden states. The function returns None
+        if one pass is not possible.
+
+        Otherwise, the function returns a launch with the signature (x, label, hidden,
+        temperature=None). The launch overwrites the logits x with the gradient of the mean. The
+        launch returns the mean and the hidden states. If `copies` is True, these hidden states are
+        0 in ignored rows. The launch can be called several times, as long as its attribute
+        `is_current` is True. In every call, x starts on a 16-byte boundary, and `hidden` has the
+        same shape, strides, dtype and address modulo 16.
         """
         ...
 

@@ -12,6 +12,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -25,54 +26,72 @@ from .source import ranks_of_call
 
 F = TypeVar("F", bound=Callable)
 
-_REMEMBERED = 4096
-_passed: set[tuple] = set()
-_positions: dict[tuple, tuple[int, ...]] = {}  # the results of `_find_tensors`
+_REMEMBERED = 1024  # largest number of Signatures per check and types of arguments
+# `_passed` maps a check and types of arguments to the positions of the tensors, and to the
+# Signatures of all arguments of these types that passed the check.
+_passed: dict[tuple, tuple[tuple[int, ...], dict[tuple, "Signature"]]] = {}
+_describe = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
-def check_once(check: Callable[..., None], *args: Any) -> None:
+class Signature:
+    """Represents all calls of one check with equal arguments (see `check_once`).
+
+    A function can keep an object in `kept`, for later calls with equal arguments. Several functions
+    can call the same check. Only one of these functions writes and reads `kept`.
+    """
+
+    __slots__ = ("kept",)
+
+    def __init__(self):
+        self.kept: Any = None
+
+
+def check_once(check: Callable[..., None], *args: Any) -> Signature | None:
     """Calls check(*args), unless equal arguments passed this check before.
 
-    Tensors count as equal if their shapes, dtypes, devices and requires_grad are equal.
+    Tensors count as equal if their shapes, dtypes, devices and requires_grad are equal. All calls
+    with equal arguments return the same Signature. The result is None under torch.compile, and if
+    an argument has no hash.
     """
     if torch.compiler.is_compiling():  # shapes can be symbolic
         check(*args)
-        return
-    kinds = tuple(map(type, args))
-    described = list(args)
+        return None
+    passed = key = None
     try:
-        for i in _positions.get(kinds) or _find_tensors(kinds, args):
-            t = args[i]
-            described[i] = (t.shape, t.dtype, t.device, t.requires_grad)
-        key = (check, kinds, *described)
-        if key in _passed:
-            return
+        kinds = (check, *map(type, args))
+        tensors, passed = _passed.get(kinds) or _add_entry(kinds, args)
+        described = list(args)
+        for i in tensors:
+            described[i] = _describe(args[i])
+        key = tuple(described)
+        signature = passed.get(key)
+        if signature is not None:
+            return signature
     except (AttributeError, TypeError):  # an argument has no hash or shape; `check` raises an error
-        key = None
+        passed = None
     try:
         check(*args)
     except Exception as error:
         if thorough():
             _refuse_on_ranks(args[0], error)
         raise
-    if key is None:
-        return
+    if passed is None or key is None:
+        return None
+    if len(passed) >= _REMEMBERED:
+        passed.clear()
+    return passed.setdefault(key, Signature())
+
+
+def _add_entry(kinds: tuple, args: tuple) -> tuple[tuple[int, ...], dict[tuple, Signature]]:
+    """Adds an entry without Signatures to `_passed`, for arguments of these types.
+
+    The entry has the positions of all arguments that are tensors or other sources of logits. These
+    arguments have the attribute `requires_grad`.
+    """
     if len(_passed) >= _REMEMBERED:
         _passed.clear()
-    _passed.add(key)
-
-
-def _find_tensors(kinds: tuple[type, ...], args: tuple) -> tuple[int, ...]:
-    """Returns the positions of all arguments that are tensors or other sources of logits.
-
-    These arguments have the attribute `requires_grad`. The positions are stored in `_positions`,
-    for later calls with arguments of the same types.
-    """
-    if len(_positions) >= _REMEMBERED:
-        _positions.clear()
     found = tuple(i for i, a in enumerate(args) if hasattr(a, "requires_grad"))
-    _positions[kinds] = found
-    return found
+    return _passed.setdefault(kinds, (found, {}))
 
 
 def _refuse_on_ranks(logits: Any, error: Exception) -> None:

@@ -25,10 +25,9 @@ is used.
   the logits and from the tensors that forward saved.
 
 On the route "gradient in forward", the method `mean_and_gradient` of the loss can compute a mean
-and its gradient in one kernel launch. A small head (heads/small.py) calls this method too. If
-`mean_and_gradient` returns None, `value_and_gradient` computes the values and the gradient.
-`value_and_gradient` reads the logits once if the backend's `one_pass` supports the loss and the
-logits, and twice otherwise.
+and its gradient in one kernel launch. If `mean_and_gradient` returns None, `value_and_gradient`
+computes the values and the gradient. `value_and_gradient` reads the logits once if the backend's
+`one_pass` supports the loss and the logits, and twice otherwise.
 """
 
 from collections.abc import Sequence
@@ -220,11 +219,9 @@ class GradientInForward(Node):
         else:
             result, dense = None, torch.contiguous_format
             gradient = torch.empty_like(x, dtype=PRECISION[x.dtype], memory_format=dense)
-            if reduction == "mean" and row_weight is None:
+            if reduction == "mean" and row_weight is None and loss.mean_in_one_pass(backend):
                 result = loss.mean_and_gradient(backend, x, gradient)
-            if result is not None:
-                result, _ = result
-            else:
+            if result is None:
                 outputs, gradient, _ = loss.value_and_gradient(backend, x, None, gradient)
                 value, *extras = outputs
                 result, factor = _reduced(backend, x, loss, value, row_weight, reduction)

@@ -71,6 +71,7 @@ class RowLoss:
     # property.
     names: ClassVar[Any] = ("target", "ids")
     row_inputs = ()  # tensors with one or k numbers per row; they can require grad
+    signature = None  # the Signature of the call (call.py), if the Signature can keep a plan
     # The dense teachers of the loss. Each teacher is a Tensor or a ScaledHead. In a subclass,
     # `teachers` can be a property.
     teachers: ClassVar[Any] = ()
@@ -138,16 +139,29 @@ class RowLoss:
         upstream = (one[x.device, outputs[0].dtype],)
         return outputs, self.backward(backend, x, saved, upstream, factor, into), saved
 
-    def mean_and_gradient(
-        self, backend: Backend, x: Tensor, into: Tensor, hidden: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None] | None:
+    def mean_in_one_pass(self, backend: Backend) -> bool:
+        """Whether one kernel launch can compute a mean of this loss and its gradient.
+
+        If the result is False, `mean_and_gradient` and `plan_mean` are not called. One launch is
+        for small tensors and small heads, where a launch takes longer than reading the logits.
+        """
+        return False
+
+    def mean_and_gradient(self, backend: Backend, x: Tensor, into: Tensor) -> Tensor | None:
         """Returns the mean over rows, and writes its gradient to `into`, in one kernel launch.
 
-        The second result is `hidden` (N, D) with 0 in ignored rows. The method returns None if one
-        launch is not possible. `mean_and_gradient` is for small tensors and small heads, where a
-        kernel launch takes longer than reading the logits.
+        The method returns None if one launch is not possible for these logits.
         """
-        return None
+        raise NotImplementedError
+
+    def plan_mean(
+        self, backend: Backend, rows: int, stride: int, hidden: Tensor, copies: bool
+    ) -> Any:
+        """Returns a launch that does the work of `mean_and_gradient` for a small head.
+
+        The result is None if one launch is not possible. See `plan_mean` in backend.py.
+        """
+        raise NotImplementedError
 
     def traced(self, x, call: Callable = operators.call) -> tuple[Tensor, ...]:
         """Computes outputs with an operator, for compilers, dispatch modes and torch.func.

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .capture import Capture, Captured
 
@@ -124,7 +125,8 @@ class Source:
 
 
 def is_dtensor(t: Any) -> bool:
-    return t.__class__ is not Tensor and hasattr(t, "placements")
+    # For the two usual classes, the answer takes less time without hasattr.
+    return t.__class__ not in (Tensor, Parameter) and hasattr(t, "placements")
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

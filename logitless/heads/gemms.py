@@ -242,10 +242,15 @@ def padded_memory(rows: int, vocab: int, like: Tensor, dtype: torch.dtype) -> Te
 
     On a GPU, every row of logits starts on a 16-byte boundary, so that `gemm` is fast for any V.
     """
-    pack = 16 // dtype.itemsize if reads_vectors(like) else 1
-    width = -(-vocab // pack) * pack
+    width = padded_width(vocab, like, dtype)
     padded = torch.empty((rows, width), device=like.device, dtype=dtype)
     return padded if width == vocab else padded[:, :vocab]
+
+
+def padded_width(vocab: int, like: Tensor, dtype: torch.dtype) -> int:
+    """Returns the row stride of logits from `padded_logits`, on the device of `like`."""
+    pack = 16 // dtype.itemsize if reads_vectors(like) else 1
+    return -(-vocab // pack) * pack
 
 
 def padded_logits(

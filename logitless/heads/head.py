@@ -14,7 +14,7 @@ special case for adapters.
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from ..contract import PRECISION
 from ..core.backend import Backend
+from ..core.call import Signature
 from ..core.choose_backend import backend_of
 from ..core.invariant import computes_single_rows, is_invariant
 from ..core.loss import RowLoss
-from ..core.source import is_dense
+from ..core.source import is_dense, needs_grad
 from . import choose_cut
 from .choose_cut import Cut, Work
 from .gemms import (
@@ -67,6 +68,8 @@ class Head:
     invariant: bool = False  # whether rows have the same bits in every batch (core/invariant.py)
     low_rank: Tensor | None = None  # (V, R), a second weight; fp32 or the dtype of `hidden`
     skips_first: bool = False  # whether the first D columns of `hidden` need no gradient
+    # The Signature of the tensors and options (core/call.py); None in a copy with changed fields.
+    signature: Signature | None = field(default=None, compare=False, repr=False)
 
     @property
     def tensors(self) -> "HeadTensors":
@@ -105,6 +108,20 @@ class Head:
     def device(self) -> torch.device:
         return self.hidden.device
 
+    def describe_logits(self) -> tuple[torch.Size, torch.dtype, torch.device, bool]:
+        """Returns the shape, dtype, device and requires_grad of the logits of this rank's columns.
+
+        The Signature keeps the result, because every call of a loss needs the result.
+        """
+        signature = self.signature
+        if signature is not None and signature.kept is not None:
+            return signature.kept
+        shape = torch.Size((*self.lead, self.weight.shape[0]))
+        described = (shape, self.dtype, self.device, needs_grad(*self.inputs))
+        if signature is not None:
+            signature.kept = described
+        return described
+
     def describe(self) -> str:
         """Describes the shapes and options in one line. The line must be equal on all ranks."""
         needs = tuple(t is not None and t.requires_grad for t in self.inputs)
@@ -115,9 +132,9 @@ class Head:
     def replace(self, **changed) -> "Head":
         """Returns a copy of the head with changed fields."""
         if torch.compiler.is_compiling():
-            return replace(self, **changed)
+            return replace(self, signature=None, **changed)
         copy = object.__new__(type(self))  # several times as fast as dataclasses.replace
-        copy.__dict__.update(self.__dict__, **changed)
+        copy.__dict__.update(self.__dict__, signature=None, **changed)
         return copy
 
     def flatten(self) -> tuple[tuple[Tensor | None, ...], "Head"]:

@@ -24,7 +24,7 @@ from ..core import call, tensor_checks
 from ..core.capture import Capture, Captured
 from ..core.invariant import is_invariant, uncompiled
 from ..core.loss import RowLoss
-from ..core.source import Source, is_dtensor, needs_grad
+from ..core.source import Source, is_dtensor
 from . import checks as rules
 from .gemms import autocasts, cast_by_autocast, side_by_side
 from .head import Head, Rows, ScaledHead
@@ -37,12 +37,25 @@ from .total import ReducedLoss
 
 
 def checked_head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, low_rank: Any = None, **options
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    workspace: int | None = None,
+    logits_dtype: torch.dtype | None = None,
+    accumulate: str = "auto",
+    main_grad: Tensor | None = None,
+    drop_ignored: bool = True,
+    low_rank: Any = None,
 ) -> Head:
-    """Checks the tensors and the options of a head. `options` are fields of Head.
+    """Checks the tensors and the options of a head.
 
-    `low_rank` is None, or the pair (hidden, weight) of LinearLogits.
+    The arguments have the same meaning as in LinearLogits.
     """
+    options = {
+        "workspace": workspace, "logits_dtype": logits_dtype, "accumulate": accumulate,
+        "main_grad": main_grad, "drop_ignored": drop_ignored,
+    }  # fmt: skip
     if is_dtensor(weight):  # `shard_of_head` checks the local tensors later
         rules.head_placements(hidden, weight, bias)
         rules.no_low_rank(low_rank)
@@ -54,9 +67,9 @@ def checked_head(
         given = (hidden, weight, bias, second, second_weight)
         hidden, weight, bias, second, second_weight = map(cast_by_autocast, given)
     head = Head(hidden, weight, bias, **options)
-    call.check_once(
-        rules.linear, hidden, weight, bias, head.main_grad, head.workspace, head.logits_dtype,
-        head.accumulate, head.drop_ignored, second, second_weight,
+    head.signature = call.check_once(
+        rules.linear, hidden, weight, bias, main_grad, workspace, logits_dtype, accumulate,
+        drop_ignored, second, second_weight,
     )  # fmt: skip
     if low_rank is None:
         return head
@@ -71,14 +84,8 @@ class HeadLogits(Source):
     """The logits of a head whose tensors and options are already checked."""
 
     def __init__(self, head: Head):
-        # Every call constructs a HeadLogits. Reading fields of the head takes less time than
-        # calling its properties.
-        hidden, weight = head.hidden, head.weight
-        self.head, self.hidden, self.spread = head, hidden, is_dtensor(weight)
-        *lead, _ = hidden.shape  # takes less time than hidden.shape[:-1]
-        self.shape = torch.Size((*lead, weight.shape[0]))
-        self.dtype, self.device = head.logits_dtype or hidden.dtype, hidden.device
-        self.requires_grad = needs_grad(hidden, head.own_hidden, weight, head.bias, head.low_rank)
+        self.head, self.hidden, self.spread = head, head.hidden, is_dtensor(head.weight)
+        self.shape, self.dtype, self.device, self.requires_grad = head.describe_logits()
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         """Returns the weighted and reduced loss, computed from one chunk of logits at a time."""

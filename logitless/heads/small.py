@@ -6,12 +6,8 @@ such a small head, the host takes longer than the device. Therefore the function
 call as few operations as possible. The GEMMs include ignored rows. To drop ignored rows, the host
 would have to wait until the GPU has counted the other rows.
 
-For a mean or sum, forward computes the loss and all gradients, and backward multiplies the
-gradients by the upstream gradient. The gradient of the logits overwrites the logits. For a mean,
-`RowLoss.mean_and_gradient` computes the loss and the gradient of the logits in one kernel launch,
-if the loss and the logits support this. The same launch copies the hidden states, with 0 in ignored
-rows, for the GEMM of the weight's gradient. A second backward computes the logits and the gradients
-again. For results per row, backward reads the logits, so autograd saves the logits.
+For a mean or sum, forward also computes the gradients (small_total.py). For results per row,
+backward reads the logits, so autograd saves the logits.
 """
 
 from typing import Any
@@ -21,16 +17,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import eager
-from ..contract import PRECISION
 from ..core import evaluate
 from ..core.autograd import Node, refuse_second, refuse_tangents
 from ..core.choose_backend import backend_of
 from ..core.evaluate import GradientInBackward
 from ..core.loss import RowLoss
 from ..core.source import needs_grad
-from .gemms import UNCHANGED, autocasts, flat, gemm, is_aligned, padded_logits, without_autocast
-from .gradient_sums import HeadGradients
+from .gemms import UNCHANGED, autocasts, flat, is_aligned, padded_logits, without_autocast
 from .head import Head
+from .small_total import evaluate_total, gradients_of
 
 
 def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
@@ -49,7 +44,7 @@ def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor
             x = padded_logits(*inputs, None, hidden.dtype)
         return evaluate.evaluate_on(head.backend(), x, loss, reduction, row_weight)
     if not by_row:
-        return _small_total(*inputs, row_weight, loss, reduction)
+        return evaluate_total(head, loss, reduction, row_weight)
     outputs = _small_rows(*inputs, loss, *loss.row_inputs)
     return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
 
@@ -60,42 +55,6 @@ def evaluate_traced(head: Head, loss: RowLoss, reduction: str, row_weight: Tenso
     counted = eager.zero_ignored(flat(hidden), loss.reading).view(hidden.shape)
     x = head.replace(hidden=counted).logits()
     return evaluate.evaluate(x, loss, reduction, row_weight)
-
-
-class SmallTotal(Node):
-    """The mean or sum of a loss over a small head."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, row_weight, loss, reduction):
-        ctx.backend, ctx.reduction = backend_of(hidden), reduction
-        outputs, ctx.gradients = _total(ctx, hidden, weight, bias, row_weight, loss)
-        tensors, ctx.loss = loss.flatten(recompute=True)
-        ctx.save_for_backward(hidden, weight, bias, row_weight, *tensors)
-        if len(outputs) == 1:
-            return outputs[0]
-        ctx.mark_non_differentiable(*outputs[1:])
-        return outputs
-
-    @staticmethod
-    def backward(ctx, upstream, *_):
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                gradients = SmallTotal.backward(ctx, upstream)
-            return refuse_second(gradients, (*ctx.saved_tensors, upstream))
-        gradients, ctx.gradients = ctx.gradients, None  # a second backward computes new gradients
-        if gradients is None:
-            hidden, weight, bias, row_weight, *tensors = ctx.saved_tensors
-            with without_autocast(hidden.device):
-                loss = ctx.loss.rebuild(tensors)
-                _, gradients = _total(ctx, hidden, weight, bias, row_weight, loss)
-        try:
-            gradients.scale_(ctx.backend, upstream)
-        except RuntimeError:
-            # A batched tensor of vmap cannot scale a gradient in place. `refuse_vmap` is called
-            # only after an error, because Python code is slow in autograd's backward thread.
-            Node.refuse_vmap((upstream,))
-            raise
-        return gradients.hidden, gradients.weight, gradients.bias, None, None, None
 
 
 class SmallRows(Node):
@@ -130,69 +89,12 @@ class SmallRows(Node):
             dz, d_rows = evaluate.finish(ctx, x, tensors, upstream, wanted, into)
             if dz is not None:
                 aligned = is_aligned(weight, x.dtype)
-                d_head = _gradients(ctx, aligned, hidden, counted, weight, bias, dz)
+                needs = ctx.needs_input_grad
+                d_head = gradients_of(needs, aligned, hidden, counted, weight, bias, dz)
         gradients = (*d_head, *d_rows)
         if differentiable:
             gradients = refuse_second(gradients, (*saved, *upstream))
         return *gradients[:3], None, *gradients[3:]
 
 
-_small_total: Any = super(torch.autograd.Function, SmallTotal).apply  # pyright: ignore[reportAttributeAccessIssue]
 _small_rows: Any = super(torch.autograd.Function, SmallRows).apply  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _total(
-    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, row_weight: Tensor | None,
-    loss: RowLoss,
-) -> tuple[tuple[Tensor, ...], HeadGradients]:  # fmt: skip
-    """Returns (value, *extras), and the gradients for an upstream gradient of 1."""
-    backend, reduction = ctx.backend, ctx.reduction
-    h, aligned = flat(hidden), is_aligned(weight, hidden.dtype)
-    if aligned:  # without `padded_logits`, the host takes less time
-        x = torch.nn.functional.linear(h, weight, bias)
-    else:
-        x = padded_logits(h, weight, bias, None, h.dtype)
-    if h is not hidden:
-        x = x.view(*hidden.shape[:-1], x.shape[-1])
-    copied = h if ctx.needs_input_grad[1] else None
-    result = None
-    if reduction == "mean" and row_weight is None:
-        result = loss.mean_and_gradient(backend, x, x, copied)
-    if result is not None:
-        value, counted = result
-        outputs, dz = (value,), x
-    else:
-        outputs, dz = evaluate.total_and_gradient(backend, x, loss, row_weight, reduction, x)
-        counted = None if copied is None else backend.zero_ignored(copied, loss.reading)
-    return outputs, HeadGradients(*_gradients(ctx, aligned, hidden, counted, weight, bias, dz))
-
-
-def _gradients(
-    ctx: Any,
-    aligned: bool,  # see `is_aligned`
-    hidden: Tensor,
-    # The hidden states (N, D) with 0 in ignored rows; None if the weight needs no gradient.
-    counted: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dz: Tensor,  # the gradient of the logits
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the gradients of `hidden`, `weight` and `bias`.
-
-    The logits of an ignored row have a gradient of 0. In the GEMM for the weight's gradient, 0
-    times a NaN or infinity in `hidden` would be NaN. Therefore this GEMM reads `counted`.
-    """
-    needs_hidden, _, needs_bias, *_ = ctx.needs_input_grad
-    d_hidden = d_weight = d_bias = None
-    multiply = torch.mm if aligned else gemm
-    two_dims = hidden.dim() == 2
-    if not two_dims:
-        dz = dz.view(-1, dz.shape[-1])
-    if needs_hidden:
-        d_hidden = multiply(dz, weight)
-        d_hidden = d_hidden if two_dims else d_hidden.view(hidden.shape)
-    if counted is not None:
-        d_weight = multiply(dz.t(), counted)
-    if needs_bias and bias is not None:
-        d_bias = dz.sum(0, dtype=PRECISION[bias.dtype]).to(bias.dtype)
-    return d_hidden, d_weight, d_bias

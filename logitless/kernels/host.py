@@ -8,7 +8,7 @@ strides and options. Later calls find the plan by one lookup in a dictionary.
 import functools
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,52 +157,102 @@ def one_pass(
     factor: Tensor | None,  # one number, or one number per row
     into: Tensor,  # output: x, or a tensor in other memory (see `Place` in layout.py)
     mean: bool = False,
-    hidden: Tensor | None = None,  # (N, D), the hidden states of a head
-) -> tuple[Tensor, Tensor | None] | None:
+) -> Tensor | None:
     """Returns -log p of each row's label, and writes the gradient times `factor` to `into`.
-
-    The second result is a copy of `hidden` with 0 in ignored rows, which the same launch writes. If
-    `reading.ignore_index` is None, the second result is `hidden` itself.
 
     If one pass over the logits is not possible, the function returns None and writes nothing. One
     pass requires that x has a (B, T, V) view with contiguous rows (layout.py). One pass also
     requires that the programs of a row may wait for each other (see program_exchange.py).
 
-    If `mean` is True, the first result is one number, the mean over the rows that are not ignored.
-    The function then writes the gradient of this mean. In this case, one pass also requires at
-    least one row and at most MAX_COUNTED rows.
+    If `mean` is True, the result is one number, the mean over the rows that are not ignored. The
+    function then writes the gradient of this mean. In this case, one pass also requires at least
+    one row and at most MAX_COUNTED rows.
     """
-    label, temperature = reading.label, reading.row_temperature
+    temperature, device = reading.row_temperature, x.device
     over_logits = into is x or into.data_ptr() == x.data_ptr()
     factor_per_row = factor is not None and any(factor.stride())
-    copies = hidden is not None and reading.ignore_index is not None
     plan = nll_fwd_bwd_plan(
-        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), x.device,
+        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), device,
         None if over_logits else place_of(into), options_of(reading),
-        coefficients.rows.shape[0] > 1, factor_per_row, mean,
-        (hidden.shape, hidden.stride(), hidden.data_ptr() % 16) if copies else None,
+        coefficients.rows.shape[0] > 1, factor_per_row, mean, None,
         program_exchange.WAITING, config.revision,
     )  # fmt: skip
     if plan is None:
         return None
-    source, counted = with_memory_of_copy(hidden) if copies else (None, hidden)
-    label = label.contiguous()
+    label = reading.label.contiguous()
     # torch.empty_like takes half the time of torch.empty.
     if mean:
-        nll = torch.empty_like(a_number[x.device])
+        nll = torch.empty_like(a_number[device])
     else:
         nll = torch.empty_like(label, dtype=torch.float32)
     if plan.launch is None:  # no rows
-        return nll, counted
+        return nll
     exchange = None
     if plan.exchange_words:
         exchange = program_exchange.zeros(plan.exchange_words, x)
     plan.launch(
-        x, label, coefficients.rows, factor.contiguous() if factor_per_row else factor, source,
-        None if over_logits else into, nll, counted if copies else None, exchange,
+        x, label, coefficients.rows, factor.contiguous() if factor_per_row else factor, None,
+        None if over_logits else into, nll, None, exchange,
         *(() if temperature is None else (temperature.contiguous(),)),
     )  # fmt: skip
-    return nll, counted
+    return nll
+
+
+def plan_mean(
+    rows: int,
+    stride: int,  # the number of elements between two rows of logits
+    reading: Reading,
+    coefficients: Coefficients,  # "a" and "label", the same numbers for all rows
+    hidden: Tensor,  # (N, D), the hidden states of a head
+    copies: bool,
+) -> "MeanLaunch | None":
+    """Returns a launch that does the work of `one_pass` with mean=True for a small head.
+
+    The gradient overwrites the logits, which have the dtype of `hidden`. If `copies` is True, the
+    launch also copies the hidden states. The result is None if one pass is not possible.
+    """
+    # If no rows can be ignored, the copy would be equal to `hidden`.
+    copied = None
+    if copies and reading.ignore_index is not None:
+        copied = (hidden.shape, hidden.stride(), hidden.data_ptr() % 16)
+    plan = nll_fwd_bwd_plan(
+        (rows, reading.vocab), (stride, 1), 0, hidden.element_size(), hidden.device, None,
+        options_of(reading), False, False, True, copied, program_exchange.WAITING, config.revision,
+    )  # fmt: skip
+    return None if plan is None else MeanLaunch(plan, coefficients.rows, copied is not None)
+
+
+class MeanLaunch:
+    """Computes the mean over the rows of a small head's logits, and the gradient, in one launch."""
+
+    def __init__(self, plan: Any, coefficients: Tensor, copies: bool):
+        self.launch, self.words, self.copies = plan.launch, plan.exchange_words, copies
+        self.coefficients, self.revision = coefficients, config.revision
+        self.number = a_number[coefficients.device]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no override of Configs has begun or ended since the launch was planned."""
+        return self.revision == config.revision
+
+    def __call__(
+        self, x: Tensor, label: Tensor, hidden: Tensor, temperature: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the mean and the hidden states. The gradient overwrites the logits x.
+
+        If the launch copies the hidden states, the copy is 0 in ignored rows. Otherwise, the second
+        result is `hidden` itself. `temperature` is the `row_temperature` of the reading.
+        """
+        mean = torch.empty_like(self.number)
+        source = copy = None
+        if self.copies:
+            source, copy = with_memory_of_copy(hidden)
+        self.launch(
+            x, label.contiguous(), self.coefficients, None, source, None, mean, copy,
+            program_exchange.zeros(self.words, x),
+            *(() if temperature is None else (temperature.contiguous(),)),
+        )  # fmt: skip
+        return mean, hidden if copy is None else copy
 
 
 def scale_(x: Tensor, g: Tensor) -> None:

@@ -218,7 +218,7 @@ def nll_fwd_bwd_plan(
     stride_h = D = None
     if copied is not None:
         (_, D), (stride_h, stride_d), _ = copied
-        stride_h = stride_h if stride_d == 1 else D  # `one_pass` makes the rows contiguous
+        stride_h = stride_h if stride_d == 1 else D  # `MeanLaunch` makes the rows contiguous
     block_p = 0 if splits == 1 else 32 if splits <= 32 else MAX_PROGRAMS
     launch = Launch(
         _nll_fwd_bwd_kernel, (rows.count * splits,),

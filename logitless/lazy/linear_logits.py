@@ -21,7 +21,7 @@ from ..heads.linear import HeadLogits, checked_head
 from . import torch_functions  # noqa: F401 - registers the functions that keep logits lazy
 from .logits import lazy_logits_of
 
-_FIELDS = frozenset(field.name for field in fields(Head))
+_FIELDS = frozenset(field.name for field in fields(Head)) - {"signature"}
 
 
 class AsTensor:
@@ -138,7 +138,11 @@ class LinearLogits(AsTensor, Logits):
             hidden, weight, bias, low_rank=low_rank, workspace=workspace, logits_dtype=logits_dtype,
             accumulate=accumulate, main_grad=main_grad, drop_ignored=drop_ignored,
         )  # fmt: skip
-        super().__init__(HeadLogits(self.head))
+        self.shape, self.dtype, self.device, self.requires_grad = self.head.describe_logits()
+
+    @property
+    def _source(self) -> HeadLogits:
+        return HeadLogits(self.head)
 
     @property
     def hidden(self) -> Tensor:

@@ -12,9 +12,11 @@ from ..core import call
 from ..core.evaluate import evaluate
 from ..core.in_place import evaluate_in_place
 from ..core.loss import RowLoss, rows_in
+from ..core.source import without_wrapper
 from ..eager.stats_coefficients import of_one
 from ..heads.linear import HeadLogits, checked_head
 from ..heads.operators import operator
+from ..heads.small_total import repeat
 from . import checks
 from .statistics import SCORES, Scores
 
@@ -58,14 +60,19 @@ class CrossEntropy(RowLoss):
         result = backend.one_pass(x, self.reading, coefficients, factor, into)
         if result is None:
             return super().value_and_gradient(backend, x, factor, into)
-        value = result[0] if self.is_nll else backend.weighted_nll(result[0], self.reading)
+        value = result if self.is_nll else backend.weighted_nll(result, self.reading)
         return (value,), into, ()
 
-    def mean_and_gradient(self, backend, x, into, hidden=None):
-        if not self.is_nll or backend.one_pass is None:
-            return None
+    def mean_in_one_pass(self, backend):
+        return self.is_nll and backend.one_pass is not None
+
+    def mean_and_gradient(self, backend, x, into):
         coefficients = of_one["nll", x.device, torch.float32]
-        return backend.one_pass(x, self.reading, coefficients, None, into, True, hidden)
+        return backend.one_pass(x, self.reading, coefficients, None, into, True)
+
+    def plan_mean(self, backend, rows, stride, hidden, copies):
+        coefficients = of_one["nll", hidden.device, torch.float32]
+        return backend.plan_mean(rows, stride, self.reading, coefficients, hidden, copies)
 
     def mass(self, backend, dtype):
         return (
@@ -90,7 +97,7 @@ class ScoredCrossEntropy(CrossEntropy):
     extras: ClassVar[tuple[str, ...]] = SCORES
 
     value_and_gradient = RowLoss.value_and_gradient
-    mean_and_gradient = RowLoss.mean_and_gradient
+    mean_in_one_pass = RowLoss.mean_in_one_pass
 
     def value(self, backend, statistics):
         (value,), saved = super().value(backend, statistics)
@@ -160,23 +167,32 @@ def cross_entropy(
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)
     """
-    call.check_once(
+    signature = call.check_once(
         checks.cross_entropy, logits, target, weight, row_weight, temperature, softcap,
         ignore_index, reduction, label_smoothing, z_loss, mask,
     )  # fmt: skip
+    label = call.as_ids(target, ignore_index, mask)
+    if signature is not None and signature.kept is not None:
+        mean = repeat(signature.kept, logits.head, label)  # pyright: ignore[reportAttributeAccessIssue]
+        if mean is not None:
+            return mean
     wants = ("nll",)
     if label_smoothing:
         wants += ("log_total",)
     if z_loss:
         wants += ("lse",)
     reading = call.reading_of(
-        logits, temperature, softcap, label=call.as_ids(target, ignore_index, mask),
-        class_weight=weight, ignore_index=ignore_index, wants=wants,
+        logits, temperature, softcap, label=label, class_weight=weight, ignore_index=ignore_index,
+        wants=wants,
     )  # fmt: skip
     loss = CrossEntropy(reading, float(label_smoothing), float(z_loss))
-    if inplace:
-        return evaluate_in_place(logits, loss, reduction, row_weight)
-    return evaluate(logits, loss, reduction, row_weight)
+    source = without_wrapper(logits)
+    # The Signature keeps plans only for a LinearLogits or a HeadLogits, and not for a user's own
+    # subclass of HeadLogits, which can have its own method `evaluate`.
+    if type(source) is HeadLogits and getattr(logits, "head", None) is source.head:
+        loss = loss.replace(signature=signature)
+    run = evaluate_in_place if inplace else evaluate
+    return run(source, loss, reduction, row_weight)
 
 
 @call.named()

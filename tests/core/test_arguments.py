@@ -155,3 +155,61 @@ def test_a_label_that_equals_ignore_index_only_in_its_own_dtype(dtype, label, ig
         return
     got = ll.cross_entropy(logits, labels, ignore_index=ignored)
     torch.testing.assert_close(got, F.cross_entropy(hidden @ weight.T, labels.long()))
+
+
+class TestSignatures:
+    def check(self, *args):
+        self.calls = [*getattr(self, "calls", []), args]
+
+    def test_equal_arguments_are_checked_once(self):
+        first = _call.check_once(self.check, torch.ones(2, 3), None, 1.0)
+        assert first is _call.check_once(self.check, torch.zeros(2, 3), None, 1.0)
+        assert len(self.calls) == 1
+
+    @pytest.mark.parametrize(
+        "other",
+        [(torch.ones(3, 2), 1), (torch.ones(2, 3, dtype=torch.float64), 1),
+         (torch.ones(2, 3, requires_grad=True), 1), (torch.ones(2, 3, device="meta"), 1),
+         (torch.nn.Parameter(torch.ones(2, 3), requires_grad=False), 1), (torch.ones(2, 3), 2),
+         (torch.ones(2, 3), 1.0), (torch.ones(2, 3), True)],
+    )  # fmt: skip
+    def test_other_arguments_have_another_signature(self, other):
+        first = _call.check_once(self.check, torch.ones(2, 3), 1)
+        assert first is not _call.check_once(self.check, *other)
+        assert len(self.calls) == 2
+
+    def test_another_check_has_another_signature(self):
+        first = _call.check_once(self.check, 1)
+        assert first is not _call.check_once(lambda *_: None, 1)
+
+    def test_an_argument_without_a_hash(self):
+        for _ in range(2):
+            assert _call.check_once(self.check, [1]) is None
+        assert len(self.calls) == 2
+
+    def test_arguments_that_do_not_pass_are_checked_again(self):
+        def check(*args):
+            self.check(*args)
+            raise ValueError("refused")
+
+        for _ in range(2):
+            with pytest.raises(ValueError, match="refused"):
+                _call.check_once(check, 1)
+        assert len(self.calls) == 2
+
+    def test_all_signatures_are_forgotten_if_there_are_too_many(self, monkeypatch):
+        monkeypatch.setattr(_call, "_REMEMBERED", 3)
+        kept = []
+        for number in range(10):
+            _call.check_once(self.check, number)
+            ((_, passed),) = _call._passed.values()
+            kept.append(len(passed))
+        assert kept == [1, 2, 3, 1, 2, 3, 1, 2, 3, 1]
+
+    def test_all_types_are_forgotten_if_there_are_too_many(self, monkeypatch):
+        monkeypatch.setattr(_call, "_REMEMBERED", 3)
+        kept = []
+        for count in range(7):
+            _call.check_once(self.check, *range(count))
+            kept.append(len(_call._passed))
+        assert kept == [1, 2, 3, 1, 2, 3, 1]

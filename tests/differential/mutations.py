@@ -56,5 +56,5 @@ MUTATIONS = {
 @contextlib.contextmanager
 def mutated(bug: str) -> Iterator[None]:
     """The library with this bug, which remembers nothing that it took for right before or here."""
-    with mock.patch.object(_call, "_passed", set()), MUTATIONS[bug]():
+    with mock.patch.object(_call, "_passed", {}), MUTATIONS[bug]():
         yield

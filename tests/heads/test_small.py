@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
 from logitless.contract import Pair, Reading
-from logitless.heads import choose_cut, gemms, small
+from logitless.heads import choose_cut, gemms, small, small_total
 from logitless.heads.chunks import Chunks
 from logitless.heads.head import ScaledHead
 from logitless.kernels.launch import Launch
@@ -142,9 +142,10 @@ def test_hidden_states_of_ignored_rows_do_not_matter(value, reduction, impl, no_
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_a_frozen_weight_has_no_gradient(reduction, impl, no_chunks, device, monkeypatch):
     hidden, weight, _, target = make(torch.float32, device)
-    gemm, calls = small.gemm, []
-    monkeypatch.setattr(small, "gemm", lambda *tensors: calls.append(1) or gemm(*tensors))
-    monkeypatch.setattr(small, "is_aligned", lambda *_: False)  # otherwise, torch.mm is called
+    gemm, calls = gemms.gemm, []
+    monkeypatch.setattr(small_total, "gemm", lambda *tensors: calls.append(1) or gemm(*tensors))
+    for module in (small, small_total):  # otherwise, torch.mm is called
+        monkeypatch.setattr(module, "is_aligned", lambda *_: False)
     hidden.requires_grad_()
     loss = ll.cross_entropy(ll.LinearLogits(hidden, weight), target, reduction=reduction)
     loss.sum().backward()

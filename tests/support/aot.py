@@ -226,9 +226,9 @@ def launch_gradients(x, reading: Reading, found, v: Variant) -> None:
         for into in (x, torch.empty_like(x)):
             kernels.one_pass(x, reading, label, one, into)
         if not full:
-            hidden = torch.zeros(2, 4096, dtype=x.dtype)
             kernels.one_pass(x, reading, label, None, torch.empty(x.shape), mean=True)
-            kernels.one_pass(x, reading, label, None, x, mean=True, hidden=hidden)
+            hidden = torch.zeros(2, 4096, dtype=x.dtype)
+            kernels.plan_mean(2, x.stride(0), reading, label, hidden, True)(x, row.int(), hidden)
         has = ("a", "b", "label", "total") if full else ("a", "label")
         coefficients = Coefficients(coefficients.rows, has)
     else:

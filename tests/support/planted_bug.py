@@ -23,6 +23,7 @@ ON_CHIP = "tests/heads/test_on_chip.py"
 ONE_PASS = "tests/kernels/test_nll_fwd_bwd.py"
 LINEAR, BLOCKS, SUMS = (f"tests/heads/test_{x}.py" for x in ("linear", "blocks", "gradient_sums"))
 PRODUCTS, SMALL = "tests/heads/test_gemms.py", "tests/heads/test_small.py"
+SMALL_TOTAL, TOTAL = "tests/heads/test_small_total.py", "logitless/heads/small_total.py"
 LOW_RANK, QUANTIZED = "tests/heads/test_low_rank.py", "tests/heads/test_quantized.py"
 LAZY_SUMS, NEIGHBOURS = "tests/lazy/test_sums.py", "tests/lazy/test_neighbours.py"
 ANSWERS = "tests/lazy/test_metrics_after_loss.py"

@@ -34,6 +34,7 @@ from tests.support.planted_bug import (
 )
 from tests.support.planted_bugs_above import ABOVE
 from tests.support.planted_bugs_contrastive import CONTRASTIVE
+from tests.support.planted_bugs_small import SMALL_HEADS
 
 BUGS = (
     # contract.py
@@ -207,8 +208,11 @@ BUGS = (
         "    if t.shape != x.shape[:-1]:\n", "    if t.numel() != x.shape[:-1].numel():\n",
         ("tests/core/test_tensor_checks.py",)),
     Bug("a passed check forgets grad", "core", "logitless/core/call.py",
-        "(t.shape, t.dtype, t.device, t.requires_grad)", "(t.shape, t.dtype, t.device)",
-        (DENSE,)),
+        'attrgetter("shape", "dtype", "device", "requires_grad")',
+        'attrgetter("shape", "dtype", "device")', ("tests/core/test_arguments.py",)),
+    Bug("a passed check forgets types", "core", "logitless/core/call.py",
+        "kinds = (check, *map(type, args))", "kinds = (check, len(args))",
+        ("tests/core/test_arguments.py",)),
     Bug("uint64 target wraps", "core", "logitless/core/call.py",
         "ids = torch.where(ids < 0, 2**63 - 1, ids)", "pass", (STATISTICS,)),
     Bug("operator returns a constant", "core", "logitless/core/operators.py",
@@ -253,28 +257,6 @@ BUGS = (
         "else (add[..., :size], add[..., : sizes[1]])", (PRODUCTS,)),
     Bug("a padded width is not split", "heads", "logitless/heads/gemms.py",
         "t.stride(dim) == 1 and", "t.stride(dim) == 0 and", (PRODUCTS,)),
-    Bug("a head beside a head is small", "heads", "logitless/heads/head.py",
-        "return not freed and all(map(is_dense, loss.teachers))", "return not freed",
-        (SMALL,)),
-    Bug("the gradient has no room", "heads", "logitless/heads/choose_cut.py",
-        "limit = min(limit, workspace // 4)", "limit = min(limit, workspace)", (SMALL,)),
-    Bug("hidden of ignored rows in a small head", "heads", "logitless/heads/small.py",
-        "counted = ctx.backend.zero_ignored(flat(hidden), loss.reading)", "counted = flat(hidden)",
-        (SMALL,)),
-    Bug("hidden of ignored rows in the sum of a small head", "heads", "logitless/heads/small.py",
-        "counted = None if copied is None else backend.zero_ignored(copied, loss.reading)",
-        "counted = copied", (SMALL,)),
-    Bug("a second backward of a small head", "heads", "logitless/heads/small.py",
-        "gradients, ctx.gradients = ctx.gradients, None", "gradients = ctx.gradients", (SMALL,)),
-    Bug("the weight of a head is not scaled", "heads", "logitless/heads/gradient_sums.py",
-        "backend.scale_two_(hidden, weight, number)", "backend.scale_(hidden, number)", (SMALL,)),
-    Bug("vmap over the gradient of a small head", "heads", "logitless/heads/small.py",
-        "Node.refuse_vmap((upstream,))", "pass", (SMALL,)),
-    Bug("a small head of a slice", "heads", "logitless/heads/small.py",
-        "functional.linear(h, weight, bias)", "functional.linear(hidden, weight, bias)",
-        (SMALL,)),
-    Bug("a small head that is not scaled", "heads", "logitless/heads/small.py",
-        "gradients.scale_(ctx.backend, upstream)", "pass", (SMALL,)),
     Bug("padded memory of a gradient", "kernels", "logitless/kernels/layout.py",
         "stride = strides[0] if len(strides) == 2 else self.vocab", "stride = self.vocab",
         (SMALL,)),
@@ -384,4 +366,5 @@ BUGS = (
         (ROW_LOSS,)),
     *ABOVE,
     *CONTRASTIVE,
+    *SMALL_HEADS,
 )  # fmt: skip
