@@ -186,11 +186,12 @@ def cross_entropy(
         wants=wants,
     )  # fmt: skip
     loss = CrossEntropy(reading, float(label_smoothing), float(z_loss))
-    source = without_wrapper(logits)
-    # The Signature keeps plans only for a LinearLogits or a HeadLogits, and not for a user's own
-    # subclass of HeadLogits, which can have its own method `evaluate`.
-    if type(source) is HeadLogits and getattr(logits, "head", None) is source.head:
-        loss = loss.replace(signature=signature)
+    source = logits
+    if signature is not None and logits.__class__ is not Tensor:
+        source = without_wrapper(logits)
+        # A user's own subclass of HeadLogits gets no plans, because it can override `evaluate`.
+        if type(source) is HeadLogits and getattr(logits, "head", None) is source.head:
+            loss = loss.replace(signature=signature)
     run = evaluate_in_place if inplace else evaluate
     return run(source, loss, reduction, row_weight)
 
