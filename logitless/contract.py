@@ -387,5 +387,5 @@ class made_once(dict, Generic[T]):
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is captured now."""
+    """Whether the current stream is capturing a CUDA graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

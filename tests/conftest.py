@@ -61,7 +61,7 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered(monkeypatch):
-    """Each test starts without checks and plans of earlier tests.
+    """Each test starts with an empty cache of checks and plans.
 
     An earlier test may have patched code that a plan depends on.
     """

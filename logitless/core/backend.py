@@ -120,7 +120,7 @@ class Backend(Protocol):
 
     @property
     def plan_mean(self) -> Any:
-        """A function that plans one pass over the logits of a small head.
+        """A function that prepares the kernel launch for a mean over a small head.
 
         Only a backend with a function `one_pass` has this property. The signature of the function
         is (rows, stride, reading, coefficients, hidden, copies). `stride` is the number of elements
@@ -131,8 +131,9 @@ class Backend(Protocol):
         temperature=None). The launch overwrites the logits x with the gradient of the mean. The
         launch returns the mean and the hidden states. If `copies` is True, these hidden states are
         0 in ignored rows. The launch can be called several times, as long as its attribute
-        `is_current` is True. In every call, x starts on a 16-byte boundary, and `hidden` has the
-        same shape, strides, dtype and address modulo 16.
+        `is_current` is True. In every call, x must be (rows, V) with the given stride and the dtype
+        of `hidden`, and must start on a 16-byte boundary. `hidden` must have the same shape,
+        strides, dtype and address modulo 16.
         """
         ...
 

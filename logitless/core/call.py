@@ -26,18 +26,18 @@ from .source import ranks_of_call
 
 F = TypeVar("F", bound=Callable)
 
-_REMEMBERED = 1024  # largest number of Signatures per check and types of arguments
-# `_passed` maps a check and types of arguments to the positions of the tensors, and to the
-# Signatures of all arguments of these types that passed the check.
+_REMEMBERED = 1024  # largest number of entries of `_passed`, and of Signatures per entry
+# The keys of `_passed` are (check, *types of the arguments). An entry holds the positions of the
+# tensors among the arguments, and one Signature per combination of arguments that passed.
 _passed: dict[tuple, tuple[tuple[int, ...], dict[tuple, "Signature"]]] = {}
 _describe = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 class Signature:
-    """Represents all calls of one check with equal arguments (see `check_once`).
+    """An object that all calls of a check with equal arguments share (see `check_once`).
 
-    A function can keep an object in `kept`, for later calls with equal arguments. Several functions
-    can call the same check. Only one of these functions writes and reads `kept`.
+    One function can store an object in `kept`, for its later calls. If several functions call the
+    same check, at most one of these functions may use `kept`.
     """
 
     __slots__ = ("kept",)
@@ -67,7 +67,7 @@ def check_once(check: Callable[..., None], *args: Any) -> Signature | None:
         signature = passed.get(key)
         if signature is not None:
             return signature
-    except (AttributeError, TypeError):  # an argument has no hash or shape; `check` raises an error
+    except (AttributeError, TypeError):  # an argument has no hash or shape
         passed = None
     try:
         check(*args)
@@ -83,7 +83,7 @@ def check_once(check: Callable[..., None], *args: Any) -> Signature | None:
 
 
 def _add_entry(kinds: tuple, args: tuple) -> tuple[tuple[int, ...], dict[tuple, Signature]]:
-    """Adds an entry without Signatures to `_passed`, for arguments of these types.
+    """Adds an entry for these types of arguments to `_passed`, and returns the entry.
 
     The entry has the positions of all arguments that are tensors or other sources of logits. These
     arguments have the attribute `requires_grad`.

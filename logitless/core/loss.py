@@ -71,7 +71,7 @@ class RowLoss:
     # property.
     names: ClassVar[Any] = ("target", "ids")
     row_inputs = ()  # tensors with one or k numbers per row; they can require grad
-    signature = None  # the Signature of the call (call.py), if the Signature can keep a plan
+    signature = None  # the Signature of the call (call.py); None if no plan may be kept
     # The dense teachers of the loss. Each teacher is a Tensor or a ScaledHead. In a subclass,
     # `teachers` can be a property.
     teachers: ClassVar[Any] = ()
@@ -142,8 +142,8 @@ class RowLoss:
     def mean_in_one_pass(self, backend: Backend) -> bool:
         """Whether one kernel launch can compute a mean of this loss and its gradient.
 
-        If the result is False, `mean_and_gradient` and `plan_mean` are not called. One launch is
-        for small tensors and small heads, where a launch takes longer than reading the logits.
+        If the result is False, `mean_and_gradient` and `plan_mean` are not called. One launch saves
+        time for small tensors and small heads, whose logits are read faster than a kernel starts.
         """
         return False
 
@@ -157,7 +157,7 @@ class RowLoss:
     def plan_mean(
         self, backend: Backend, rows: int, stride: int, hidden: Tensor, copies: bool
     ) -> Any:
-        """Returns a launch that does the work of `mean_and_gradient` for a small head.
+        """Returns a launch that computes the mean over a small head, and its gradient.
 
         The result is None if one launch is not possible. See `plan_mean` in backend.py.
         """

@@ -125,7 +125,7 @@ class Source:
 
 
 def is_dtensor(t: Any) -> bool:
-    # For the two usual classes, the answer takes less time without hasattr.
+    # The class is compared first, because hasattr takes longer.
     return t.__class__ not in (Tensor, Parameter) and hasattr(t, "placements")
 
 

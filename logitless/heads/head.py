@@ -68,7 +68,8 @@ class Head:
     invariant: bool = False  # whether rows have the same bits in every batch (core/invariant.py)
     low_rank: Tensor | None = None  # (V, R), a second weight; fp32 or the dtype of `hidden`
     skips_first: bool = False  # whether the first D columns of `hidden` need no gradient
-    # The Signature of the tensors and options (core/call.py); None in a copy with changed fields.
+    # The Signature of the tensors and options (core/call.py). None if the head is a copy with
+    # changed fields, or was made by compiled code.
     signature: Signature | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -111,7 +112,7 @@ class Head:
     def describe_logits(self) -> tuple[torch.Size, torch.dtype, torch.device, bool]:
         """Returns the shape, dtype, device and requires_grad of the logits of this rank's columns.
 
-        The Signature keeps the result, because every call of a loss needs the result.
+        The Signature keeps the result, because computing the result takes host time in every call.
         """
         signature = self.signature
         if signature is not None and signature.kept is not None:

@@ -4,16 +4,16 @@ Forward computes the logits, the loss and all gradients. The gradient of the log
 logits. Backward multiplies the gradients by the upstream gradient. A second backward computes the
 logits and the gradients again.
 
-A plan holds the decisions of forward. A `TotalPlan` computes every loss. A `MeanPlan` is faster,
-and computes only a mean that one kernel launch can compute together with the gradient of the
-logits. The same launch copies the hidden states, with 0 in ignored rows, for the GEMM of the
-weight's gradient.
+A plan computes the loss and the gradients. A `TotalPlan` supports every loss. A `MeanPlan` is
+faster, but supports only some means. One kernel launch computes such a mean and the gradient of the
+logits. If the weight needs a gradient and rows can be ignored, the same launch copies the hidden
+states, with 0 in ignored rows. The GEMM of the weight's gradient reads the copy.
 
-For a small head, the host takes longer than the GPU, and most of the host's time is Python code
-that checks arguments and chooses kernels. The results of this code depend only on the Signature of
-the arguments (core/call.py), on `layout_of`, and on settings such as `impl`. Therefore the
-Signature keeps the MeanPlan of each layout. A later call with equal arguments repeats the MeanPlan,
-if the settings are also equal.
+For a small head, the host takes longer than the GPU. Without plans, a third of the host's time is
+Python code that checks arguments and chooses kernels. The results of this code depend on the
+Signature of the loss's arguments (core/call.py), on the layout of the head (`layout_of`), and on
+settings such as `impl`. Therefore the Signature keeps one MeanPlan per layout. A later call with
+equal arguments, layout and settings repeats this MeanPlan.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ from .gemms import (
 from .gradient_sums import HeadGradients
 from .head import Head
 
-REMEMBERED = 16  # largest number of plans in a Signature
+REMEMBERED = 16  # largest number of plans per Signature; one more plan replaces all of them
 Computed = tuple[tuple[Tensor, ...], HeadGradients]
 
 
@@ -65,8 +65,9 @@ def evaluate_total(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor
 def keep(plan: "MeanPlan", head: Head, loss: RowLoss) -> None:
     """Keeps a plan in the Signature of the call, if later calls can repeat the plan.
 
-    Temperatures per row are a tensor that `repeat` does not get. A plan that is made while a CUDA
-    graph is captured can hold tensors of this graph.
+    A plan with temperatures per row is not kept, because `repeat` has no argument for the
+    temperatures. A plan that is made while a CUDA graph is captured is not kept, because the plan
+    can hold tensors of this graph.
     """
     by_row = loss.reading.row_temperature is not None
     if loss.signature is None or head.signature is None or by_row or is_capturing():
@@ -80,8 +81,8 @@ def keep(plan: "MeanPlan", head: Head, loss: RowLoss) -> None:
 def repeat(plans: dict[tuple, "MeanPlan"], head: Head, label: Tensor) -> Tensor | None:
     """Returns the mean over a head, computed by a plan of an earlier call.
 
-    `plans` is kept by the Signature of the call. The result is None if no plan has the layout of
-    this head, or if a setting differs.
+    `plans` are the plans in the Signature of the call. The result is None if no plan fits the
+    layout of this head and the current settings.
     """
     hidden, weight = head.hidden, head.weight
     if (
@@ -112,10 +113,14 @@ def repeat(plans: dict[tuple, "MeanPlan"], head: Head, label: Tensor) -> Tensor 
 def layout_of(head: Head) -> tuple:
     """Returns the properties of a head that a MeanPlan depends on.
 
-    A Signature contains requires_grad too, but requires_grad can change after the check.
+    The Signature of the head also contains shapes, dtypes and requires_grad. But a tensor can
+    change after the check, and a kernel must not read or write memory beyond a tensor.
     """
-    hidden = head.hidden
-    return head.signature, hidden.stride(), hidden.data_ptr() % 16, head.weight.requires_grad
+    hidden, weight = head.hidden, head.weight
+    return (
+        head.signature, hidden.shape, hidden.stride(), hidden.dtype, hidden.data_ptr() % 16,
+        weight.shape, weight.requires_grad,
+    )  # fmt: skip
 
 
 class SmallTotal(Node):
@@ -158,12 +163,13 @@ _small_total: Any = super(torch.autograd.Function, SmallTotal).apply  # pyright:
 
 @dataclass
 class TotalPlan:
-    """The mean or sum of any loss."""
+    """Computes the mean or sum of any loss over a small head."""
 
     backend: Backend
     reduction: str
     blank: RowLoss  # the loss without tensors
-    loss: RowLoss | None  # the loss with tensors; None after forward, because autograd saves them
+    # The loss with tensors. `loss` is None after forward, because autograd saves the tensors.
+    loss: RowLoss | None
 
     def compute(
         self, needs: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None,
@@ -185,7 +191,7 @@ class TotalPlan:
 
 
 class MeanPlan(NamedTuple):
-    """The mean of a loss, for small heads with equal layouts (see `layout_of`)."""
+    """Computes the mean of a loss over every small head with the same layout (see `layout_of`)."""
 
     backend: Backend
     loss: RowLoss  # without tensors

@@ -206,12 +206,12 @@ def plan_mean(
     hidden: Tensor,  # (N, D), the hidden states of a head
     copies: bool,
 ) -> "MeanLaunch | None":
-    """Returns a launch that does the work of `one_pass` with mean=True for a small head.
+    """Returns a launch that computes the same as `one_pass` with mean=True, for a small head.
 
     The gradient overwrites the logits, which have the dtype of `hidden`. If `copies` is True, the
     launch also copies the hidden states. The result is None if one pass is not possible.
     """
-    # If no rows can be ignored, the copy would be equal to `hidden`.
+    # If no rows can be ignored, `hidden` is not copied, because the copy would be equal.
     copied = None
     if copies and reading.ignore_index is not None:
         copied = (hidden.shape, hidden.stride(), hidden.data_ptr() % 16)
@@ -232,7 +232,7 @@ class MeanLaunch:
 
     @property
     def is_current(self) -> bool:
-        """Whether no override of Configs has begun or ended since the launch was planned."""
+        """Whether the Configs are unchanged since the launch was planned (see `revision`)."""
         return self.revision == config.revision
 
     def __call__(

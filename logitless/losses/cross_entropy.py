@@ -189,7 +189,7 @@ def cross_entropy(
     source = logits
     if signature is not None and logits.__class__ is not Tensor:
         source = without_wrapper(logits)
-        # A user's own subclass of HeadLogits gets no plans, because it can override `evaluate`.
+        # No plan is kept for a subclass of HeadLogits, which can override `evaluate`.
         if type(source) is HeadLogits and getattr(logits, "head", None) is source.head:
             loss = loss.replace(signature=signature)
     run = evaluate_in_place if inplace else evaluate

@@ -145,7 +145,8 @@ def _cut_by(kind: type[Head], **how) -> Callable[[Given], tuple[Any, dict]]:
 
     def source(g: Given):
         head, leaves = _head(1, **how)(g)
-        head._source.head = kind(**vars(head.head))
+        # `replace` makes a Head without a Signature, because the Signature belongs to a plain Head.
+        head.head = head._source.head = kind(**vars(head.head.replace()))
         return head, leaves
 
     return source

@@ -1,5 +1,8 @@
 """A LinearLogits where PyTorch wants a tensor."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,3 +42,12 @@ def test_a_linear_logits_is_no_tensor_where_it_must_not_be(device):
     for name in ("shard", "__array__"):
         with pytest.raises(AttributeError, match=f"LinearLogits has no attribute {name!r}"):
             getattr(z, name)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda logits: pickle.loads(pickle.dumps(logits))]
+)
+def test_copies_have_the_same_loss(copied):
+    hidden, weight, target = torch.randn(5, 8), torch.randn(12, 8), torch.arange(5)
+    logits = ll.LinearLogits(hidden, torch.nn.Parameter(weight))
+    assert torch.equal(ll.cross_entropy(copied(logits), target), ll.cross_entropy(logits, target))
