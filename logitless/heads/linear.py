@@ -37,25 +37,12 @@ from .total import ReducedLoss
 
 
 def checked_head(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    workspace: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    accumulate: str = "auto",
-    main_grad: Tensor | None = None,
-    drop_ignored: bool = True,
-    low_rank: Any = None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, low_rank: Any = None, **options
 ) -> Head:
-    """Checks the tensors and the options of a head.
+    """Checks the tensors and the options of a head. `options` are fields of Head.
 
-    The arguments have the same meaning as in LinearLogits.
+    `low_rank` is None, or the pair (hidden, weight) of LinearLogits.
     """
-    options = {
-        "workspace": workspace, "logits_dtype": logits_dtype, "accumulate": accumulate,
-        "main_grad": main_grad, "drop_ignored": drop_ignored,
-    }  # fmt: skip
     if is_dtensor(weight):  # `shard_of_head` checks the local tensors later
         rules.head_placements(hidden, weight, bias)
         rules.no_low_rank(low_rank)
@@ -68,8 +55,8 @@ def checked_head(
         hidden, weight, bias, second, second_weight = map(cast_by_autocast, given)
     head = Head(hidden, weight, bias, **options)
     head.signature = call.check_once(
-        rules.linear, hidden, weight, bias, main_grad, workspace, logits_dtype, accumulate,
-        drop_ignored, second, second_weight,
+        rules.linear, hidden, weight, bias, head.main_grad, head.workspace, head.logits_dtype,
+        head.accumulate, head.drop_ignored, second, second_weight,
     )  # fmt: skip
     if low_rank is None:
         return head

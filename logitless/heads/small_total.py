@@ -9,10 +9,10 @@ faster, but supports only some means. One kernel launch computes such a mean and
 logits. If the weight needs a gradient and rows can be ignored, the same launch copies the hidden
 states, with 0 in ignored rows. The GEMM of the weight's gradient reads the copy.
 
-For a small head, the host takes longer than the GPU. Without plans, a third of the host's time is
-Python code that checks arguments and chooses kernels. The results of this code depend on the
-Signature of the loss's arguments (core/call.py), on the layout of the head (`layout_of`), and on
-settings such as `impl`. Therefore the Signature keeps one MeanPlan per layout. A later call with
+For a small head, the host takes longer than the GPU. Without plans, a quarter to a third of the
+time is Python code that checks arguments and chooses kernels. The results of this code depend on
+the Signature of the loss's arguments (core/call.py), on the layout of the head (`layout_of`), and
+on settings such as `impl`. Therefore the Signature keeps one MeanPlan per layout. A later call with
 equal arguments, layout and settings repeats this MeanPlan.
 """
 
