@@ -71,11 +71,8 @@ def train_on_text(model: LlamaForCausalLM, ids: Tensor, steps: int, lr: float, s
 
 
 def generation() -> GenerationConfig:
-    """Returns a config that samples from the student's own distribution.
-
-    The tokens that end a completion are in the model's own config.
-    """
-    return GenerationConfig(do_sample=True, max_new_tokens=NEW, temperature=1.0, top_k=0, top_p=1.0)
+    """Returns a config that samples from the student's own distribution."""
+    return GenerationConfig(do_sample=True, max_new_tokens=NEW)
 
 
 @torch.no_grad()

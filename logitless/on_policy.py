@@ -5,7 +5,7 @@ store/training.py computes the divergence between student and teacher on the com
 """
 
 import contextlib
-import inspect
+import copy
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -41,10 +41,11 @@ def sample(
     ends at its first end-of-text token, which is the last label of the row. So `model(**batch)` and
     `distill_loss` count exactly the tokens that the model sampled.
 
-    `generation_config` is a `GenerationConfig` with `do_sample=True` and `max_new_tokens`. By
-    default, at most 128 tokens are drawn from the model's own distribution, without top-k or top-p.
-    With `num_return_sequences=n`, the result has n rows per prompt. The model samples in eval mode
-    and without gradients. Afterwards, each module is in the same mode as before. With a `seed`, the
+    `generation_config` is a `GenerationConfig` with `do_sample=True` and `max_new_tokens`, by
+    default 128. What it sets holds, and apart from that the tokens are drawn from the model's own
+    distribution: of the model's `generation_config`, only token ids are used. With
+    `num_return_sequences=n`, the result has n rows per prompt. The model samples in eval mode and
+    without gradients. Afterwards, each module is in the same mode as before. With a `seed`, the
     samples depend on the seed, and the call does not change the random state of PyTorch. Without a
     seed, the samples depend on the random state of PyTorch.
 
@@ -61,11 +62,10 @@ def sample(
     device = next(model.parameters()).device
     prompts, is_prompt = _prompts(inputs, config.pad_token_id)
     prompts, is_prompt = prompts.to(device), is_prompt.to(device)
-    with torch.no_grad(), _in_eval_mode(model), _seeded(seed, model):
+    with torch.no_grad(), _in_eval_mode(model), _with_config(model, config), _seeded(seed, model):
         texts = model.generate(  # pyright: ignore
-            input_ids=prompts, attention_mask=is_prompt.long(), generation_config=config,
-            **_without_model_defaults(),
-        )  # fmt: skip
+            input_ids=prompts, attention_mask=is_prompt.long(), generation_config=config
+        )
     texts = getattr(texts, "sequences", texts)
     is_prompt = is_prompt.repeat_interleave(len(texts) // len(is_prompt), 0)
     return _batch(texts, is_prompt, _ids(config.eos_token_id), config.pad_token_id)
@@ -85,20 +85,12 @@ def seed_of(seed: int, step: int, batch: int, rank: int) -> int:
     return random.Random(f"sample {seed} {step} {batch} {rank}").getrandbits(63)
 
 
-def default_config() -> Any:
-    from transformers import GenerationConfig
-
-    return GenerationConfig(
-        do_sample=True, max_new_tokens=128, temperature=1.0, top_k=0, top_p=1.0, num_beams=1
-    )
-
-
 def checked_config(config: Any) -> Any:
     """Checks and returns the GenerationConfig, or returns the default if `config` is None."""
     from transformers import GenerationConfig
 
     if config is None:
-        return default_config()
+        return GenerationConfig(do_sample=True, max_new_tokens=128)
     if not isinstance(config, GenerationConfig):
         raise TypeError(
             f"generation_config must be a GenerationConfig, got {type(config).__name__}."
@@ -112,6 +104,11 @@ def checked_config(config: Any) -> Any:
         raise ValueError(
             "generation_config must have max_new_tokens, the largest number of tokens of a"
             f" completion, got max_new_tokens={config.max_new_tokens}."
+        )
+    if config.temperature == 0:  # Transformers 4 would decode greedily
+        raise ValueError(
+            "generation_config must have a temperature above 0, because a greedy completion is no"
+            f" sample, got temperature={config.temperature}."
         )
     if config.num_beams not in (None, 1):
         raise ValueError(
@@ -149,20 +146,30 @@ def check_seed(seed: Any) -> None:
 
 
 def _complete(config: Any, model: Any) -> Any:
-    """Returns a copy of the config, with the `eos_token_id` and `pad_token_id` for `generate`.
+    """Returns a copy of the config, with the token ids and the `top_k` that it lacks.
 
-    If `config` lacks one of these ids, the id is taken from the model's own GenerationConfig. If
-    neither config has a `pad_token_id`, rows are padded with the first end-of-text token. If there
-    is no end-of-text token, rows are padded with the token 0.
+    Token ids are taken from the model's own GenerationConfig. If neither config has a
+    `pad_token_id`, rows are padded with the first end-of-text token. If there is no end-of-text
+    token, rows are padded with the token 0.
     """
     from transformers import GenerationConfig
 
-    own = getattr(model, "generation_config", None) or GenerationConfig()
-    eos = own.eos_token_id if config.eos_token_id is None else config.eos_token_id
-    pad = own.pad_token_id if config.pad_token_id is None else config.pad_token_id
-    if pad is None:
-        pad = next(iter(_ids(eos)), 0)
-    return GenerationConfig(**(config.to_dict() | {"eos_token_id": eos, "pad_token_id": pad}))
+    config = copy.deepcopy(config)
+    for module in _owners(model)[:1]:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if getattr(config, name) is None:
+                setattr(config, name, getattr(module.generation_config, name, None))
+    if config.pad_token_id is None:
+        config.pad_token_id = next(iter(_ids(config.eos_token_id)), 0)
+    # the only default that changes the distribution: 50, in Transformers 5 added by `generate`
+    if config.top_k == GenerationConfig().top_k:
+        config.top_k = 0
+    return config
+
+
+def _owners(model: nn.Module) -> list[Any]:
+    """Returns the modules with a GenerationConfig. In a wrapper such as PEFT's, they are inside."""
+    return [m for m in model.modules() if "generation_config" in vars(m)]
 
 
 def _ids(eos: Any) -> list[int]:
@@ -170,19 +177,6 @@ def _ids(eos: Any) -> list[int]:
     if eos is None:
         return []
     return torch.as_tensor(eos).flatten().tolist()
-
-
-def _without_model_defaults() -> dict[str, bool]:
-    """Returns `use_model_defaults=False` for versions of `generate` that have this argument.
-
-    In version 4 of Transformers, `generate` replaces each default value in the config with the
-    model's own value. With `use_model_defaults=False`, the config stays unchanged. In version 5 of
-    Transformers, `generate` changes only the fields of the config that are None.
-    """
-    from transformers import GenerationMixin
-
-    known = inspect.signature(GenerationMixin.generate).parameters  # pyright: ignore
-    return {"use_model_defaults": False} if "use_model_defaults" in known else {}
 
 
 def _prompts(inputs: Mapping[str, Any], pad: int) -> tuple[Tensor, Tensor]:
@@ -276,6 +270,19 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in in_training:
             module.training = True
+
+
+@contextlib.contextmanager
+def _with_config(model: nn.Module, config: Any) -> Iterator[None]:
+    """Replaces the model's own GenerationConfig, which `generate` lays under the given one."""
+    own = [(module, module.generation_config) for module in _owners(model)]
+    try:
+        for module, _ in own:
+            module.generation_config = config
+        yield
+    finally:
+        for module, kept in own:
+            module.generation_config = kept
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="needs transformers: requirements/tes
 from transformers import GenerationConfig
 
 import logitless as ll
-from logitless.on_policy import default_config
+from logitless.on_policy import checked_config
 from tests.support.on_policy import CONFIG, EOS, NEW, PAD, collate, data, student_model
 from tests.support.tiny_models import V
 
@@ -84,13 +84,41 @@ class TestSample:
         with torch.no_grad():
             q = model.eval()(torch.tensor([[7, 8]])).logits[0, -1].softmax(-1)
         batch = {"input_ids": torch.tensor([[7, 8]]).expand(4000, 2)}
-        config = default_config()
+        config = checked_config(None)
         assert config.max_new_tokens == 128
         config.max_new_tokens = 1
         drawn = ll.hf.sample(model, batch, generation_config=config, seed=0)["labels"][:, 2]
         share = drawn.bincount(minlength=V) / 4000
         assert (share - q).abs().max() < 5 * math.sqrt(q.max() / 4000)
         assert (share > 0).sum() > 40
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"temperature": 0.1, "top_k": 2, "top_p": 0.5},
+            {"repetition_penalty": 0.01},
+            {"min_p": 0.5},
+            {"suppress_tokens": [*range(6, V, 2)]},
+            {"exponential_decay_length_penalty": (0, 3.0), "eos_token_id": EOS},
+            {"num_return_sequences": 2},
+        ],
+    )
+    def test_only_the_callers_options_hold(self, options):
+        """Those of the model's own generation_config do not, apart from token ids."""
+
+        def drawn(**options):
+            config = GenerationConfig(do_sample=True, max_new_tokens=NEW, **options)
+            return ll.hf.sample(model, collate(data(4)), generation_config=config, seed=1)["labels"]
+
+        model = student_model()
+        own = model.generation_config
+        own.update(eos_token_id=options.get("eos_token_id"))
+        want, other = drawn(), drawn(**options)
+        own.update(do_sample=True, **options)
+        assert torch.equal(drawn(), want)
+        assert torch.equal(drawn(**options), other)
+        assert not torch.equal(other, want)
+        assert model.generation_config is own
 
     def test_seeds_and_modes(self):
         ll.report()  # forgets the lazy logits that other tests materialised
@@ -158,6 +186,9 @@ class TestSample:
             ll.hf.sample(model, batch, generation_config=GenerationConfig(do_sample=True))
         with pytest.raises(TypeError, match="must be a GenerationConfig, got dict"):
             ll.hf.sample(model, batch, generation_config={"do_sample": True})
+        config = GenerationConfig(do_sample=True, max_new_tokens=3, temperature=0.0)
+        with pytest.raises(ValueError, match=r"must have a temperature above 0, .* got temp.*=0"):
+            ll.hf.sample(model, batch, generation_config=config)
         config = GenerationConfig(do_sample=True, max_new_tokens=3, num_beams=2)
         with pytest.raises(ValueError, match=r"must have num_beams=1, .* got num_beams=2"):
             ll.hf.sample(model, batch, generation_config=config)
