@@ -3,26 +3,25 @@
 Most trainers of TRL do not call the model's head. TRL has its own fused head, which multiplies the
 hidden states by the weight of the model's head. TRL's fused head consists of two autograd
 functions. One function returns log-probabilities, entropies and other statistics of tokens. The
-other function returns divergences from a teacher. `use_in_trl` replaces each function by a
-`Switch`. Inside the forward of an adapted model, the `Switch` calls this library. Everywhere else,
-the `Switch` calls TRL's own function. All other code of TRL runs unchanged. TRL's code still
-chooses the rows, the scale and the softcap of the logits. TRL's code also computes the metrics, and
-the auxiliary loss of mixture-of-experts models.
+other function returns divergences from a teacher. A `Switch` replaces each function, but only while
+the forward of an adapted model, or the loss of an adapted trainer, is computed. All other code of
+TRL runs unchanged. TRL's code still chooses the rows, the scale and the softcap of the logits.
+TRL's code also computes the metrics, and the auxiliary loss of mixture-of-experts models.
 
 Other trainers of TRL call the model's head, and compute log-probabilities from the logits. On a
 GPU, these trainers call a kernel of TRL. This kernel would materialise lazy logits. So a
-`LogitsSwitch` replaces the kernel. For lazy logits, the `LogitsSwitch` calls this library. For
-logits that are an ordinary tensor, the `LogitsSwitch` calls the kernel.
+`LogitsSwitch` replaces the kernel during the steps of an adapted trainer. For lazy logits, the
+`LogitsSwitch` calls this library. For logits that are an ordinary tensor, it calls the kernel.
 """
 
 import functools
 import inspect
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -44,6 +43,7 @@ T = TypeVar("T")
 
 # These are keys in the `__dict__` of an adapted model or trainer. The value of `USE` is a `Use`.
 # The value of `SET` maps the name of each replaced attribute to the pair (our function, old value).
+# Our functions have the attribute `SET` too.
 USE, SET = "_logitless_trl", "_logitless_trl_set"
 # The names that TRL uses for two autograd functions, a kernel, and the functions that call the
 # kernel.
@@ -52,6 +52,8 @@ KERNEL = "_fused_logprob_entropy"
 OVER_LOGITS = (
     "selective_log_softmax", "selective_log_softmax_and_entropy", "entropy_from_logits",
 )  # fmt: skip
+# The methods of a trainer in which the kernel is called.
+STEPS = ("training_step", "prediction_step", "compute_loss")
 
 
 @named(LinearLogits.__init__)
@@ -77,13 +79,9 @@ def use_in_trl(model: T, **options) -> T:
         raise TypeError(_what_is_missing(model))
     use = Use(options, _sums_its_loss(model))
     for place in places:
-        if place.seam is not None:
-            place.seam.set()
-        if place.wrap is not None and place.name not in place.owner.__dict__.get(SET, {}):
+        if not place.is_set():
             place.set()
-    for place in places:
         place.owner.__dict__[USE] = use
-    _uses.add(use)
     return model
 
 
@@ -96,12 +94,9 @@ def unuse_in_trl(model: T) -> T:
             # If other code has wrapped our function, our function cannot be removed. The key `USE`
             # is removed above, so our function then only calls TRL's function.
             if owner.__dict__.get(name) is ours:
-                _put_back(owner, name, below)
-    if not _uses:  # no `Use` is left
-        while _switches:
-            names, name, switch = _switches.pop()
-            if names.get(name) is switch:
-                names[name] = switch.original
+                del owner.__dict__[name]
+                if below is not None:
+                    owner.__dict__[name] = below
     return model
 
 
@@ -116,15 +111,30 @@ class Use:
 
 
 _call: ContextVar[Call | None] = ContextVar("call", default=None)
-_uses: "weakref.WeakSet[Use]" = weakref.WeakSet()
-_switches: list[tuple[dict, str, "Switch"]] = []
 
 
 class Switch:
-    """Replaces one of TRL's autograd functions. `apply` calls this library or TRL's function."""
+    """Replaces a global variable of TRL, an autograd function, inside `with switch.on()`.
 
-    def __init__(self, original: Any, ours: Callable):
-        self.original, self.ours = original, ours
+    `apply` calls this library. In another thread, whose model is not adapted, `apply` calls TRL's
+    function.
+    """
+
+    def __init__(self, names: dict, name: str, ours: Callable):
+        self.names, self.name, self.ours = names, name, ours  # `names` are globals of a module
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        before = self.names[self.name]
+        if isinstance(before, Switch):  # calls can be nested
+            yield
+            return
+        self.original = before
+        try:
+            self.names[self.name] = self
+            yield
+        finally:
+            self.names[self.name] = before
 
     def apply(self, *args):
         call = _call.get()
@@ -138,44 +148,28 @@ class LogitsSwitch(Switch):
         return (self.ours if is_lazy(logits) else self.original)(logits, *args, **kwargs)
 
 
-class Seam(NamedTuple):
-    """A global variable of TRL that holds a function. `set` replaces the function by a `Switch`."""
-
-    names: dict  # globals of a module of TRL
-    name: str
-    switch: type[Switch]
-    ours: Callable
-
-    def set(self) -> None:
-        if not isinstance(self.names[self.name], Switch):
-            switch = self.switch(self.names[self.name], self.ours)
-            self.names[self.name] = switch
-            _switches.append((self.names, self.name, switch))
-
-
 class Place(NamedTuple):
-    """The code of TRL to replace: a global function (`seam`), an attribute of `owner`, or both."""
+    """An attribute of a module or a trainer that `wrap` replaces."""
 
-    owner: Any  # a module or a trainer
-    seam: Seam | None
-    name: str = ""  # the attribute of the owner that `wrap` replaces
-    wrap: Callable | None = None  # (old function, whether it is a method) → new method
+    owner: Any
+    name: str
+    wrap: Callable  # (old function, whether it is a method) → new method
+
+    def is_set(self) -> bool:
+        """Whether calling the attribute calls our function, directly or in wrappers.
+
+        The result is False again after another trainer of the same model has set its own forward.
+        """
+        return any(hasattr(each, SET) for each in _layers(getattr(self.owner, self.name)))
 
     def set(self) -> None:
         before = getattr(self.owner, self.name)
         is_method = isinstance(before, types.MethodType)
-        assert self.wrap is not None
         function = self.wrap(before.__func__ if is_method else before, is_method)
+        function.__dict__[SET] = True
         ours, own = types.MethodType(function, self.owner), self.owner.__dict__
         own.setdefault(SET, {})[self.name] = (ours, own.get(self.name))
         own[self.name] = ours
-
-
-def _put_back(owner: Any, name: str, below: Any) -> None:
-    if below is None:
-        del owner.__dict__[name]
-    else:
-        owner.__dict__[name] = below
 
 
 # --- the functions of TRL
@@ -189,24 +183,25 @@ def _places(model: Any) -> Iterator[Place]:
             continue
         function = _trl_forward(owner)
         if function is not None and _calls_fused_head(model):
-            seam = Seam(function.__globals__, STATISTICS, Switch, token_statistics)
-            yield Place(owner, seam, "forward", _adapted_forward)
+            switch = Switch(function.__globals__, STATISTICS, token_statistics)
+            yield Place(owner, "forward", partial(_adapted_forward, switch))
 
 
 def _places_of_trainer(trainer: Any) -> Iterator[Place]:
     kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
     loss = getattr(type(trainer), "_compute_loss", None)
     if DIVERGENCES in getattr(loss, "__globals__", ()):
-        seam = Seam(loss.__globals__, DIVERGENCES, Switch, divergences)
-        yield Place(trainer, seam, "_compute_loss", _adapted_distillation)
+        switch = Switch(loss.__globals__, DIVERGENCES, divergences)
+        yield Place(trainer, "_compute_loss", partial(_adapted_distillation, switch))
     if any(kind.__name__ == "GKDTrainer" for kind in kinds):
-        yield Place(trainer, None, "generalized_jsd_loss", _adapted_gkd)
+        yield Place(trainer, "generalized_jsd_loss", _adapted_gkd)
     names = [vars(sys.modules[kind.__module__]) for kind in kinds]
     functions = (each[name] for each in names for name in OVER_LOGITS if name in each)
-    for function in functions:
-        if KERNEL in function.__globals__:
-            seam = Seam(function.__globals__, KERNEL, LogitsSwitch, logprobs_and_entropies)
-            yield Place(trainer, seam)
+    over_logits = next((f for f in functions if KERNEL in f.__globals__), None)
+    if over_logits is not None:
+        switch = LogitsSwitch(over_logits.__globals__, KERNEL, logprobs_and_entropies)
+        for name in STEPS:
+            yield Place(trainer, name, partial(_adapted_step, switch))
 
 
 def _owners(model: Any) -> Iterator[Any]:
@@ -225,13 +220,18 @@ def _trl_forward(module: nn.Module) -> Any:
 
     If other code has wrapped this forward, the result is the forward inside the wrappers.
     """
-    function = module.__dict__.get("forward")
-    while function is not None:
+    for function in _layers(module.__dict__.get("forward")):
         code = getattr(function, "__code__", None)
         if "fused_lm_head" in _words(code) and STATISTICS in function.__globals__:
             return function
-        function = getattr(function, "__wrapped__", None)
     return None
+
+
+def _layers(function: Any) -> Iterator[Any]:
+    """Yields a function, and then the functions that it wraps."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 def _calls_fused_head(model: Any) -> bool:
@@ -268,13 +268,14 @@ def _words(code: types.CodeType | None) -> set[str]:
 
 
 @contextmanager
-def _computed_by_us(use: Use, model: nn.Module, **how) -> Iterator[None]:
-    """Inside this context manager, each `Switch` calls this library."""
+def _computed_by_us(switch: Switch, use: Use, model: nn.Module, **how) -> Iterator[None]:
+    """Inside this context manager, TRL calls `switch`, and `switch` calls this library."""
     guard = _guard_of(model)
     options = use.options if guard is None else {**guard.options, **use.options}
     token = _call.set(Call(options, **how))
     try:
-        yield
+        with switch.on():
+            yield
     finally:
         _call.reset(token)
         if guard is not None:
@@ -296,7 +297,7 @@ def _guard_of(model: nn.Module) -> Guard | None:
     return next((guard for guard in guards if guard in read), None)
 
 
-def _adapted_forward(below: Callable, is_method: bool) -> Callable:
+def _adapted_forward(switch: Switch, below: Callable, is_method: bool) -> Callable:
     """Returns a forward function that wraps the forward function `below`.
 
     If the caller requests TRL's fused head, logitless computes the results of this head.
@@ -313,13 +314,13 @@ def _adapted_forward(below: Callable, is_method: bool) -> Callable:
         shifted = kwargs.get("shift_labels")
         tokens = kwargs["labels"][:, 1:] if shifted is None else shifted
         how = {"sums_its_loss": use.sums_its_loss, "counts": tokens != -100}
-        with _computed_by_us(use, self, **how):
+        with _computed_by_us(switch, use, self, **how):
             return below(*given, **kwargs)
 
     return forward
 
 
-def _adapted_distillation(below: Callable, is_method: bool) -> Callable:
+def _adapted_distillation(switch: Switch, below: Callable, is_method: bool) -> Callable:
     """Returns DistillationTrainer's `_compute_loss`, changed to use divergences of logitless."""
 
     @functools.wraps(below)
@@ -328,10 +329,21 @@ def _adapted_distillation(below: Callable, is_method: bool) -> Callable:
         use = self.__dict__.get(USE)
         if use is None:
             return below(*given)
-        with _computed_by_us(use, student):
+        with _computed_by_us(switch, use, student):
             return below(*given)
 
     return compute_loss
+
+
+def _adapted_step(switch: Switch, below: Callable, is_method: bool) -> Callable:
+    """Returns a method of a trainer, changed to compute with lazy logits."""
+
+    @functools.wraps(below)
+    def step(self, *args, **kwargs):
+        with nullcontext() if self.__dict__.get(USE) is None else switch.on():
+            return below(*((self, *args) if is_method else args), **kwargs)
+
+    return step
 
 
 def _adapted_gkd(below: Callable, _is_method: bool) -> Callable:

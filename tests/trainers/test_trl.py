@@ -1,7 +1,6 @@
 """With `use_in_trl` or `fuse`, TRL's trainers log the same numbers and materialise no logits."""
 
 import copy
-import weakref
 
 import pytest
 import torch
@@ -10,26 +9,13 @@ from torch._dynamo.utils import counters
 from trl.trainer import distillation_trainer, utils
 
 import logitless as ll
-from logitless.trl_head import adapter
+from logitless.trl_head import adapter, computed
 from tests.support import trl_cases
 from tests.support.trainer_runs import LAZY, WORKSPACE, Widest, apart, model, numbers, run
 from tests.support.trl_cases import ADAPTED, BY_KERNEL, FUSED, Case, arguments
 
 pytestmark = pytest.mark.filterwarnings("default")
 EVALUATE = (trl_cases.sft, trl_cases.dpo, trl_cases.kto)  # trainers that evaluate losses
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_adapted(monkeypatch):
-    """Restores TRL's own functions, also after a test that fails."""
-    monkeypatch.setattr(adapter, "_uses", weakref.WeakSet())
-    monkeypatch.setattr(adapter, "_switches", [])
-    for module, name in (
-        (utils, adapter.STATISTICS), (distillation_trainer, adapter.DIVERGENCES),
-        (utils, adapter.KERNEL),
-    ):  # fmt: skip
-        assert not isinstance(getattr(module, name), adapter.Switch)
-        monkeypatch.setattr(module, name, getattr(module, name))
 
 
 def fused(model):
@@ -62,7 +48,6 @@ def test_adapted(case, tmp_path, outcome):
     trainer = adapted(case.trainer(tmp_path, fused if needs_fuse else lambda model: model))
     call = "`fuse` and `use_in_trl`" if needs_fuse else "`use_in_trl`"
     compare(case, trainer, call, tmp_path, outcome)
-    ll.hf.unuse_in_trl(trainer)
 
 
 @pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
@@ -91,7 +76,10 @@ def test_kernel_over_logits(case, tmp_path, outcome, as_on_a_gpu):
     assert run(trainer).materialised
 
 
-SFT, DPO = (next(case for case in ADAPTED if case.name == name) for name in ("SFT", "DPO"))
+SFT, DPO, DISTILLATION = (
+    next(case for case in ADAPTED if case.name == name)
+    for name in ("SFT", "DPO", "Distillation, beta=0.5")
+)
 
 
 def steps(trainer) -> list[float]:
@@ -121,14 +109,12 @@ def test_fused_alone_warns_and_names_the_adapter(tmp_path):
 
 
 def test_twice_is_once_and_unuse_restores(tmp_path):
-    trainer, original = DPO.trainer(tmp_path), utils._ChunkedLogProbFunction
+    trainer = DPO.trainer(tmp_path)
     forwards = [trainer.model.forward, trainer.ref_model.forward]
     assert adapted(adapted(trainer)) is trainer
     assert trainer.model.forward.__wrapped__ is forwards[0].__func__
-    assert utils._ChunkedLogProbFunction is not original
     assert ll.hf.unuse_in_trl(trainer) is trainer
     assert [trainer.model.forward, trainer.ref_model.forward] == forwards
-    assert utils._ChunkedLogProbFunction is original
     assert run(trainer).widest > LAZY
     ll.hf.unuse_in_trl(trainer)  # harmless
 
@@ -141,14 +127,50 @@ def test_unuse_under_the_wrapper_of_accelerate(tmp_path):
     ll.hf.unuse_in_trl(trainer)
     assert run(trainer).widest > LAZY
     assert run(adapted(trainer)).widest <= LAZY
-    ll.hf.unuse_in_trl(trainer)
 
 
-def test_other_models_are_not_adapted(tmp_path):
-    trainer, other = adapted(SFT.trainer(tmp_path)), SFT.trainer(tmp_path)
-    assert run(other).widest > LAZY
-    assert run(trainer).widest <= LAZY
-    ll.hf.unuse_in_trl(trainer)
+@pytest.mark.parametrize(
+    ("case", "ours"),
+    [
+        (SFT, "token_statistics"), (DISTILLATION, "divergences"),
+        (BY_KERNEL[0], "logprobs_and_entropies"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)  # fmt: skip
+def test_other_trainers_are_not_adapted(case, ours, tmp_path, as_on_a_gpu, monkeypatch):
+    """TRL's functions are replaced only while a step of the adapted trainer runs."""
+
+    def functions():
+        return (
+            getattr(utils, adapter.STATISTICS), getattr(utils, adapter.KERNEL),
+            getattr(distillation_trainer, adapter.DIVERGENCES),
+        )  # fmt: skip
+
+    def stops(*_, **__):
+        assert functions() != before
+        raise RuntimeError("stopped in a step")
+
+    before = functions()
+    trainer, other = adapted(case.trainer(tmp_path, fused)), case.trainer(tmp_path, fused)
+    found = run(trainer)
+    assert found.widest <= LAZY
+    assert not found.materialised
+    assert functions() == before
+    found = run(other)
+    assert found.widest > LAZY or found.materialised
+    monkeypatch.setattr(adapter, ours, stops)
+    with pytest.raises(RuntimeError, match="stopped in a step"):
+        adapted(other).train()
+    assert functions() == before
+
+
+def test_a_second_trainer_of_an_adapted_model(tmp_path):
+    """TRL's second trainer adds a second fused head. This head is adapted only if asked for."""
+    first = adapted(SFT.trainer(tmp_path))
+    second = trl_cases.dpo(first.model, arguments(tmp_path), lambda model: model)
+    assert run(second).widest > LAZY
+    assert run(adapted(second)).widest <= LAZY
+    assert run(first).widest <= LAZY
 
 
 def test_copies_are_adapted():
@@ -169,7 +191,6 @@ def test_copies_are_adapted():
             parameter.zero_()
     got = copied(input_ids=ids, labels=ids, fused_lm_head=True)  # uses the copy's own weights
     torch.testing.assert_close(got.entropy, torch.full_like(got.entropy, 211.0).log())
-    ll.hf.unuse_in_trl(copied)
 
 
 def test_generation_and_logits_are_unchanged():
@@ -183,7 +204,6 @@ def test_generation_and_logits_are_unchanged():
     assert torch.equal(got.logits, want.logits)
     assert torch.equal(got.loss, want.loss)
     assert torch.equal(policy.generate(input_ids=ids, max_new_tokens=3, do_sample=False), tokens)
-    ll.hf.unuse_in_trl(policy)
 
 
 def test_log_probs_of_an_overridden_loss_have_gradients(tmp_path):
@@ -204,8 +224,16 @@ def test_log_probs_of_an_overridden_loss_have_gradients(tmp_path):
     assert got.widest <= LAZY
 
 
-def test_torch_compile(tmp_path):
+def test_torch_compile(tmp_path, monkeypatch):
     """Compares only logged numbers, because the dispatch mode of `run` disables the compiler."""
+    calls = []
+
+    @torch.compiler.disable
+    def counted(*args):
+        calls.append(args)
+        return computed.token_statistics(*args)
+
+    monkeypatch.setattr(adapter, "token_statistics", counted)
     options = {**arguments(tmp_path), "torch_compile": True, "torch_compile_backend": "eager"}
     logs = []
     for change in (lambda trainer: trainer, adapted):
@@ -217,7 +245,7 @@ def test_torch_compile(tmp_path):
         logs.append(numbers(trainer.state.log_history))
     for got, want in zip(*logs, strict=True):
         assert want == pytest.approx(got, rel=2e-5, abs=2e-5)
-    ll.hf.unuse_in_trl(trainer)
+    assert len(calls) == options["max_steps"]
 
 
 class TestErrors:
@@ -256,4 +284,3 @@ class TestErrors:
         policy.lm_head.weight.ds_id = 0
         with pytest.raises(NotImplementedError, match="DeepSpeed ZeRO-3"):
             policy(input_ids=ids, labels=ids, fused_lm_head=True)
-        ll.hf.unuse_in_trl(policy)
