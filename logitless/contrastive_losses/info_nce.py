@@ -221,13 +221,20 @@ class _Contrastive(Node):
             pairs = Pairs.of(*tensors, how)  # pyright: ignore
             if sums is None:
                 similarities = Similarities(pairs.a, how.ring.largest, how.workspace, ctx.backend)
-                by_row = upstream.contiguous() if ctx.share is None else None
+                by_row = _of_counted(upstream, pairs) if ctx.share is None else None
                 needs = ctx.needs_input_grad
                 sums = _sums(similarities, pairs, how, rows, columns, by_row, needs)
             gradients = _scaled(sums, pairs, how, ctx.share, upstream, scale)
         if torch.is_grad_enabled():
             gradients = refuse_second(gradients, (a, b, scale, upstream))
         return *gradients, None, None, None, None, None
+
+
+def _of_counted(upstream: Tensor, pairs: Pairs) -> Tensor:
+    """Returns `upstream` (N,) with 0 in ignored rows, where inf · 0 would be NaN."""
+    if pairs.ignored is not None:
+        upstream = torch.where(pairs.ignored, 0.0, upstream)
+    return upstream.contiguous()
 
 
 def _losses(
@@ -280,15 +287,16 @@ def _finished(
 ) -> tuple[Tensor, Tensor]:
     """Returns the losses and the normalisers of some rows.
 
-    The loss of an ignored row is 0. The normaliser of an ignored row is inf, so that the row's
-    gradient is 0. If the positive of a row is out of range, the loss and the normaliser of this row
-    are NaN.
+    The loss of an ignored row is 0. Both numbers of its normaliser are inf, so that the row's
+    gradient is 0 even if all its pairs are left out. If the positive of a row is out of range, the
+    loss and the normaliser of this row are NaN.
     """
     loss, lse = backend.contrastive_finish(rows[at], of_positives[at], pairs.scale)
     if pairs.bad is not None and pairs.ignored is not None:
         bad, ignored = pairs.bad[at], pairs.ignored[at]
         loss = loss.masked_fill(bad, torch.nan).masked_fill(ignored, 0.0)
-        lse[:, 1].masked_fill_(bad, torch.nan).masked_fill_(ignored, torch.inf)
+        bad, ignored = bad.unsqueeze(1), ignored.unsqueeze(1)
+        lse.masked_fill_(bad, torch.nan).masked_fill_(ignored, torch.inf)
     return loss, lse
 
 

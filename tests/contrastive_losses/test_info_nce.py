@@ -209,19 +209,29 @@ def test_all_rows_ignored(device):
     assert not any(t.any() for t in found)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("left_out", [None, "mask", "labels"])
 @pytest.mark.usefixtures("impl", "small_tiles")
-def test_ignored_rows_are_not_read(device):
+def test_ignored_rows_are_not_read(left_out, reduction, device):
+    """As padding: NaN embeddings, an infinite upstream gradient, and all pairs left out."""
     a, b = embeddings(N, M, torch.float32, device)
-    positives = torch.randint(0, M, (N,), device=device)
-    positives[::3] = -100
-    clean = gradients(ll.contrastive, a, b, torch.ones((), device=device), symmetric=False,
-                      positives=positives)  # fmt: skip
-    a[::3] = torch.nan
-    dirty = gradients(ll.contrastive, a, b, torch.ones((), device=device), symmetric=False,
-                      positives=positives)  # fmt: skip
+    ignored = torch.arange(N, device=device) % 3 == 0
+    positives = torch.randint(0, M, (N,), device=device).masked_fill(ignored, -100)
+    upstream = torch.ones(N if reduction == "none" else (), device=device)
+    how = {"symmetric": False, "positives": positives, "reduction": reduction}
+    how["scale"] = torch.tensor(2.0, device=device)
+    clean = gradients(ll.contrastive, a, b, upstream, ("scale",), **how)
+    a[ignored] = torch.nan
+    if reduction == "none":
+        upstream[ignored] = torch.inf
+    if left_out == "mask":
+        how["mask"] = ignored.unsqueeze(1).expand(N, M).contiguous()
+    elif left_out == "labels":
+        how["labels"] = ignored.long(), torch.ones(M, dtype=torch.int64, device=device)
+    dirty = gradients(ll.contrastive, a, b, upstream, ("scale",), **how)
     for x, y in zip(clean, dirty, strict=True):
         assert torch.equal(x, y)
-    assert not dirty[1][::3].any()
+    assert not dirty[1][ignored].any()
 
 
 @pytest.mark.parametrize("by", ["mask", "labels"])
