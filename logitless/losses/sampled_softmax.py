@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..contract import NO_ID, PRECISION
-from ..core import call, target_checks
+from ..core import call, operators, target_checks
 from ..core.autograd import Node, refuse_second
 from ..core.choose_backend import backend_of
 from ..core.evaluate import evaluate
@@ -165,25 +165,28 @@ class SharedNegatives(Formula):
     """Computes the loss of each row from the logits of the shared negatives and of the target.
 
     The column of a row's hit is stored as the row's label. The label is NO_HIT if the row has no
-    hit. Forward and backward both replace the logit of the hit by -inf before they read the logits.
-    So backward is correct for the logits that forward changed, and also for recomputed logits.
+    hit. Forward writes -inf to the logit of the hit. Backward does not write to the logits, which
+    autograd can have saved: it writes 0 to the gradient of the hit.
     """
 
     caller: ClassVar[str] = "sampled_softmax"
 
     def forward(self, backend, x):
-        self.remove_hits(x)
+        x.scatter_(*self.at_hits(x, -torch.inf))
         return super().forward(backend, x)
 
     def backward(self, backend, x, saved, upstream, factor=None, into=None):
-        self.remove_hits(x)
-        return super().backward(backend, x, saved, upstream, factor, into)
+        d_x = super().backward(backend, x, saved, upstream, factor, into)
+        return d_x.scatter_(*self.at_hits(d_x, 0.0))
 
-    def remove_hits(self, x: Tensor) -> None:
-        """Writes -inf to the column of each row's hit."""
+    def traced(self, x, call=operators.call):
+        return super().traced(x.scatter(*self.at_hits(x, -torch.inf)), call)
+
+    def at_hits(self, t: Tensor, value: float) -> tuple[int, Tensor, Tensor]:
+        """Returns the arguments of a scatter that writes `value` to each row's hit in t (N, K)."""
         column = self.reading.label.reshape(-1, 1)
         at = column.clamp_min(0).long()
-        x.scatter_(1, at, x.gather(1, at).masked_fill_(column >= 0, -torch.inf))
+        return 1, at, t.gather(1, at).masked_fill(column >= 0, value)
 
 
 def shared_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import logitless as ll
 from logitless import eager, kernels
@@ -340,6 +341,20 @@ def test_compiled(per_row, device):
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(ll.sampled_softmax, backend="eager", fullgraph=True)(**tensors, **how)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, lambda: FlopCounterMode(display=False)])
+def test_backward_twice_over_a_small_head(mode, device, monkeypatch):
+    """A small head saves its logits. Under a dispatch mode, it calls an operator."""
+    monkeypatch.setattr(choose_cut, "is_small", lambda *_: True)
+    tensors, how = case(device)
+    leaves, want = list(tensors.values()), by_definition(**tensors, **how)
+    with mode():
+        got = ll.sampled_softmax(**tensors, **how)
+        both = gradients(got, leaves), gradients(got, leaves)
+    exact = gradients(want, leaves)
+    for a, b in zip((got, *both[0], *both[1]), (want, *exact, *exact), strict=True):
+        assert_close(a, b, 1e-12)
 
 
 @KINDS
