@@ -279,7 +279,7 @@ def _computed_by_us(switch: Switch, use: Use, model: nn.Module, **how) -> Iterat
     finally:
         _call.reset(token)
         if guard is not None:
-            guard.read_by_adapter()
+            guard.called(None)
 
 
 def _guard_of(model: nn.Module) -> Guard | None:
