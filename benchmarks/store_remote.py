@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.store_speed import VOCAB, K, targets
 from logitless.cli import machine
-from logitless.store import Documents, Store, Writer, write_index
+from logitless.store import Documents, Store, Writer
 
 LATENCY = 0.03  # seconds before each answer
 AIM = 50_000  # tokens per second and process
@@ -58,7 +58,6 @@ def written(path: Path) -> Store:
     with Writer(path, vocab_size=VOCAB, k=K, shard_bytes=SHARD_BYTES) as writer:
         for _ in range(DOCUMENTS // 64):
             writer.extend(torch.randint(0, VOCAB, (64 * DOCUMENT,)), starts, rows)
-    write_index(path)
     return Store(path)
 
 

@@ -4,7 +4,6 @@
     import        reads the output of vLLM or SGLang
     verify        checks a store
     info          describes a store
-    index         writes the files that readers of a remote store need
     merge         joins several stores into one
     to-parquet    writes a store as parquet files, for dataset viewers
     from-parquet  reads the files of to-parquet into a store
@@ -103,9 +102,6 @@ def add_parser(subparsers) -> None:
     info = commands.add_parser("info", help="describe a store")
     info.add_argument("store", type=_store, help=STORE)
     info.add_argument("--plot", type=Path, help="file for a plot of mass, entropy and rank")
-
-    index = commands.add_parser("index", help="write the files that a remote store needs")
-    index.add_argument("store", type=Path, help="folder of the store")
 
     merge = commands.add_parser("merge", help="join several stores into one")
     add = merge.add_argument
@@ -330,12 +326,6 @@ def info(args: argparse.Namespace) -> None:
     _print_unfinished(args.store)
 
 
-def index(args: argparse.Namespace) -> None:
-    from logitless.store import write_index
-
-    print(f"{write_index(args.store)} documents in {args.store / 'store.index'}")
-
-
 def _print_unfinished(path: Path | str) -> None:
     from ..store.journal import unfinished
 
@@ -349,8 +339,10 @@ def _print_unfinished(path: Path | str) -> None:
 def merge(args: argparse.Namespace) -> None:
     from logitless import store
 
-    for path in (path for path in args.stores if isinstance(path, Path)):
-        store.recover(path)  # if a writer was killed, moves its documents from journals to shards
+    from ..store.journal import unfinished
+
+    for path in (path for path in args.stores if isinstance(path, Path) and unfinished(path)):
+        store.recover(path)  # moves documents of killed writers from journals to shards
     stores = [store.Store(path) for path in args.stores]
     with bar("merge", sum(s.tokens for s in stores)) as advance:
         documents = store.merge(
@@ -377,8 +369,8 @@ def from_parquet(args: argparse.Namespace) -> None:
 
 
 ACTIONS: dict[str, Callable[[argparse.Namespace], int | None]] = {
-    "capture": capture, "import": import_, "verify": verify, "info": info, "index": index,
-    "merge": merge, "to-parquet": to_parquet, "from-parquet": from_parquet, "size": size,
+    "capture": capture, "import": import_, "verify": verify, "info": info, "merge": merge,
+    "to-parquet": to_parquet, "from-parquet": from_parquet, "size": size,
 }  # fmt: skip
 
 

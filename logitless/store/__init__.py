@@ -18,7 +18,6 @@ from .capture import capture, share
 from .documents import Documents, pad_documents
 from .format import Header
 from .importers import from_sglang, from_vllm
-from .listing import write_index
 from .merge import merge
 from .parquet import from_parquet, to_parquet
 from .reader import Store
@@ -47,7 +46,6 @@ __all__ = [
     "share",
     "to_parquet",
     "tokenizer_hash",
-    "write_index",
 ]
 
 

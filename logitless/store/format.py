@@ -3,7 +3,7 @@
 A store is a folder:
 
     store.json               the header (class Header below) as JSON
-    store.lock               locked while a writer creates store.json
+    store.lock               locked while a writer writes store.json or store.index
     RANK-NUMBER.safetensors  a shard: finished documents; a shard never changes
     RANK.journal             documents that will be in the next shard of RANK (store/journal.py)
     RANK.lock                locked by the writer of RANK while the writer is open

@@ -1,5 +1,6 @@
 """The file store.index, which lists the shards of a store and the starts of their documents.
 
+A writer that closes lists all shards in its folder, so that any static server can serve the folder.
 To open a remote store, a reader reads only this file. To find documents by their tokens, a reader
 needs a second file, store-HASH.lookup, which is fetched at the first lookup. Both files are in the
 safetensors format. The file store.index has these tensors:
@@ -17,7 +18,6 @@ not replace the file that an older store.index lists.
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -31,7 +31,7 @@ from ..targets import safetensors
 from . import file_checks
 from . import remote_checks as checks
 from .device import on_cpu
-from .folder import LOOKUP, SHARD, header_of, shard_files
+from .folder import LOOKUP, SHARD, shard_files
 from .format import Header
 from .lock import Lock
 from .remote import Listed
@@ -40,6 +40,7 @@ from .shard import Shard, digest_of
 INDEX, FORMAT, VERSION = "store.index", "logitless.index", "1"
 PIECE = 1 << 22  # number of bytes that are hashed at once
 SHA256 = re.compile("[0-9a-f]{64}")
+Hashed = tuple[str, Listed]  # the SHA-256 in a shard's metadata, and the shard's file
 
 
 class ListedShard(NamedTuple):
@@ -59,6 +60,10 @@ class Listing:
     header: Header
     shards: Sequence[ListedShard]
     lookup: Listed
+
+    @property
+    def hashed(self) -> list[Hashed]:
+        return [(shard.digest, shard.file) for shard in self.shards]
 
     @staticmethod
     def of_bytes(where: str, data: bytes) -> "Listing":
@@ -127,68 +132,60 @@ def _is_listed(item: Any, length: int, name: Any) -> bool:
 
 
 @on_cpu
-def write_index(path: str | os.PathLike) -> int:
-    """Writes the files store.index and store-HASH.lookup of a store in a local folder.
+def write_listing(folder: Path, header: Header, hashed: Iterable[Hashed]) -> None:
+    """Lists all shards of a local folder in its store.index.
 
-    Returns the number of documents. Readers of a remote store need both files. `write_index` reads
-    all shards, and compares each shard with its SHA-256. Call `write_index` again after documents
-    are added to the store.
+    The lookup file of the replaced store.index stays, for readers that have read this store.index.
     """
-    checks.local_store(path)
-    folder = Path(path)
-    header = header_of(folder)
     with Lock(folder / "store.lock", wait=True):
-        listing = listing_of(folder, header, shard_files(folder))
-    return sum(shard.documents for shard in listing.shards)
+        old = existing(folder, header)
+        new = listing_of(shard_files(folder), header, [*old.hashed, *hashed], folder)
+        kept = {old.lookup.name, new.lookup.name}
+        for path in (*folder.glob("store-*.lookup"), *folder.glob("store*.unfinished")):
+            if path.name not in kept:
+                path.unlink()
 
 
 def listing_of(
-    folder: Path, header: Header, files: Iterable[Path], listed: Iterable[ListedShard] = ()
+    files: Iterable[Path], header: Header, hashed: Iterable[Hashed], into: Path
 ) -> Listing:
-    """Lists shards, and writes store.index and the lookup file to the folder of the shards.
+    """Lists shards, and writes store.index and the lookup file to the folder `into`.
 
-    `listed` holds shards whose SHA-256 is known. The SHA-256 of a file is not computed again if
-    `listed` has a shard with the same name, size and digest.
+    Only shards that are not in `hashed` are hashed.
     """
-    known = {(shard.file.name, shard.file.bytes, shard.digest): shard.file for shard in listed}
+    known = {(digest, *file[:2]): file for digest, file in hashed}
     shards, hashes, numbers = [], [torch.empty(0, dtype=torch.int64)], []
     for path in files:
-        shard, size = Shard(path, header), path.stat().st_size
-        file = known.get((path.name, size, shard.digest))
-        if file is None:
-            file_checks.same_digest(path, shard.is_intact())
-            file = Listed(path.name, size, sha256_of(path))
+        shard = Shard(path, header)
+        file = known.get((shard.digest, path.name, shard.bytes)) or hashed_file(path)
         of_shard, documents = shard.index()
         shards.append(ListedShard(file, len(shard), len(of_shard), shard.digest, shard.starts))
         hashes.append(of_shard)
         numbers.append(documents)
-    lookup = _write_lookup(folder, torch.cat(hashes), torch.cat([*numbers, torch.empty(0).int()]))
+    lookup = _write_lookup(into, torch.cat(hashes), torch.cat([*numbers, torch.empty(0).int()]))
     listing = Listing(header, shards, lookup)
-    listing.write(folder)
-    for path in folder.glob("store-*.lookup"):
-        if path.name != lookup.name:
-            path.unlink()
+    listing.write(into)
     return listing
 
 
-def existing(folder: Path) -> Sequence[ListedShard]:
-    """Returns the shards in a folder's store.index, or () if the file is missing or invalid."""
+def existing(folder: Path, header: Header) -> Listing:
+    """Returns the listing in a folder, or an empty one if it is missing or invalid."""
     try:
-        return Listing.of_bytes(INDEX, (folder / INDEX).read_bytes()).shards
+        return Listing.of_bytes(INDEX, (folder / INDEX).read_bytes())
     except (FileNotFoundError, ValueError):
-        return ()
+        return Listing(header, (), Listed("", 0, ""))
 
 
 def _write_lookup(folder: Path, hashes: Tensor, numbers: Tensor) -> Listed:
     tensors = {"index.hash": hashes, "index.doc": numbers}
     name = f"store-{digest_of(tensors)[:16]}.lookup"
     safetensors.write(folder / name, tensors, {"format": FORMAT, "version": VERSION}, durable=True)
-    return Listed(name, (folder / name).stat().st_size, sha256_of(folder / name))
+    return hashed_file(folder / name)
 
 
-def sha256_of(path: Path) -> str:
+def hashed_file(path: Path) -> Listed:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(PIECE):
             digest.update(piece)
-    return digest.hexdigest()
+    return Listed(path.name, path.stat().st_size, digest.hexdigest())

@@ -3,7 +3,6 @@
 The errors have the form `<address or argument> must <rule>, got <value>.`
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -133,8 +132,9 @@ def uploaded(where: str, got: int, wanted: int) -> None:
 def has_index(url: str) -> FileNotFoundError:
     """Returns the error for an address without a store.index."""
     return FileNotFoundError(
-        f"{url} must have a store.index, got none. Run `logitless teacher index FOLDER` on the"
-        " local folder of the store, and upload all files of the folder."
+        f"{url} must have a store.index, got none. A writer leaves this file when it closes. Close"
+        " the writer, or call `ll.store.recover(FOLDER)` for the local folder of the store, and"
+        " serve or upload all files of this folder."
     )
 
 
@@ -195,8 +195,3 @@ def not_uploaded(url: str, names: list[str], error: Exception | None) -> OSError
         f"{url} must have all shards of this writer, got an upload without {shown}{why}. The local"
         " store is complete. Open a writer again with the same arguments to upload the rest."
     )
-
-
-def local_store(path: Any) -> None:
-    if not isinstance(path, (str, os.PathLike)) or "://" in os.fspath(path):
-        raise ValueError(f"path must be a local folder, got {path!r:.200}.")

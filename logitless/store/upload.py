@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import queue
+import tempfile
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -99,12 +100,16 @@ class Uploads:
             self.failed[path] = error
 
     def _upload_index(self) -> None:
-        with Lock(self.folder / "store.lock", wait=True):
+        with (
+            Lock(self.folder / "store.lock", wait=True),
+            tempfile.TemporaryDirectory() as temporary,
+        ):
             done = self._at_address(self.folder.glob("*.uploaded"))
             files = [path for path in shard_files(self.folder) if path.name in done]
-            listing = listing_of(self.folder, self.header, files, existing(self.folder))
-            for name in (listing.lookup.name, "store.json", INDEX):
-                self.remote.write(self.folder / name, name)
+            into, known = Path(temporary), existing(self.folder, self.header).hashed
+            listing = listing_of(files, self.header, known, into)
+            for path in (into / listing.lookup.name, self.folder / "store.json", into / INDEX):
+                self.remote.write(path, path.name)
 
     def _at_address(self, records: Iterable[Path]) -> set[str]:
         """Returns the names of all shards that are known to be at the address.

@@ -7,6 +7,7 @@ store is described in store/format.py.
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
@@ -24,8 +25,10 @@ from .device import on_cpu
 from .folder import created, header_of, journals, last_number, shard_path, write_header
 from .format import Header
 from .journal import Journal
+from .listing import hashed_file, write_listing
 from .lock import Lock
 from .lookup import Index
+from .remote import Listed
 from .rows import Table, encoded
 from .shard import Shard, shards_of, write_shard
 from .upload import Uploads, destination
@@ -47,7 +50,8 @@ class Writer:
     with the same `part` recovers the document. Readers find the document after its shard is full,
     after `flush`, or after the end of the `with` block. From then on, the document also survives a
     loss of power. Adding a document again does nothing. So running the same program again resumes a
-    run that was killed.
+    run that was killed. A static server can serve the folder after `close`, or after the end of the
+    `with` block.
 
     Several processes can write to one store at the same time, each with its own `part`. By default,
     `part` is the environment variable RANK, which torchrun sets. While a writer is open, opening
@@ -115,6 +119,9 @@ class Writer:
         number = last_number(self.path, self.rank) + 1
         self.journal = Journal(self.path / f"{self.rank}.journal", self.header, number)
         self.digests: set[bytes] = set()
+        # A shard is hashed in a thread right after it was written, while the page cache has it.
+        self.thread = ThreadPoolExecutor(1, "logitless hash")
+        self.hashed: list[tuple[str, Future[Listed]]] = []
         self.journal.recover(
             lambda tokens, starts: (m is not None for m in self.index.documents(tokens, starts)),
             lambda tokens: self.digests.add(_digest(tokens)),
@@ -267,10 +274,13 @@ class Writer:
         self.index.add(self.shards[-1:])
         if self.uploads is not None:
             self.uploads.add(path)
+        self.hashed.append((self.shards[-1].digest, self.thread.submit(hashed_file, path)))
 
     @on_cpu
     def close(self) -> None:
-        """Flushes the writer, and releases its lock even if the flush fails.
+        """Flushes the writer, lists the shards of the folder for remote readers, and unlocks.
+
+        The lock is released even if the flush fails.
 
         With `upload`, waits until all shards are uploaded. In a forked process, `close` writes
         nothing, because the parent process writes the documents.
@@ -283,6 +293,8 @@ class Writer:
         try:
             if self.lock.is_mine:
                 self.flush()
+                hashed = [(digest, file.result()) for digest, file in self.hashed]
+                write_listing(self.path, self.header, hashed)
                 if self.uploads is not None and finish:
                     self.uploads.finish()
         finally:
@@ -291,6 +303,7 @@ class Writer:
             self.closed = True
             self.journal.close()
             if self.lock.is_mine:
+                self.thread.shutdown(wait=False)
                 self.lock.release()
 
     def __reduce__(self):
@@ -307,8 +320,8 @@ class Writer:
             # After an error, `close` does not wait for the uploads, so that the user sees the error
             # now. The next writer uploads the shards that are not uploaded yet.
             self._close(finish=error is None)
-        except OSError:
-            # If the `with` block raised an error, the OSError of `close` is suppressed, so that the
+        except (OSError, ValueError):  # ValueError: another rank's shard was damaged meanwhile
+            # If the `with` block raised an error, the error of `close` is suppressed, so that the
             # user sees the error of the block. No document is lost, because the journal still has
             # the documents.
             if error is None:
@@ -324,15 +337,15 @@ def _digest_of(tokens: Any) -> bytes:
 
 
 def recover(path: str | os.PathLike) -> int:
-    """Moves documents of killed writers from journals to shards.
+    """Moves documents of killed writers from journals to shards, and lists all shards anew.
 
     Returns the number of documents in the store. A new writer with the `part` of a killed writer
     also recovers the documents of the killed writer. Call `recover` if you will not open such a
-    writer.
+    writer, or if a folder has no store.index.
     """
     path = Path(path)
     fields = asdict(header_of(path))
     fields.pop("alignment")
-    for _, rank in journals(path):
+    for rank in [rank for _, rank in journals(path)] or [0]:
         Writer(path, part=rank, **fields).close()
     return sum(map(len, shards_of(path, header_of(path))))

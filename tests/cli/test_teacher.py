@@ -283,12 +283,10 @@ def test_size(tmp_path, capsys):
     assert "k must lie in [1, 5], got 9" in capsys.readouterr().err
 
 
-def test_index(tmp_path, capsys):
-    """An indexed store is read over HTTP, also by the commands that describe and merge stores."""
+def test_address(tmp_path, capsys):
+    """Commands that describe and merge stores read a store over HTTP."""
     found = documents(30, 20)
     stores.write(tmp_path / "s", found)
-    assert cli.main(["teacher", "index", str(tmp_path / "s")]) == 0
-    assert capsys.readouterr().out.startswith("2 documents in ")
     with served(tmp_path / "s") as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOGITLESS_CACHE", str(tmp_path / "cache"))
         assert cli.main(["teacher", "verify", server.url]) == 0
@@ -296,8 +294,6 @@ def test_index(tmp_path, capsys):
         assert "documents" in capsys.readouterr().out
         assert cli.main(["teacher", "merge", str(tmp_path / "m"), server.url]) == 0
     stores.assert_holds(Store(tmp_path / "m"), found)
-    assert cli.main(["teacher", "index", str(tmp_path / "none")]) == 1
-    assert "must be a folder with a store.json, got none" in capsys.readouterr().err
 
 
 def test_parquet(tmp_path, capsys):

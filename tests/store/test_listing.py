@@ -1,17 +1,23 @@
-"""store.index: what it lists, and that a forged one is refused."""
+"""store.index: what it lists, who writes it, and that a forged one is refused."""
 
+import contextlib
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from logitless.store import Store, write_index
-from logitless.store.listing import INDEX, Listing, existing, listing_of, sha256_of
+from logitless.store import Store, capture, merge, recover
+from logitless.store import listing as _listing
+from logitless.store import writer as _writer
+from logitless.store.listing import INDEX, Listing, hashed_file
 from logitless.store.rows import encoded
 from logitless.store.shard import digest_of, write_shard
 from logitless.targets import safetensors
 from tests.support import stores
-from tests.support.stores import LENGTHS, documents
+from tests.support.stores import LENGTHS, K, V, documents, joined, open_writer
 
 
 @pytest.fixture
@@ -33,74 +39,119 @@ def listing(path):
     return Listing.of_bytes(INDEX, (path / INDEX).read_bytes())
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A folder, and its address at a process of Python's own server of static files."""
+    folder = tmp_path_factory.mktemp("served")
+    server = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1"]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([*server, "--directory", str(folder)], **how) as process:
+        try:
+            port = re.search(r"port (\d+)", process.stdout.readline())[1]
+            yield folder, f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+def close(path, found, part=0):
+    writer = open_writer(path, part=part)
+    writer.extend(*joined(found))
+    writer.close()
+
+
+def error_in_the_block(path, found):
+    with contextlib.suppress(KeyError), open_writer(path, shard_bytes=2000) as writer:
+        writer.extend(*joined(found))
+        raise KeyError
+
+
+def ranks(path, found):
+    """Both are open when the first one closes."""
+    with open_writer(path, part=1) as second:
+        close(path, found[:3])
+        second.extend(*joined(found[3:]))
+
+
+def a_killed_rank(path, found):
+    """What it has flushed is listed by the next writer that closes."""
+    killed = open_writer(path, part=1)
+    killed.extend(*joined(found[:3]))
+    killed.flush()
+    stores.abandon(killed)
+    close(path, found[3:])
+
+
+def recovered(path, found):
+    killed = open_writer(path, shard_bytes=2000)
+    killed.extend(*joined(found))
+    stores.abandon(killed)
+    assert recover(path) == len(found)
+
+
+def captured(path, found):
+    model = torch.nn.Sequential(torch.nn.Embedding(V, 8), torch.nn.Linear(8, V))
+    with open_writer(path) as writer:
+        capture(model, [[tokens] for tokens, _ in found], writer, K, head="1")
+
+
+def merged(path, found):
+    merge(path, [stores.write(path.with_name("source"), found, shard_bytes=2000)])
+
+
+CLOSED = (close, error_in_the_block, ranks, a_killed_rank, recovered, captured, merged)
+
+
+@pytest.mark.parametrize("closed", CLOSED, ids=lambda closed: closed.__name__)
+def test_a_closed_store_is_served_as_it_is(closed, served, tmp_path):
+    folder, url = served
+    path, found = folder / closed.__name__, documents(*LENGTHS)
+    closed(path, found)
+    for count in (5, 6):
+        remote = Store(f"{url}/{path.name}", cache=tmp_path)
+        stores.assert_same_store(remote, Store(path))
+        assert len(remote) == count
+        close(path, [stores.document(9, seed=7)])  # a store that is served can grow
+
+
 class TestListing:
     def test_it_lists_every_shard(self, local):
-        assert write_index(local.path) == len(local)
         found = listing(local.path)
         assert found.header == local.info
         for listed, shard in zip(found.shards, local.shards, strict=True):
-            file = listed.file
-            assert file == (shard.path.name, shard.bytes, sha256_of(shard.path))
+            assert listed.file == hashed_file(shard.path)
+            assert listed.file[:2] == (shard.path.name, shard.bytes)
             assert torch.equal(listed.starts, shard.starts)
             assert listed.entries == len(shard.index()[0])
             assert listed.digest == shard.digest
-        lookup = local.path / found.lookup.name
-        assert found.lookup[1:] == (lookup.stat().st_size, sha256_of(lookup))
+        assert found.lookup == hashed_file(local.path / found.lookup.name)
 
-    def test_a_folder_with_an_index_stays_a_store(self, local, tmp_path):
-        """Readers and writers of the folder do not need the index, and do not refuse it."""
-        write_index(local.path)
-        grown = documents(*LENGTHS, 7)
-        stores.assert_holds(stores.write(local.path, grown), grown)
-        before = listing(local.path)
-        assert write_index(local.path) == len(grown)
-        after = listing(local.path)
-        assert len(after.shards) == len(before.shards) + 1
-        assert [path.name for path in local.path.glob("*.lookup")] == [after.lookup.name]
-        assert after.lookup.name != before.lookup.name
+    def test_an_older_lookup_file(self, local):
+        """It stays while a reader can have read the store.index before. Older ones do not."""
+        names = [listing(local.path).lookup.name]
+        (local.path / "store.index.123.unfinished").touch()  # what a killed writer left
+        for n in (7, 8):
+            stores.write(local.path, documents(n))
+            names.append(listing(local.path).lookup.name)
+            left = [*local.path.glob("*.lookup"), *local.path.glob("*.unfinished")]
+            assert {path.name for path in left} == {*names[-2:]}
 
     def test_known_shards_are_not_hashed_again(self, local, monkeypatch):
         """A shard is known if its size and the digest in its metadata are those of the index."""
-        write_index(local.path)
         changed = local.shards[1].path
         rewrite(changed, seed=99)
-        found, hashed = stores.write(local.path, documents(*LENGTHS, 7)), []
+        hashed = []
 
         def count(path):
             hashed.append(path.name)
-            return sha256_of(path)
+            return hashed_file(path)
 
-        monkeypatch.setattr("logitless.store.listing.sha256_of", count)
-        files = [shard.path for shard in found.shards]
-        after = listing_of(local.path, found.info, files, existing(local.path))
-        new = [changed.name, files[-1].name]
+        for module in (_listing, _writer):
+            monkeypatch.setattr(module, "hashed_file", count)
+        found = stores.write(local.path, documents(*LENGTHS, 7))
+        new = [found.shards[-1].path.name, changed.name]
         assert [name for name in hashed if name.endswith(".safetensors")] == new
-        assert [shard.file.sha256 for shard in after.shards] == [*map(sha256_of, files)]
-
-    def test_write_index_reads_all_shards(self, local):
-        """A shard that the existing index lists can have changed since then."""
-        write_index(local.path)
-        path = local.shards[1].path
-        data = bytearray(path.read_bytes())
-        data[-300] ^= 1
-        path.write_bytes(data)
-        with pytest.raises(ValueError, match=rf"{path.name} must have the bytes it was written"):
-            write_index(local.path)
-
-    def test_a_damaged_shard_is_not_listed(self, local):
-        path = local.shards[1].path
-        data = bytearray(path.read_bytes())
-        data[-300] ^= 1
-        path.write_bytes(data)
-        with pytest.raises(ValueError, match=rf"{path.name} must have the bytes it was written"):
-            write_index(local.path)
-        assert not (local.path / INDEX).exists()
-
-    def test_arguments(self, tmp_path):
-        with pytest.raises(ValueError, match="path must be a local folder, got 's3://a'"):
-            write_index("s3://a")
-        with pytest.raises(ValueError, match=r"must be a folder with a store\.json, got none"):
-            write_index(tmp_path)
+        files = [shard.file for shard in listing(local.path).shards]
+        assert files == [hashed_file(shard.path) for shard in found.shards]
 
 
 def forged(change, path):
@@ -137,14 +188,12 @@ FORGED = {
 @pytest.mark.parametrize("name", FORGED)
 def test_a_forged_index(name, local):
     change, words = FORGED[name]
-    write_index(local.path)
     forged(change, local.path)
     with pytest.raises(ValueError, match=words):
         listing(local.path)
 
 
 def test_every_changed_byte_is_refused_or_changes_nothing(local):
-    write_index(local.path)
     data, want = (local.path / INDEX).read_bytes(), listing(local.path)
     for place in range(0, len(data), 7):
         bad = bytearray(data)

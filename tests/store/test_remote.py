@@ -10,7 +10,7 @@ import threading
 import fsspec.registry  # noqa: F401
 import pytest
 
-from logitless.store import Store, merge, write_index
+from logitless.store import Store, merge, recover
 from logitless.store.cache import Cache
 from logitless.store.remote import Listed, Remote, is_address
 from tests.support import stores
@@ -64,7 +64,6 @@ class TestSame:
 
     def test_through_fsspec(self, local, tmp_path):
         fsspec = pytest.importorskip("fsspec")
-        write_index(local.path)
         system = fsspec.filesystem("memory")
         system.put(str(local.path), "/same", recursive=True)
         try:
@@ -128,7 +127,6 @@ class TestSame:
         """Documents of the changed store have other numbers."""
         before = pickle.dumps(opened()), pickle.dumps(local)
         stores.write(local.path, documents(*LENGTHS, 7))
-        write_index(local.path)
         for data in before:
             with pytest.raises(ValueError, match=r"must have the shards of the pickled Store, got"):
                 pickle.loads(data)
@@ -192,7 +190,6 @@ class TestFaults:
 
     def test_a_missing_file_of_a_file_system(self, local, tmp_path):
         pytest.importorskip("fsspec")
-        write_index(local.path)
         remote = Store(local.path.as_uri(), cache=tmp_path / "cache")
         (local.path / SHARD).unlink()
         with pytest.raises(FileNotFoundError, match=rf"file://.*{SHARD} must exist, got no file"):
@@ -222,12 +219,17 @@ class TestFaults:
         assert server.requests[SHARD] == 1
 
     def test_a_store_without_an_index(self, tmp_path):
-        stores.write(tmp_path / "store", documents(3))
-        with served(tmp_path / "store") as server:
-            match = f"{server.url} must have a store.index, got none. Run `logitless teacher index"
+        """The error says what to do: close the writer, or recover the store."""
+        writer, path = stores.open_writer(tmp_path / "store"), tmp_path / "store"
+        with served(path) as server:
+            match = f"{server.url} must have a store.index, got none. .*ll.store.recover"
             with pytest.raises(FileNotFoundError, match=match):
                 Store(server.url, cache=tmp_path / "cache")
             assert server.requests == {"store.index": 1}
+            stores.abandon(writer)
+            (path / "0.journal").unlink()  # a folder that was copied without its journals
+            assert recover(path) == 0
+            assert len(Store(server.url, cache=tmp_path / "cache")) == 0
 
     def test_a_file_that_was_changed_in_the_cache(self, opened, local, tmp_path, server):
         """The file is fetched again. No changed byte is read."""
@@ -266,7 +268,6 @@ class TestFaults:
             def write(self, data):
                 raise OSError(errno.ENOSPC, "no space left")
 
-        write_index(local.path)
         listed = opened().shards[0].listed
         with pytest.raises(OSError, match="no space left"):
             Remote(server.url).fetch(listed, Full())
@@ -276,7 +277,6 @@ class TestFaults:
         """fsspec's file systems raise errors of many packages."""
         pytest.importorskip("fsspec")
         monkeypatch.setattr("logitless.store.remote.FIRST_WAIT", 0.0)
-        write_index(local.path)
         remote, errors = Remote(local.path.as_uri(), attempts=3), [KeyError("a"), EOFError("b")]
         system, _ = remote._system
         real = system.open

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from logitless.store import Store, write_index
+from logitless.store import Store
 from tests.support import stores
 from tests.support.stores import LENGTHS, documents
 
@@ -41,7 +41,6 @@ def local(tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 class TestS3:
     def test_the_same_targets(self, local, options, tmp_path):
-        write_index(local.path)
         system = fsspec.filesystem("s3", **options)
         system.put(str(local.path), "bucket/same", recursive=True)
         remote = Store("s3://bucket/same", cache=tmp_path / "c", storage_options=options)
@@ -49,7 +48,6 @@ class TestS3:
 
     def test_a_wrong_and_a_missing_shard(self, local, options, tmp_path, monkeypatch):
         monkeypatch.setattr("logitless.store.remote.FIRST_WAIT", 0.0)
-        write_index(local.path)
         system = fsspec.filesystem("s3", **options)
         system.put(str(local.path), "bucket/targets", recursive=True)
         remote = Store("s3://bucket/targets", cache=tmp_path / "c", storage_options=options)

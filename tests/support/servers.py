@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from logitless.store import remote, write_index
+from logitless.store import remote
 
 FAULTS = (
     "refuse", "busy", "reset", "stall", "stall inside", "truncate", "shorten", "wrong", "longer",
@@ -98,8 +98,7 @@ def served(folder: Path) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def served_store(store) -> Iterator[Server]:
-    """Writes the index of a local store, and serves the store."""
-    write_index(store.path)
+    """Serves a local store, without waits between attempts."""
     with pytest.MonkeyPatch.context() as patch, served(store.path) as server:
         patch.setattr(remote, "FIRST_WAIT", 0.0)
         yield server
