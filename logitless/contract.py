@@ -21,6 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 T = TypeVar("T")
 
@@ -370,8 +371,8 @@ PRECISION = {
 class made_once(dict, Generic[T]):
     """A cache of small constants. cache[key] is make(key), or make(*key) if the key is a tuple.
 
-    Tensors are created outside of inference mode, because autograd cannot save inference tensors. A
-    tensor created while a CUDA graph is captured belongs to that graph and is not cached.
+    Tensors are created outside of inference mode, because autograd cannot save inference tensors.
+    Nothing is cached while a CUDA graph is captured, or under a mode, whose tensors can be fake.
     """
 
     def __init__(self, make: Callable[..., T]):
@@ -381,11 +382,19 @@ class made_once(dict, Generic[T]):
     def __missing__(self, key) -> T:
         with torch.inference_mode(False):
             value = self.make(*key) if isinstance(key, tuple) else self.make(key)
-        if not is_capturing():
+        if not (is_capturing() or torch._C._len_torch_dispatch_stack()):
             self[key] = value
         return value
 
+    def beside(self, t: Tensor, *key: Any) -> T:
+        """Returns cache[key] for an operation with t. A fake t needs a constant that is fake."""
+        return self[key] if has_values(t) else self.make(*key)
 
-def is_capturing() -> bool:
-    """Whether the current stream is capturing a CUDA graph."""
+
+def is_capturing() -> bool:  # a CUDA graph
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def has_values(t: Tensor) -> bool:
+    """Whether t has values to read. Fake tensors and tensors on "meta" have none."""
+    return t.__class__ is not FakeTensor and not t.is_meta

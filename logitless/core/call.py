@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..contract import NO_ID, Reading
+from ..contract import NO_ID, Reading, has_values
 from . import invariant as invariance
 from . import option_checks, target_checks, tensor_checks
 from .environment import CHECK, variables
@@ -201,7 +201,7 @@ def reads_values(ids: Tensor) -> bool:
     Values on a CPU are always checked. Values on a GPU are checked only with LOGITLESS_CHECK=1,
     because the check makes the host wait.
     """
-    return ids.is_cpu or (CHECK in variables and thorough() and not ids.is_meta)
+    return (ids.is_cpu or (CHECK in variables and thorough())) and has_values(ids)
 
 
 def check_values(loss) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import eager
+from ..contract import has_values
 from . import tensor_checks
 from .backend import Backend
 from .capture import Capture, Captured
@@ -57,7 +58,8 @@ def backend_of(x: Tensor) -> Backend:
     """Returns the backend for this tensor: the module `kernels` or the module `eager`."""
     name = _chosen or (IMPL in variables and os.environ["LOGITLESS_IMPL"])
     if not name:
-        return _kernels() if on_gpu(x) and x.dtype != torch.float64 else eager
+        triton = on_gpu(x) and x.dtype != torch.float64 and has_values(x)
+        return _kernels() if triton else eager
     if name == "eager":
         return eager
     tensor_checks.one_of("LOGITLESS_IMPL", name, CHOICES)

@@ -136,7 +136,7 @@ class RowLoss:
         multiplied by `factor`.
         """
         outputs, saved = self.forward(backend, x)
-        upstream = (one[x.device, outputs[0].dtype],)
+        upstream = (one.beside(outputs[0], x.device, outputs[0].dtype),)
         return outputs, self.backward(backend, x, saved, upstream, factor, into), saved
 
     def mean_in_one_pass(self, backend: Backend) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..contract import LEAST_TAIL, NO_ID, PRECISION, Reading
+from ..contract import LEAST_TAIL, NO_ID, PRECISION, Reading, has_values
 
 # The number of bytes of logits per chunk. With smaller chunks, PyTorch would spend most of the time
 # on starting threads.
@@ -23,10 +23,20 @@ def chunks(x: Tensor, live: Tensor | None, divisor: int = 1) -> Iterator[Index]:
     copies = 1 if x.dtype == PRECISION[x.dtype] else 2  # 16-bit logits also have an fp32 copy
     copies *= divisor
     step = max(1, CHUNK_BYTES // (x.shape[1] * PRECISION[x.dtype].itemsize * copies))
-    if live is not None and x.device.type == "cpu" and not bool(live.all()):
+    if live is not None and skips_ignored(x) and not bool(live.all()):
         yield from (rows for rows in live.nonzero().squeeze(1).split(step) if len(rows))
     else:
         yield from (slice(i, i + step) for i in range(0, x.shape[0], step))
+
+
+def address(t: Tensor) -> int:
+    """The address of the values in memory, or 0 if there are no values."""
+    return t.data_ptr() if has_values(t) else 0
+
+
+def skips_ignored(x: Tensor) -> bool:
+    """Whether `chunks` leaves out ignored rows. On a GPU, the host would have to wait for them."""
+    return x.is_cpu and has_values(x)
 
 
 def live_rows(reading: Reading) -> Tensor | None:
@@ -132,12 +142,10 @@ def by_row(t: Tensor | None, rows: int) -> Tensor | float:
 def fill_ignored(dx: Tensor, live: Tensor | None, *, before: bool) -> None:
     """Writes zeros to the ignored rows of a gradient.
 
-    On a CPU, `chunks` leaves out ignored rows, and the zeros are written before the gradients of
-    the other rows. On a GPU, `chunks` also yields ignored rows, because the host would otherwise
-    have to wait for the mask. Therefore, on a GPU, the zeros are written after the gradients of all
-    rows.
+    If `chunks` leaves out ignored rows, the zeros are written before the gradients of the other
+    rows, otherwise after the gradients of all rows.
     """
-    if live is None or before != (dx.device.type == "cpu"):
+    if live is None or before != skips_ignored(dx):
         return
     if before:
         dx.index_fill_(0, (~live).nonzero().squeeze(1), 0)
@@ -161,7 +169,7 @@ def written_to(x: Tensor, into: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def written_back(flat: Tensor, into: Tensor) -> Tensor:
     """Returns `into`. If `flat` is not a view of `into`, `flat` is first copied to `into`."""
-    if flat.data_ptr() != into.data_ptr():
+    if address(flat) != address(into):
         into.copy_(flat.view(into.shape))
     return into
 
@@ -172,7 +180,7 @@ def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
     If the result is True, callers do not need to subtract m. The result is always False on a GPU,
     because the host would have to wait for the values of m.
     """
-    return inv_t is None and m.device.type == "cpu" and bool(m.abs().max() < 30)
+    return inv_t is None and skips_ignored(m) and bool(m.abs().max() < 30)
 
 
 def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..contract import NO_ID, PRECISION
+from ..contract import NO_ID, PRECISION, has_values
 
 CHUNK_BYTES = 16 << 20  # bytes of the table's rows that are gathered at once
 
@@ -52,6 +52,10 @@ def row_dots_gradients(
     state or the row of the table is not finite.
     """
     full = PRECISION[hidden.dtype]
+    if not has_values(ids):  # the number of distinct ids is unknown, and at most ids.numel()
+        d_hidden = torch.empty_like(hidden) if needs[0] else None
+        which, rows = ids.reshape(-1), weight.new_empty((ids.numel(), weight.shape[1]))
+        return d_hidden, table_gradient(which, rows, weight, sparse) if needs[1] else None
     g = g.to(full)
     used = (ids >= 0) & (ids < len(weight)) & (g != 0)
     d_hidden = torch.zeros_like(hidden, dtype=full) if needs[0] else None

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..contract import PRECISION
 from ..core.backend import Backend
 from ..core.loss import RowLoss, Saved
+from ..eager.rows import address
 from .gemms import SLAB, gemm, two_parts
 from .head import Head, Rows
 
@@ -193,7 +194,7 @@ class RowInputGradients:
 
 def put(total: Tensor, rows: Rows, chunk: Tensor) -> None:
     """Copies `chunk` to total[rows], unless `chunk` is already stored in total[rows]."""
-    if not isinstance(rows, slice) or chunk.data_ptr() != total[rows].data_ptr():
+    if not isinstance(rows, slice) or address(chunk) != address(total[rows]):
         total[rows] = chunk
 
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..contract import PRECISION
+from ..contract import PRECISION, has_values
 from ..core.backend import Backend
 from ..core.call import Signature
 from ..core.choose_backend import backend_of
@@ -271,9 +271,10 @@ class Head:
 
         The result is None if the GEMMs compute all rows.
         """
-        kind, reading = self.hidden.device.type, loss.reading
-        unknown = kind == "meta" or (kind == "cuda" and torch.cuda.is_current_stream_capturing())
-        if not self.drop_ignored or reading.ignore_index is None or unknown:
+        hidden, reading = self.hidden, loss.reading
+        if not self.drop_ignored or reading.ignore_index is None or not has_values(hidden):
+            return None
+        if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         return (reading.label != reading.ignore_index).reshape(-1)
 

@@ -142,7 +142,7 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
     if transformed and call.in_func():
         tensor_checks.no_head_in_func()
     small = head.is_small(loss)
-    if small and transformed:  # fake tensors have no values to check
+    if small and transformed:
         return evaluate_traced(head, loss, reduction, row_weight)
     call.check_values(loss)
     if small:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..contract import Reading
+from ..contract import Reading, has_values
 from ..core.loss import RowLoss, ignored_value
 from ..heads.head import Head
 from ..heads.linear import HeadLogits
@@ -116,7 +116,7 @@ class Answers:
         module, device = head.module, head.device
         if module is None or hasattr(type(module), "unshard") or not head.drop_ignored:
             return None, None
-        if not may_wait(device) or torch.are_deterministic_algorithms_enabled():
+        if not may_wait(head.hidden) or torch.are_deterministic_algorithms_enabled():
             return None, None
         unread = _READ[trains].pop(module, PATIENCE)
         if unread == PATIENCE:
@@ -173,7 +173,7 @@ class Answers:
         """Reads the statistics of `loss` from the `Table`. Returns None if this is not possible."""
         reading, options = loss.reading, Options.of(loss.reading)
         scored = set(reading.wants) <= set(SCORES) and reading.ids_per_row <= 1
-        if not scored or options is None or not may_wait(recipe.device):
+        if not scored or options is None or not may_wait(recipe.head.hidden):
             return None
         table = self.tables.get(options)
         if table is None:
@@ -286,8 +286,8 @@ def fill(table: Table, recipe: Recipe, options: Options, at: Tensor, ids: Tensor
     return scores
 
 
-def may_wait(device: torch.device) -> bool:
-    """Whether the host can wait for a number that the device computes."""
-    if device.type == "meta" or torch.compiler.is_compiling():
+def may_wait(hidden: Tensor) -> bool:
+    """Whether the host can wait for a number that is computed from the hidden states."""
+    if torch.compiler.is_compiling() or not has_values(hidden):
         return False
-    return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    return not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contract import has_values
 from ..core.option_checks import LEAST, MOST
 from ..heads.head import Head
 from ..heads.quantized import is_freed, is_quantized
@@ -66,7 +67,8 @@ def number(by: Any) -> float | None:
 
     A tensor on a GPU is not read, because the host would wait for the GPU.
     """
-    if isinstance(by, Tensor) and by.dim() == 0 and by.is_cpu and not by.requires_grad:
+    readable = isinstance(by, Tensor) and by.dim() == 0 and by.is_cpu and has_values(by)
+    if readable and not by.requires_grad:
         by = by.item()
     return float(by) if isinstance(by, (int, float)) and not isinstance(by, bool) else None
 

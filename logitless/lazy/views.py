@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from ..contract import has_values
 from ..heads.head import Head
 from ..heads.quantized import is_freed, is_quantized, storage_of
 from .deferred import memory_of
@@ -322,7 +323,10 @@ def is_alias(x: Tensor | None, y: Tensor | None) -> bool:
         return x is y
 
     def place(t: Tensor) -> tuple:
-        memory = storage_of(t) if is_quantized(t) else t.data_ptr()
+        if not has_values(t):
+            memory = t.untyped_storage()._cdata
+        else:
+            memory = storage_of(t) if is_quantized(t) else t.data_ptr()
         return memory, t.shape, t.stride(), t.dtype, t.device
 
     return x is y or place(x) == place(y)

@@ -36,7 +36,8 @@ class CrossEntropy(RowLoss):
     def value(self, backend, statistics):
         state = statistics.state
         if self.is_nll:
-            return (statistics.nll,), (state, of_one["nll", state.device, state.dtype].rows)
+            coefficients = of_one.beside(state, "nll", state.device, state.dtype)
+            return (statistics.nll,), (state, coefficients.rows)
         value, coefficients = backend.cross_entropy(
             statistics, self.reading, self.label_smoothing, self.z_loss
         )

@@ -63,7 +63,7 @@ class KeptLogits(KeptStatistics):
 
     def backward(self, backend, x, saved, upstream, factor=None, into=None):
         y = saved[0]
-        g, gain = self._over_temperature(upstream[0]), one[y.device, y.dtype]
+        g, gain = self._over_temperature(upstream[0]), one.beside(y, y.device, y.dtype)
         return backend.gather_gradient(x, self.reading, y, g, gain, factor, into)
 
     def shapes(self, x):

@@ -109,12 +109,12 @@ class Read(RowLoss):
             # If only one statistic has a gradient, its coefficients can be constants. `of_one`
             # returns these constants, and the backend multiplies the constants by the gradient.
             ((name, gain),) = gradients.items()
-            found = of_one[name, state.device, state.dtype]
+            found = of_one.beside(state, name, state.device, state.dtype)
             if found is not None:
                 found = found._replace(has=fields_given((name,), reading.wants))
         if found is None:
             found = backend.coefficients(reading, state, gradients)
-            gain = one[state.device, state.dtype]
+            gain = one.beside(state, state.device, state.dtype)
         return backend.gradient(x, reading, state, found, gain, factor, into)
 
     def shapes(self, x):

@@ -1,12 +1,18 @@
 """The routes that a loss over a tensor may take give the same numbers."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import logitless as ll
+from logitless import SparseTargets
 from logitless.core import evaluate
-from tests.support.calls import CALLS, TARGET, N, leaves, made, outcome
+from tests.support import calls
+from tests.support.calls import CALLS, leaves, outcome
+from tests.support.sources import SOURCES
 
 
 @pytest.mark.parametrize("options", [
@@ -64,18 +70,46 @@ def test_the_default_dtype_changes_nothing(name, impl):
                 assert torch.equal(a, b), (source, dtype, default)
 
 
-SOURCES = ["tensor", "head"]
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+@pytest.mark.parametrize("source", ["tensor", "head", "head in chunks", "lazy"])
+def test_tensors_without_values_have_shapes_on_every_source(source, kind, monkeypatch):
+    """Every result and gradient has the shape and dtype that it has with values."""
+    mode = FakeTensorMode() if kind == "fake" else contextlib.nullcontext()
+    given = {n: t for n, t in vars(calls).items() if isinstance(t, (torch.Tensor, SparseTargets))}
+    fields = ("ids", "logprobs", "tail", "mask")
+    pairs = {
+        "sampled": lambda h, w: ll.sampled_softmax(h, w, calls.TARGET, calls.IDS[0]),
+        "sampled, own": lambda h, w: ll.sampled_softmax(h, w, calls.TARGET, calls.IDS),
+        "sampled, sparse": lambda h, w: ll.sampled_softmax(
+            h, w, calls.TARGET, calls.IDS[0], sparse_grad=True, workspace=16
+        ),
+        "contrastive": lambda h, w: ll.contrastive(
+            h, w, positives=calls.TARGET, symmetric=False, ignore_index=-100
+        ),
+        "sigmoid": lambda h, w: ll.sigmoid_contrastive(h, w[: calls.N]),
+    }
 
+    def empty(t):
+        if isinstance(t, SparseTargets):
+            return SparseTargets(*(empty(getattr(t, name)) for name in fields))
+        return None if t is None else t.to("meta") if kind == "meta" else mode.from_tensor(t)
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("source", SOURCES)
-def test_meta_tensors_have_shapes_on_every_source(source, reduction):
-    """A head said "unknown device type for autocast"."""
-    parts = [t.to("meta").requires_grad_() for t in leaves(source)]
-    loss = ll.cross_entropy(made(source, parts), TARGET.to("meta"), reduction=reduction)
-    assert (loss.device.type, loss.shape) == ("meta", () if reduction == "mean" else (N,))
-    loss.sum().backward()
-    assert [t.grad.shape for t in parts] == [t.shape for t in parts]
-    scores = ll.score(made(source, parts), TARGET.to("meta"), rank=True)
-    assert all(t.shape == (N,) for t in scores)
-    assert ll.capture_topk(made(source, parts), 3).ids.shape == (N, 3)
+    def results(name, made=lambda t: t):
+        parts = [made(t).requires_grad_() for t in leaves("head")[:2]]
+        if name in pairs:
+            found = (pairs[name](*parts),)
+        else:
+            read = (lambda h, w: h @ w.T) if source == "tensor" else SOURCES[source]
+            found = calls.calls_of(ll)[name](read(*parts))
+        real = [t for t in found if t.requires_grad]
+        grads = torch.autograd.grad([t.double().sum() for t in real], parts) if real else ()
+        return [(t.shape, t.dtype, t.layout) for t in (*found, *grads)]
+
+    names = [*CALLS, *(pairs if source == "tensor" else ())]
+    want = {name: results(name) for name in names}
+    with mode:
+        for name, t in given.items():
+            monkeypatch.setattr(calls, name, empty(t))
+        assert {name: results(name, empty) for name in names} == want
+    monkeypatch.undo()
+    assert results("cross_entropy") == want["cross_entropy"]  # no constant of the mode is kept
