@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..contract import NO_ID, Reading, has_values
+from ..contract import Reading, has_values
 from . import invariant as invariance
 from . import option_checks, target_checks, tensor_checks
 from .environment import CHECK, variables
@@ -225,8 +225,9 @@ def check_values(loss) -> None:
     if reads_label(loss):
         target_checks.in_range(reading.label, vocab, live, loss.names[0], reading.ignore_index)
     if reading.ids is not None:
-        real = reading.ids != NO_ID
-        real = real if live is None else real & live.unsqueeze(-1)
+        real = loss.real_ids
+        if live is not None:
+            real = live.unsqueeze(-1) if real is None else real & live.unsqueeze(-1)
         target_checks.in_range(reading.ids, vocab, real, loss.names[1], None)
 
 

@@ -171,6 +171,14 @@ class RowLoss:
         return call(self, x)
 
     @property
+    def real_ids(self) -> Tensor | None:
+        """A mask (..., K) of the ids that the user passed, or None for all ids.
+
+        All other ids are NO_ID. The user can pass this number too, and it is then out of range.
+        """
+        return None
+
+    @property
     def merges(self) -> bool:
         """Whether the loss can be computed from merged partial statistics.
 

@@ -9,18 +9,19 @@ from these results, so that autograd can differentiate the scores.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..contract import NO_ID
-from ..core import call
+from ..core import call, target_checks
 from ..core.evaluate import evaluate
 from ..core.loss import one
+from ..core.source import ranks_of_call
 from ..heads.operators import operator
 from . import checks
-from .statistics import Read
+from .statistics import SlotRead
 
 EMPTY = -1  # the id of an empty slot in the argument `kept`
 
@@ -35,14 +36,11 @@ class KeptScores(NamedTuple):
 
 @operator("kept_statistics", saved=1)
 @dataclass(eq=False)
-class KeptStatistics(Read):
-    """A `Read` whose labels are checked as class ids. No statistic uses the labels."""
+class KeptStatistics(SlotRead):
+    """A `SlotRead` whose labels are checked as class ids. No statistic uses the labels."""
 
     labels_are_ids: ClassVar[bool] = True
-
-    @property
-    def names(self):
-        return "target", f"kept (except {EMPTY} for an empty slot)"
+    names: ClassVar[Any] = ("target", f"kept (except {EMPTY} for an empty slot)")
 
 
 @operator("kept_logits", saved=1)
@@ -119,7 +117,12 @@ def kept_scores(
         checks.kept_scores, logits, target, kept, temperature, softcap, ignore_index, mask, mass
     )
     label = call.as_ids(target, ignore_index, mask)
-    ids = _distinct(call.as_ids(kept), label, logits.shape[-1])
+    ids = call.as_ids(kept)
+    if call.reads_values(ids) and not call.under_transform() and ranks_of_call(logits) is None:
+        # `_distinct` replaces the id NO_ID, so the error of `evaluate` would name another number.
+        wrong = (ids == NO_ID) & (label != ignore_index).unsqueeze(-1)
+        target_checks.in_range(ids, logits.shape[-1], wrong, KeptStatistics.names[1], None)
+    ids = _distinct(ids, label, logits.shape[-1])
     reading = call.reading_of(
         logits, temperature, softcap, label=label, ids=ids, ignore_index=ignore_index,
         wants=("picked", "logprob") if mass else ("picked",),

@@ -90,6 +90,7 @@ class Formula(RowLoss):
 
     names: ClassVar[tuple[str, str]] = ("ids", "ids")
     caller: ClassVar[str] = "row_loss"  # the name of the public function in error messages
+    reads: ClassVar[type[Read]] = Read  # the statistics under a compiler
 
     extras: ClassVar[None] = None  # the number of extras is known only after a call of `function`
 
@@ -179,7 +180,7 @@ class Formula(RowLoss):
         return Coefficients(rows, has, ids), upstream[0]
 
     def traced(self, x, call=operators.call):
-        statistics = Read(self.reading).traced(x, call)
+        statistics = self.reads(self.reading).traced(x, call)
         by_name = dict(zip(self.reading.wants, statistics, strict=True))
         return self.apply(by_name, self.row_inputs, x.shape[:-1], PRECISION[x.dtype])
 

@@ -22,6 +22,7 @@ from ..eager.slot_divergence import rest
 from ..targets.sparse import SparseTargets
 from . import checks
 from .row_loss import Formula, check_formula, constant_where
+from .statistics import Read, SlotRead
 
 Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
 
@@ -55,6 +56,11 @@ class SlotFormula(Formula):
 
     names: ClassVar[tuple[str, str]] = ("labels", "targets.ids")
     caller: ClassVar[str] = "slot_loss"
+    reads: ClassVar[type[Read]] = SlotRead
+
+    @property
+    def real_ids(self):
+        return self.row_inputs[0]
 
     def first_argument(self, statistics, row_inputs):
         mask, teacher, *rows = row_inputs

@@ -36,6 +36,10 @@ class Sparse(RowLoss):
 
     slots: Slots
 
+    @property
+    def real_ids(self):
+        return self.slots.mask
+
     def value(self, backend, statistics):
         value, coefficients = backend.slots(
             statistics.logprob, self.reading, self.slots, statistics.tail, statistics.logprob_t1

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import contract
-from ..contract import PRECISION, Reading, RowStats
+from ..contract import NO_ID, PRECISION, Reading, RowStats
 from ..core import call
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss, one, rows_in
@@ -122,6 +122,16 @@ class Read(RowLoss):
         at_ids = () if ids is None else ("picked", "logprob")
         outputs = [(*lead, ids.shape[-1]) if n in at_ids else lead for n in self.reading.wants]
         return [*outputs, (rows_in(lead), contract.STATE)]
+
+
+@operator("slot_statistics", saved=1)
+@dataclass(eq=False)
+class SlotRead(Read):
+    """A Read of slots. An empty slot has the id NO_ID."""
+
+    @property
+    def real_ids(self):
+        return self.reading.ids != NO_ID
 
 
 @call.named()

@@ -5,9 +5,11 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
+from logitless.contract import NO_ID
 from logitless.core import call as _call
 from logitless.core import target_checks
-from tests.support.calls import IDS, TARGET, TEACHER, K, V, leaves, normal
+from tests.support import calls
+from tests.support.calls import IDS, ROWS, TARGET, TEACHER, K, V, leaves, made, normal
 from tests.support.refusals import X, refusal, refuses
 
 
@@ -213,3 +215,40 @@ class TestSignatures:
             _call.check_once(self.check, *range(count))
             kept.append(len(_call._passed))
         assert kept == [1, 2, 3, 1, 2, 3, 1]
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("source", ["tensor", "head", "head of two chunks"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_number_of_an_empty_slot_is_refused_as_an_id(dtype, source):
+    """A masked slot has the id NO_ID inside. As an id that counts, the number is out of range."""
+    x, ids = made(source, leaves(source)), IDS.to(dtype, copy=True)
+    ids[1, 2] = NO_ID
+    masked = torch.ones_like(ids, dtype=torch.bool)
+    masked[1, 2] = False
+
+    def losses(mask):
+        targets = ll.SparseTargets(ids, calls.SPARSE.logprobs, calls.SPARSE.tail, mask)
+        how = {"divergence": "forward_kl", "targets": targets}
+        return {
+            "targets.ids": lambda: ll.topk_distill(x, support="tail", **how),
+            "targets.ids ": lambda: ll.topk_distill(x, support="renorm", **how),
+            "targets.ids  ": lambda: ll.slot_loss(calls.slot_formula, x, targets, rows=(ROWS,)),
+        }
+
+    kept = "kept (except -1 for an empty slot)"
+    refused = losses(None) | {
+        "ids": lambda: ll.row_stats(x, ids, ignore_index=None),
+        kept: lambda: ll.kept_scores(x, TARGET, ids),
+    }
+    for name, loss in refused.items():
+        words = f"{name.rstrip()} must be in [0, {V}), got {NO_ID} at row (1, 2)."
+        with refuses(IndexError, words):
+            loss()
+    assert all(loss().isfinite() for loss in losses(masked).values())
+    assert (
+        ll.kept_scores(
+            x, TARGET.index_fill(0, torch.tensor([1], device=TARGET.device), -100), ids
+        ).entropy[1]
+        == 0
+    )
