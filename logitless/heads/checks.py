@@ -80,6 +80,15 @@ def table(hidden: Any, weight: Any, bias: Any, casts: bool) -> None:
     head(wide[0], wide[1], wide[2], None)
 
 
+def same_rows(weight: Tensor, rows: int) -> None:
+    if len(weight) != rows:
+        was = (rows, *weight.shape[1:])
+        raise ValueError(
+            f"weight must keep the shape {_shape(was)} that it had when the LinearLogits was made,"
+            f" got {_shape(weight)}; make a new LinearLogits."
+        )
+
+
 def readable(name: str, t: Tensor) -> None:
     """Checks that a quantised tensor is a weight that can be dequantised in blocks of rows."""
     if name != "weight":

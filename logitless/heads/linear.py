@@ -74,26 +74,33 @@ class HeadLogits(Source):
         self.head, self.hidden, self.spread = head, head.hidden, is_dtensor(head.weight)
         self.shape, self.dtype, self.device, self.requires_grad = head.describe_logits()
 
+    def current(self) -> Head:
+        """Returns the head. Raises if the number of rows of the weight is no longer V."""
+        head = self.head
+        if len(head.weight) != self.shape[-1]:
+            rules.same_rows(head.weight, self.shape[-1])
+        return head
+
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         """Returns the weighted and reduced loss, computed from one chunk of logits at a time."""
-        return evaluate_head(self.head, loss, reduction, row_weight)
+        return evaluate_head(self.current(), loss, reduction, row_weight)
 
     def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
-        return captured_of_head(self.head, capture, temperature, softcap)
+        return captured_of_head(self.current(), capture, temperature, softcap)
 
     def materialize(self, rows: Rows | None = None) -> Tensor:
         """Returns the differentiable logits, as a tensor of shape (..., V).
 
         With `rows`, the result holds only the logits of these rows, without a gradient.
         """
-        return self.head.logits(rows)
+        return self.current().logits(rows)
 
     def as_teacher(self) -> ScaledHead:
-        return ScaledHead(self.head)
+        return ScaledHead(self.current())
 
     def in_columns(self, shard: Any) -> Source:
         """Returns a Source of all ranks' logits. This rank computes only its own columns."""
-        return HeadColumns(self.head, shard)
+        return HeadColumns(self.current(), shard)
 
     def over_all_tokens(self, gather: Callable[[Tensor], Tensor]) -> "HeadLogits":
         """Returns the same head with the hidden states of all ranks. `gather` is an all-gather."""

@@ -24,6 +24,7 @@ from tests.support.heads import (  # noqa: F401 - both_ways is a fixture
     result,
     rows,
 )
+from tests.support.refusals import refuses
 from tests.support.sizes import DEVICE
 
 CHUNKS = [1, 3, 7, 100]  # rows at once
@@ -280,3 +281,26 @@ def test_autocast_leaves_fp64_as_linear_does():
         with pytest.raises(TypeError, match="weight must be"):  # as F.linear refuses the two
             ll.LinearLogits(parts[0], parts[1].float())
     assert torch.equal(got, ll.cross_entropy(ll.LinearLogits(*parts), TARGET))
+
+
+def test_a_weight_that_changed_its_size_is_refused():
+    """The vocabulary was resized while a LinearLogits was kept."""
+    hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(20, 3, requires_grad=True)
+    z, other = ll.LinearLogits(hidden, weight), torch.randn(4, 20)
+    shard, target = ll.VocabShard(z), torch.full((4,), 19)
+    ll.cross_entropy(z, target).backward()
+    weight.data = torch.randn(15, 3)
+    words = (
+        "weight must keep the shape (20, 3) that it had when the LinearLogits was made,"
+        " got (15, 3); make a new LinearLogits."
+    )
+    for call in (
+        lambda: ll.cross_entropy(z, target), lambda: ll.cross_entropy(shard, target),
+        lambda: ll.score(z, target), lambda: ll.capture_topk(z, 3), lambda: z.materialize(),
+        lambda: torch.nn.functional.cross_entropy(z, target), lambda: z[0],
+        lambda: ll.kl_div(other, z, direction="forward"), lambda: ll.capture_topk(shard, 3),
+        lambda: ll.kl_div(ll.LinearLogits(hidden, torch.randn(20, 3)), z, direction="forward"),
+        lambda: ll.row_loss(lambda stats: stats.lse, z),
+    ):  # fmt: skip
+        with refuses(ValueError, words):
+            call()
