@@ -184,6 +184,33 @@ def mass_and_share(
     return mass, backend.share(loss.reading, mass, rows, like)
 
 
+def without_unit(
+    loss: RowLoss, factor: Tensor | None, like: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns `factor` / unit, and the unit: the largest number that multiplies a row's gradient.
+
+    A gradient that forward computes in fp16 would underflow if small weights multiplied it before
+    the upstream gradient, such as the scale of a GradScaler, is known. So backward multiplies by
+    the unit. `factor` has one number per row. Both results are None if nothing multiplies.
+    """
+    reading, full = loss.reading, PRECISION[like.dtype]
+    t, v = reading.any_temperature, reading.class_weight
+    inverse = 1 / t.detach().reshape(-1).to(full) if isinstance(t, Tensor) else 1 / (t or 1.0)
+    gain = loss.gain(inverse)
+    if factor is None and v is None and not isinstance(gain, Tensor) and gain == 1:
+        return None, None
+    unit = torch.ones((), device=like.device, dtype=full) if factor is None else factor.abs()
+    unit, ignored = unit * gain, reading.ignored_rows()
+    if unit.dim():
+        unit = unit if ignored is None else unit.masked_fill(ignored.reshape(-1), 0.0)
+        unit = unit.amax() if len(unit) else unit.sum()
+    if v is not None:
+        unit = unit * v.detach().abs().amax().to(full)
+    # Without a largest number that is positive and finite, the gradient is computed as it is.
+    unit = torch.where((unit > 1e-30) & (unit < 1e30), unit, 1.0)
+    return (1 if factor is None else factor) / unit, unit
+
+
 def _reduced(backend: Backend, x: Tensor, loss: RowLoss, value: Tensor, row_weight, reduction: str):
     """Returns the sum or mean of the values, and the factor that multiplies each row's gradient."""
     mean, mass = reduction == "mean", None

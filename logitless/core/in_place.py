@@ -17,7 +17,7 @@ from .autograd import Node
 from .backend import Backend
 from .call import check_values, under_transform
 from .choose_backend import backend_of
-from .evaluate import evaluate, single_row
+from .evaluate import evaluate, single_row, without_unit
 from .invariant import aligned, computes_single_rows
 from .loss import RowLoss, rows_in
 from .source import source_of
@@ -102,14 +102,15 @@ class GradientInPlace(Node):
         mean, reading = reduction == "mean", loss.reading
         mass = loss.mass(backend, logits.dtype) if mean else None
         share = backend.share(reading, mass, rows_in(shape[:-1]), logits) if mean else None
-        # The gradient of a mean is divided by the number of rows, and can therefore underflow in
-        # fp16. So forward overwrites fp16 logits with the gradient of the sum. Backward multiplies
-        # this gradient by `share`, the factor that turns the sum into the mean.
-        ctx.share = share if logits.dtype == torch.float16 else None
-        factor = None
+        factor = ctx.later = None
         if row_weight is not None:
             factor = row_weight.detach().reshape(-1).to(PRECISION[logits.dtype])
-        if share is not None and ctx.share is None:
+        if logits.dtype == torch.float16:
+            # The number of rows and small weights can cause underflow in fp16. So backward
+            # multiplies by `later`, the numbers that the gradients of all rows share.
+            factor, unit = without_unit(loss, factor, logits)
+            ctx.later = share if unit is None else unit if share is None else unit * share
+        elif share is not None:
             factor = share if factor is None else factor * share
         value, *extras = _overwrite(backend, logits, loss, factor)
         ctx.d_row_weight = None
@@ -150,7 +151,7 @@ class GradientInPlace(Node):
             upstream = torch.where(label == ctx.ignore_index, 0.0, upstream)
         gradient = gradient.detach()
         d_row_weight = None if ctx.d_row_weight is None else ctx.d_row_weight * upstream
-        scale = upstream if ctx.share is None else upstream * ctx.share
+        scale = upstream if ctx.later is None else upstream * ctx.later
         ctx.backend.scale_(gradient.view(ctx.shape), scale)
         torch.autograd.graph.increment_version(gradient)
         return gradient, d_row_weight, *(None,) * 5

@@ -65,6 +65,8 @@ class RowLoss:
     labels_are_ids: ClassVar[bool] = False
     # Whether forward computes and saves the gradient, for an upstream gradient of 1.
     saves_gradient: ClassVar[bool] = False
+    # Whether `gain` is known. If not, the gradient of fp16 logits must wait for the upstream one.
+    has_gain: ClassVar[bool] = True
     # The names of the fields that hold structs of contract.py.
     structs: ClassVar[tuple[str, ...]] = ("reading",)
     # The names of the label and of the ids in error messages. In a subclass, `names` can be a
@@ -169,6 +171,13 @@ class RowLoss:
         call(loss, x) calls the operator. x is a tensor of logits or a head (heads/operators.py).
         """
         return call(self, x)
+
+    def gain(self, inverse_t: Any) -> Any:
+        """The largest number that multiplies a row's gradient, besides weights of rows and classes.
+
+        `inverse_t` is 1 / temperature: one number, or one number per row.
+        """
+        return inverse_t
 
     @property
     def real_ids(self) -> Tensor | None:

@@ -266,6 +266,14 @@ class Head:
         freed = not weight.untyped_storage().nbytes()
         return not freed and all(map(is_dense, loss.teachers))
 
+    def reduces(self, loss: RowLoss) -> bool:
+        """Whether a mean or sum computes its gradient in forward (total.py).
+
+        Otherwise, the results per row are reduced, because in fp16 a gradient of unknown size can
+        underflow before the upstream gradient is known.
+        """
+        return self.hidden.dtype != torch.float16 or loss.has_gain
+
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
         """Returns a bool mask (N,) that is False in ignored rows. The GEMMs leave out ignored rows.
 

@@ -154,7 +154,7 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
     call.check_values(loss)
     if small:
         return evaluate_small(head, loss, reduction, row_weight)
-    if reduction != "none":
+    if reduction != "none" and head.reduces(loss):
         grad = torch.is_grad_enabled()
         return ReducedLoss.apply(
             *head.inputs, row_weight, head, loss, reduction, grad, *loss.row_inputs

@@ -136,7 +136,7 @@ class HeadOperator:
         torch.library.register_fake(f"logitless::{name}", fake, lib=library)
 
     def total(self, *arguments) -> list[Tensor]:
-        """Returns the loss, the factor that turns a sum into a mean, the gradients, and the extras.
+        """Returns the loss, the factor for backward (see `Result`), the gradients, and the extras.
 
         The extras are further results per row (core/loss.py). A tensor that is not needed is empty.
         """
@@ -146,22 +146,22 @@ class HeadOperator:
         )
         check_values(call.loss)
         with without_autocast(call.head.device):
-            value, share, d, extras = total.forward(call)
-        if call.divides_in_backward:  # the gradients of weight and bias stay fp32 until backward
+            value, later, d, extras = total.forward(call)
+        if call.scales_in_backward:  # the gradients of weight and bias stay fp32 until backward
             d = _shaped(d, call.head.tensors)
+            later = value.new_ones(()) if later is None else later
         else:
-            d, share = d.like(call.head.tensors), None
-        first = (value, share, *d.tensors, d.row_weight)
+            d = d.like(call.head.tensors)
+        first = (value, later, *d.tensors, d.row_weight)
         return [*(_or_empty(t, value) for t in first), *extras]
 
     def fake_total(self, hidden, weight, bias, low_rank, *arguments) -> list[Tensor]:
-        *_, row_weight, reduction, needs = arguments
-        full = PRECISION[hidden.dtype]
-        divides = reduction == "mean" and hidden.dtype == torch.float16
-        value, wide = hidden.new_empty((), dtype=full), full if divides else None
+        *_, row_weight, _, needs = arguments
+        full, later = PRECISION[hidden.dtype], hidden.dtype == torch.float16
+        value, wide = hidden.new_empty((), dtype=full), full if later else None
         needs = _needs(*needs)
         outputs = (
-            value, _like(value, divides), _like(hidden, needs.hidden),
+            value, _like(value, later), _like(hidden, needs.hidden),
             _like(weight, needs.weight, wide), _like(bias, needs.bias, wide),
             _like(low_rank, needs.low_rank, wide), _like(row_weight, needs.row_weight),
         )  # fmt: skip
@@ -255,10 +255,10 @@ def _save_total(ctx, inputs, output) -> None:
 
 
 def _scale(ctx, upstream):
-    share, *saved = ctx.saved_tensors
+    later, *saved = ctx.saved_tensors
     d, gradients = upstream[0], [None] * 5
     if d is not None:
-        scale = d * share if share.numel() else d
+        scale = d * later if later.numel() else d
         gradients = [
             torch.ops.logitless.head_scale(t, by, dtype) if need else None
             for t, by, dtype, need in zip(

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..contract import PRECISION, TEACHER
 from ..core.autograd import Node, refuse_second
 from ..core.choose_backend import backend_of
-from ..core.evaluate import mass_and_share
+from ..core.evaluate import mass_and_share, without_unit
 from ..core.loss import RowLoss, ignored_value
 from .gradient_sums import HeadGradients, Needs, RowInputGradients
 from .head import Head, Rows, steady_teacher
@@ -56,18 +56,18 @@ class Call(NamedTuple):
         return self._replace(head=self.head.replace(invariant=True), loss=loss)
 
     @property
-    def divides_in_backward(self) -> bool:
-        """Whether backward, instead of forward, divides the gradients of a mean by the divisor.
+    def scales_in_backward(self) -> bool:
+        """Whether backward, instead of forward, multiplies by numbers that all gradients share.
 
-        The divisor is usually the number of rows that are not ignored. Gradients in fp16 are
-        divided in backward, because a division in forward could cause underflow.
+        These numbers are 1 / divisor of a mean, and the unit of the factors (see `without_unit`).
+        In fp16, they could cause underflow in forward.
         """
-        return self.reduction == "mean" and self.head.hidden.dtype == torch.float16
+        return self.head.hidden.dtype == torch.float16
 
 
 class Result(NamedTuple):
     value: Tensor  # ()
-    share: Tensor | None  # the factor that turns a sum into a mean; None for a sum
+    later: Tensor | None  # the number by which backward multiplies the gradients; None for 1
     gradients: HeadGradients  # for an upstream gradient of 1
     extras: tuple[Tensor, ...]  # (...), see core/loss.py
 
@@ -87,12 +87,15 @@ def forward(call: Call) -> Result:
     backend, reading, lead = head.backend(), loss.reading, head.lead
     rows = lead.numel()
     full, mean = PRECISION[head.hidden.dtype], call.reduction == "mean"
-    mass = share = factor = None
+    mass = share = factor = later = None
     if mean:
         mass, share = mass_and_share(backend, head.hidden, rows, loss)
     if row_weight is not None:
         factor = row_weight.detach().reshape(-1).to(full)
-    if share is not None and not call.divides_in_backward:
+    if call.scales_in_backward:
+        factor, unit = without_unit(loss, factor, head.hidden)
+        later = share if unit is None else unit if share is None else unit * share
+    elif share is not None:
         factor = share if factor is None else factor * share
     values = torch.zeros(rows, device=head.hidden.device, dtype=full)
     extras: list[Tensor] = []
@@ -102,7 +105,7 @@ def forward(call: Call) -> Result:
         d_row_weight = values if share is None else values * share
         d_row_weight = d_row_weight.view(lead).to(row_weight.dtype)
         gradients = gradients._replace(row_weight=d_row_weight)
-    return Result(value, share, gradients, in_shape(extras, lead) if extras else ())
+    return Result(value, later, gradients, in_shape(extras, lead) if extras else ())
 
 
 def _values_and_gradients(
@@ -182,14 +185,14 @@ def in_shape(results: Sequence[Tensor], lead: torch.Size) -> tuple[Tensor, ...]:
     return tuple(t.view((*lead, *t.shape[1:])).clone() for t in results)
 
 
-def backward(call: Call, share: Tensor | None, gradients: HeadGradients, upstream: Tensor):
+def backward(call: Call, later: Tensor | None, gradients: HeadGradients, upstream: Tensor):
     """Multiplies the gradients in place by the upstream gradient, and returns the gradients.
 
     If the head has a main_grad, the weight's gradient is added to main_grad, and the returned
     gradient of the weight is None.
     """
     head, backend = call.head, backend_of(call.head.hidden)
-    scale = upstream * share if call.divides_in_backward else upstream
+    scale = upstream if later is None else upstream * later
     if head.main_grad is not None and gradients.weight is not None:
         head.main_grad.addcmul_(gradients.weight, scale)
         gradients = gradients._replace(weight=None)
@@ -207,7 +210,7 @@ class Kept:
     """The data that an autograd function keeps for backward, besides the saved tensors."""
 
     call: Call  # without tensors
-    share: Tensor | None
+    later: Tensor | None  # see `Result`
     gradients: HeadGradients | None
 
     @staticmethod
@@ -220,12 +223,12 @@ class Kept:
         tensors, blank = call.flatten()
         ctx.save_for_backward(*tensors)
         with call.head.ready(call.loss):
-            value, share, gradients, extras = forward(call)
-        if not (call.divides_in_backward or call.head.main_grad is not None):
+            value, later, gradients, extras = forward(call)
+        if not (call.scales_in_backward or call.head.main_grad is not None):
             gradients = gradients.like(call.head.inputs)
         if extras:
             ctx.mark_non_differentiable(*extras)
-        return (value, *extras) if extras else value, Kept(blank, share, gradients)
+        return (value, *extras) if extras else value, Kept(blank, later, gradients)
 
     def gradients_of(self, tensors: tuple, upstream: Tensor) -> HeadGradients:
         """Returns the gradients of the autograd function's inputs.
@@ -240,7 +243,7 @@ class Kept:
             if gradients is None:
                 with call.head.ready(call.loss):
                     gradients = forward(call).gradients
-            gradients = backward(call, self.share, gradients, upstream)
+            gradients = backward(call, self.later, gradients, upstream)
         if torch.is_grad_enabled():
             return gradients.through(lambda g: refuse_second(g, (*tensors, upstream)))
         return gradients

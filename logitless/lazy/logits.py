@@ -338,7 +338,7 @@ class UnscaledLogits(Source):
     def computed(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         """Evaluates a loss from the head's tensors. The evaluation takes at least one GEMM."""
         grad = torch.is_grad_enabled()
-        if reduction != "none":
+        if reduction != "none" and self.recipe.head.reduces(loss):
             return LazyReducedLoss.apply(
                 self.z, row_weight, loss, reduction, grad, anchor_of(self.z), *loss.row_inputs
             )

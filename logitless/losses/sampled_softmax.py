@@ -170,6 +170,7 @@ class SharedNegatives(Formula):
     """
 
     caller: ClassVar[str] = "sampled_softmax"
+    has_gain: ClassVar[bool] = True
 
     def forward(self, backend, x):
         x.scatter_(*self.at_hits(x, -torch.inf))

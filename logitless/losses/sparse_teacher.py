@@ -36,6 +36,13 @@ class Sparse(RowLoss):
 
     slots: Slots
 
+    def gain(self, inverse_t):
+        slots = self.slots
+        kd, ce = abs(slots.kd_weight) * inverse_t, abs(slots.ce_weight)
+        if slots.row_weight is not None:
+            kd = kd * slots.row_weight.reshape(-1)
+        return kd.clamp(min=ce) if isinstance(kd, Tensor) else max(kd, ce)
+
     @property
     def real_ids(self):
         return self.slots.mask

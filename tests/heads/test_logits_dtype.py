@@ -8,6 +8,7 @@ import logitless as ll
 from logitless.heads import choose_cut
 from logitless.heads.choose_cut import Cut
 from tests.support.heads import LOSSES, V, leaves, make
+from tests.support.sources import SOURCES
 
 FP32 = torch.float32
 
@@ -116,3 +117,57 @@ def test_bad_dtypes(dtype, asked, legal):
     hidden, weight, _ = head(dtype)
     with pytest.raises(ValueError, match=f"logits_dtype must be {legal} or None for hidden of"):
         ll.LinearLogits(hidden, weight, logits_dtype=asked)
+
+
+SMALL = 2.0**-20
+ROW = torch.full((64,), SMALL)
+SCALED = {  # a loss of PyTorch per row times a small number, and the same loss of ours
+    "row_weight": (lambda z, y: F.cross_entropy(z, y, reduction="none") * SMALL,
+                   lambda z, y, **how: ll.cross_entropy(z, y, row_weight=ROW.to(y.device), **how)),
+    "weight": (lambda z, y: F.cross_entropy(z, y, reduction="none") * SMALL,
+               lambda z, y, **how: ll.cross_entropy(z, y, weight=z_like(z, SMALL), **how)),
+    "temperature": (lambda z, y: F.cross_entropy(z / 4096, y, reduction="none"),
+                    lambda z, y, **how: ll.cross_entropy(z, y, temperature=4096.0, **how)),
+    "temperature per row": (lambda z, y: F.cross_entropy(z / 4096, y, reduction="none"),
+                            lambda z, y, **how: ll.cross_entropy(
+                                z, y, temperature=1 / (ROW.to(y.device) * 256), **how)),
+    "formula": (lambda z, y: F.cross_entropy(z, y, reduction="none") * SMALL,
+                lambda z, y, reduction, **how: ll.row_loss(
+                    lambda stats: -SMALL * stats.logprob, z, y, reduction=reduction)),
+    "kd_weight": (lambda z, y: F.cross_entropy(z, y, reduction="none") * SMALL,
+                  lambda z, y, reduction, **how: ll.topk_distill(
+                      z, ll.SparseTargets(y[:, None], torch.zeros_like(y[:, None]).float()),
+                      divergence="forward_kl", support="truncate", kd_weight=SMALL,
+                      reduction=reduction)),
+}  # fmt: skip
+
+
+def z_like(z, number):
+    return torch.full(z.shape[-1:], number, device=z.device)
+
+
+@pytest.mark.parametrize("source", ["head", "lazy", "in place"])
+@pytest.mark.parametrize("name", SCALED)
+def test_fp16_gradients_do_not_underflow_before_the_scale_is_known(name, source, device):
+    """Small numbers multiply the gradient after the scale of a GradScaler, as in PyTorch."""
+    if source == "in place" and name in ("formula", "kd_weight"):
+        pytest.skip("only cross_entropy overwrites its logits")
+    h = torch.randn(64, 16, device=device).half()
+    w = (torch.randn(20_000, 16, device=device) * 0.1).half()
+    y = torch.randint(0, 20_000, (64,), device=device)
+    theirs, ours = SCALED[name]
+
+    def gradients(loss, dtype=torch.half):
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (h, w)]
+        (65536 * loss(*leaves)).backward()
+        return [t.grad.double() for t in leaves]
+
+    def ours_over(h, w):
+        if source == "in place":
+            return ours(h @ w.T, y, reduction="sum", inplace=True)
+        return ours(SOURCES[source](h, w), y, reduction="sum")
+
+    want = gradients(lambda h, w: theirs(h @ w.T, y).sum(), torch.double)
+    plain = gradients(lambda h, w: theirs((h @ w.T).float(), y).sum())
+    for a, b, c in zip(gradients(ours_over), plain, want, strict=True):
+        assert (a - c).norm() <= 1.5 * (b - c).norm() + 1e-3 * c.norm()

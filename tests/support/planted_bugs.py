@@ -202,7 +202,7 @@ BUGS = (
         "reading=Reading(vocab, label, ids, class_weight, row_temperature, *options)",
         "reading=Reading(vocab, label, ids, None, row_temperature, *options)", (CROSS_ENTROPY,)),
     Bug("in place: fp16 without share", "core", "logitless/core/in_place.py",
-        "scale = upstream if ctx.share is None else upstream * ctx.share", "scale = upstream",
+        "scale = upstream if ctx.later is None else upstream * ctx.later", "scale = upstream",
         ("tests/core/test_in_place.py",)),
     Bug("shapes compared by size", "core", "logitless/core/tensor_checks.py",
         "    if t.shape != x.shape[:-1]:\n", "    if t.numel() != x.shape[:-1].numel():\n",
