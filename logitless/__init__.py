@@ -19,6 +19,7 @@ from .losses.cross_entropy import (
     linear_cross_entropy,
 )
 from .losses.dense_teacher import jsd, kl_div, soft_cross_entropy, tvd
+from .losses.group_loss import group_loss
 from .losses.kept_scores import KeptScores, kept_scores
 from .losses.row_loss import row_loss
 from .losses.sampled_softmax import sampled_softmax
@@ -63,6 +64,7 @@ __all__ = [
     "fuse",
     "gathered_kl",
     "global_mean",
+    "group_loss",
     "impl",
     "invariant",
     "is_fused",

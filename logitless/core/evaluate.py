@@ -66,6 +66,8 @@ def evaluate(
         source = source_of(logits)
         if source is not None:
             return source.evaluate(loss, reduction, row_weight)
+    if loss.groups is not None:
+        return by_statistics(evaluate, logits, loss, reduction)
     if under_transform():
         if loss.reading.invariant and torch.compiler.is_compiling():
             return uncompiled(evaluate)(logits, loss, reduction, row_weight)
@@ -76,6 +78,16 @@ def evaluate(
     if loss.reading.invariant:
         return evaluate_invariant(backend_of(logits), logits, loss, reduction, row_weight)
     return evaluate_on(backend_of(logits), logits, loss, reduction, row_weight)
+
+
+def by_statistics(run, x, loss: RowLoss, reduction: str):
+    """Evaluates a formula over groups under autograd, from the statistics of all rows.
+
+    This works for every source. run(x, loss, reduction, row_weight) evaluates a loss. A head whose
+    groups fit into its workspace saves a GEMM with chunks of whole groups.
+    """
+    outputs = loss.traced(x, lambda read, x: run(x, read, "none", None))
+    return loss.reduce(outputs, reduction, None)
 
 
 def evaluate_on(
@@ -162,26 +174,27 @@ def total_and_gradient(
     written to `into` if possible.
     """
     mean = reduction == "mean"
-    mass, factor = mass_and_share(backend, x, x.shape[:-1].numel(), loss) if mean else (None, None)
+    count = loss.results(x.shape[:-1]).numel()
+    mass, factor = mass_and_share(backend, x, count, loss) if mean else (None, None)
     if row_weight is not None:
         weight = row_weight.detach().reshape(-1).to(PRECISION[x.dtype])
         factor = weight if factor is None else weight * factor
     (value, *extras), gradient, _ = loss.value_and_gradient(backend, x, factor, into)
-    value, _ = backend.reduce(value, loss.reading, row_weight, mass, mean)
+    value, _ = backend.reduce(value, loss.counted, row_weight, mass, mean)
     return (value, *extras), gradient
 
 
 def mass_and_share(
-    backend: Backend, like: Tensor, rows: int, loss: RowLoss
+    backend: Backend, like: Tensor, count: int, loss: RowLoss
 ) -> tuple[Tensor | None, Tensor]:
     """Returns `mass` and `share`, which determine the divisor of a mean.
 
-    The divisor is the sum of `mass`. If `mass` is None, the divisor is the number of rows that are
-    not ignored. `share` is 1 / divisor.
+    The divisor is the sum of `mass`. If `mass` is None, the divisor is the number of those of the
+    `count` results that are not ignored. `share` is 1 / divisor.
     """
     weighted = loss.reading.class_weight is not None
     mass = loss.mass(backend, like.dtype) if weighted else None
-    return mass, backend.share(loss.reading, mass, rows, like)
+    return mass, backend.share(loss.counted, mass, count, like)
 
 
 def without_unit(
@@ -216,7 +229,7 @@ def _reduced(backend: Backend, x: Tensor, loss: RowLoss, value: Tensor, row_weig
     mean, mass = reduction == "mean", None
     if mean and loss.reading.class_weight is not None:
         mass = loss.mass(backend, x.dtype)
-    return backend.reduce(value, loss.reading, row_weight, mass, mean)
+    return backend.reduce(value, loss.counted, row_weight, mass, mean)
 
 
 def scaled(

@@ -77,6 +77,7 @@ class RowLoss:
     # The dense teachers of the loss. Each teacher is a Tensor or a ScaledHead. In a subclass,
     # `teachers` can be a property.
     teachers: ClassVar[Any] = ()
+    groups = None  # the Groups (groups.py) of rows that have one result together
 
     # --- methods that a subclass implements
 
@@ -138,7 +139,7 @@ class RowLoss:
         multiplied by `factor`.
         """
         outputs, saved = self.forward(backend, x)
-        upstream = (one.beside(outputs[0], x.device, outputs[0].dtype),)
+        upstream = self.upstream_of_one(outputs)
         return outputs, self.backward(backend, x, saved, upstream, factor, into), saved
 
     def mean_in_one_pass(self, backend: Backend) -> bool:
@@ -178,6 +179,39 @@ class RowLoss:
         `inverse_t` is 1 / temperature: one number, or one number per row.
         """
         return inverse_t
+
+    def upstream_of_one(self, outputs: Sequence[Tensor]) -> Upstream:
+        """Upstream gradients of 1 for every output that has a gradient."""
+        return (one.beside(outputs[0], outputs[0].device, outputs[0].dtype),)
+
+    @property
+    def only_scales(self) -> bool:
+        """Whether a row's gradient is linear in one number, the upstream gradient of its result."""
+        return not self.multiple_outputs
+
+    # A loss over groups of rows (losses/group_loss.py) overrides the next five. Its results, and
+    # the first dimension of its row_inputs, belong to groups instead of rows.
+
+    @property
+    def counted(self) -> Reading:
+        """The Reading whose rows that are not ignored are the divisor of a mean."""
+        return self.reading
+
+    def results(self, lead: torch.Size) -> torch.Size:
+        """The shape of the value for logits (*lead, V)."""
+        return lead
+
+    def of_rows(self, g: Tensor) -> Tensor:
+        """Converts a number per result to a number per row."""
+        return g
+
+    def place(self, i: int, results: Any) -> Any:
+        """Where in row_inputs[i] the numbers of some results are."""
+        return results
+
+    def times_input(self, i: int, d: Tensor, scale: Tensor) -> Tensor:
+        """Multiplies d, the gradient of row_inputs[i], by one number, or by one per result."""
+        raise NotImplementedError
 
     @property
     def real_ids(self) -> Tensor | None:
@@ -228,7 +262,7 @@ class RowLoss:
             return (value, *(t.detach() for t in extras)) if extras else value
         if reduction != "none":
             mass = self.mass(eager, values.dtype) if reduction == "mean" else None
-            return eager.reduce(values, self.reading, row_weight, mass, reduction == "mean")[0]
+            return eager.reduce(values, self.counted, row_weight, mass, reduction == "mean")[0]
         if row_weight is None:
             return values
         values, ignored = values * row_weight.to(values.dtype), self.reading.ignored_rows()

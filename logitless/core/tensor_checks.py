@@ -343,6 +343,18 @@ def generator(where: Any, x: Tensor) -> None:
         raise ValueError(f"generator must be on the device of logits, {there}, got {where}.")
 
 
+def beside_groups(name: str, t: Any, x: Any, dim: int, sizes: Sequence[int]) -> None:
+    """Checks a tensor whose dimension `dim` has one entry per group of rows of x."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}.")
+    if t.dim() <= dim or t.shape[dim] not in sizes:
+        raise ValueError(
+            f"{name} must have size {' or '.join(map(str, dict.fromkeys(sizes)))} in dimension"
+            f" {dim}, the dimension of groups, got shape {_shape(t)}."
+        )
+    _same_device(name, t, x)
+
+
 def beside_rows(name: str, t: Any, x: Any) -> None:
     """Checks a tensor with one or several numbers per row of x."""
     if not isinstance(t, Tensor):

@@ -63,9 +63,9 @@ class BlockChunks(Chunks):
         known: Iterable[Saved] = (),
     ) -> Iterator[Tile]:
         known = iter(known)
-        for rows in self.slices:
-            logits = self.logits_of(rows, self.hidden_of(rows, loss, sums), sums)
-            tile = Tile(loss.rows(rows, self.lead), next(known, None), rows, logits, None)
+        for rows, results, piece in self.pieces(loss):
+            logits = self.logits_of(rows, self.hidden_of(rows, piece, sums), sums)
+            tile = Tile(piece, next(known, None), rows, results, logits, None)
             yield tile
             tile.release()
 

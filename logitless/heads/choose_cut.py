@@ -79,6 +79,9 @@ class Cut(NamedTuple):
     columns: int | None = None  # the number of columns to compute at once; None for all columns
     kept: bool = False  # whether some logits are kept in the memory of the weight's gradient
     on_chip: bool = False  # whether kernels compute all rows without writing logits (on_chip.py)
+    # Whether all logits of a chunk stay until its gradient: a gradient of another dtype has memory
+    # of its own, and `rows` is not evened out.
+    whole: bool = False
 
 
 class Work(NamedTuple):
@@ -251,7 +254,7 @@ def even_columns(vocab: int, room: int) -> int:
 @functools.lru_cache(1024)
 def chunk_rows(rows: int, cut: Cut) -> int:
     """Returns the number of rows per chunk."""
-    if cut.columns is None and not cut.on_chip:
+    if cut.columns is None and not (cut.on_chip or cut.whole):
         return even_chunk(rows, cut.rows)
     return max(min(cut.rows, rows), 1)
 

@@ -4,7 +4,9 @@ from typing import NamedTuple
 
 from ..contract import Reading
 from ..core.loss import RowLoss
+from ..core.source import needs_grad
 from . import choose_cut
+from .choose_cut import Cut
 from .gemms import UNIT
 from .head import Head
 
@@ -54,11 +56,14 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
     If the tensors of the head are on the device "meta", the explanation is for a GPU.
     """
     kind = "cuda" if head.device.type == "meta" else head.device.type
-    mean = reduction != "none"
-    work = head.work(True, gemms=int(gradient and mean), sums=gradient, keeps=gradient and mean)
+    frozen = head.hidden.requires_grad and not needs_grad(*head.tensors[1:])
+    mean = reduction != "none" or (gradient and frozen)  # forward computes the gradients
+    kept = gradient and not mean and head.keeps_logits()
+    sums = gradient and not frozen
+    work = head.work(True, gemms=int(gradient and mean), sums=sums, keeps=sums and mean)
     if head.device.type == "meta":  # the explanation is for a GPU, which has on-chip kernels
         work = work._replace(narrow=True)
-    floor = (3 if mean else 4) if gradient else 1
+    floor = 1 if not gradient else 2 if frozen else 3 if mean or kept else 4
     size = head.dtype.itemsize
     unit = 16 // head.hidden.dtype.itemsize
     odd = kind == "cuda" and work.vocab % unit and work.vocab > UNIT
@@ -70,10 +75,16 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
     if head.is_small(RowLoss(Reading(work.vocab))):
         memory = work.rows * (-(-work.vocab // unit) * unit if odd else work.vocab) * size
         return Explanation(
-            "materialised", work.rows, work.vocab, 1, 1, memory, 3 if gradient else 1,
+            "materialised", work.rows, work.vocab, 1, 1, memory, min(floor, 3),
             min(floor, 3), 1.0, work.vocab % UNIT if odd else 0, title,
         )  # fmt: skip
-    cut = (choose_cut.forced or choose_cut.choose)(work, head.workspace, kind)
+    if kept:
+        work = work._replace(merges=False, narrow=False)
+    cut = (
+        Cut(work.rows, whole=True)
+        if kept
+        else (choose_cut.forced or choose_cut.choose)(work, head.workspace, kind)
+    )
     rows, columns = (
         choose_cut.chunk_rows(work.rows, cut),
         min(cut.columns or work.vocab, work.vocab),
@@ -81,6 +92,7 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
     chunks, blocks = -(-work.rows // rows), -(-work.vocab // columns)
     if cut.columns is None:
         units, _ = choose_cut.layout(rows, cut.rows, work.wide)
+        units = rows * (3 if work.wide else 1) if kept else units  # logits, and gradients beside
         memory = units * -(-columns // choose_cut.PACK) * choose_cut.PACK * work.itemsize
     else:  # fp32 logits of 16-bit hidden states need extra memory for the gradient
         memory = rows * cut.columns * (size + work.itemsize * work.wide)
@@ -89,7 +101,7 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
         # gradient of `hidden`, and once for the gradient of the weight. Two more GEMMs compute the
         # two gradients. For results per row, a fifth GEMM computes the logits once more in
         # backward, for the gradient of `hidden`.
-        way, memory, again = "on the chip", 0, (4 if mean else 5) - floor if gradient else 0
+        way, memory, again = "on the chip", 0, (4 if mean else 5) - floor if sums else 0
         extra = again
     else:
         way = "rows" if cut.columns is None else "columns" if chunks == 1 else "rows and columns"

@@ -171,25 +171,27 @@ class GradientSums:
 
 
 class RowInputGradients:
-    """The gradients of a loss's `row_inputs` (core/loss.py). Each chunk writes its own rows.
+    """The gradients of a loss's `row_inputs` (core/loss.py). Each chunk writes its own part.
 
     A gradient that is not needed is None.
     """
 
     def __init__(self, loss: RowLoss, needs: Sequence[bool]):
+        self.loss = loss
         self.gradients = [
             torch.zeros(t.shape, device=t.device, dtype=t.dtype) if need else None
             for t, need in zip(loss.row_inputs, needs, strict=True)
         ]
 
-    def add(self, rows: Rows, loss: RowLoss, saved: Saved, scale: Tensor) -> None:
-        """Writes the gradients of row_inputs for `rows`.
+    def add(self, results: Rows, loss: RowLoss, saved: Saved, scale: Tensor) -> None:
+        """Writes the gradients of row_inputs for some results.
 
-        `scale` is the upstream gradient of each row's value.
+        `scale` is the upstream gradient of each result.
         """
-        for total, d in zip(self.gradients, loss.d_row_inputs(saved, scale), strict=True):
+        for i, d in enumerate(loss.d_row_inputs(saved, scale)):
+            total = self.gradients[i]
             if total is not None and d is not None:
-                total.view(-1, *d.shape[1:])[rows] = d
+                total.view(-1, *d.shape[1:])[self.loss.place(i, results)] = d
 
 
 def put(total: Tensor, rows: Rows, chunk: Tensor) -> None:

@@ -274,6 +274,34 @@ class Head:
         """
         return self.hidden.dtype != torch.float16 or loss.has_gain
 
+    def cut_of_groups(self, work: Work) -> Cut:
+        """Returns the Cut for a loss over groups of rows: all rows on chip, or chunks of rows."""
+        cut = self.cut(work)
+        if cut.on_chip:
+            return cut
+        rows = self.cut(work._replace(merges=False, narrow=False)).rows
+        # Beside fp32 logits, their 16-bit gradient needs memory too.
+        return Cut(max(rows // 3, 1) if work.wide else rows, whole=True)
+
+    def holds_groups(self, loss: Any) -> bool:
+        """Whether the formula of a loss can see the logits of every group at once."""
+        if loss.reading.invariant or not self.reduces(loss):
+            return False
+        if self.is_small(loss):
+            return True
+        work = self.work(loss.merges, sums=True, ids=loss.reading.ids_per_row)
+        return max(loss.groups.sizes, default=0) <= self.cut_of_groups(work).rows
+
+    def keeps_logits(self) -> bool:
+        """Whether the caller's own workspace holds all logits from forward to backward."""
+        if self.workspace is None or self.invariant or choose_cut.forced is not None:
+            return False
+        work = self.work()  # equal on all ranks
+        size = work.itemsize + (4 if work.wide else 0)
+        return (
+            self.rows * -(-work.vocab // choose_cut.PACK) * choose_cut.PACK * size <= self.workspace
+        )
+
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
         """Returns a bool mask (N,) that is False in ignored rows. The GEMMs leave out ignored rows.
 

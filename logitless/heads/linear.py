@@ -22,6 +22,7 @@ from torch import Tensor
 from ..contract import Reading
 from ..core import call, tensor_checks
 from ..core.capture import Capture, Captured
+from ..core.evaluate import by_statistics
 from ..core.invariant import is_invariant, uncompiled
 from ..core.loss import RowLoss
 from ..core.source import Source, is_dtensor
@@ -33,7 +34,7 @@ from .operators import evaluate_compiled
 from .per_row import PerRowLoss
 from .quantized import is_quantized
 from .small import evaluate_small, evaluate_traced
-from .total import ReducedLoss
+from .total import Call, ReducedLoss, needs_of
 
 
 def checked_head(
@@ -148,19 +149,31 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
         return torch.compiler.disable(evaluate_head)(head, loss, reduction, row_weight)  # pyright: ignore
     if transformed and call.in_func():
         tensor_checks.no_head_in_func()
+    if loss.groups is not None and not takes_groups(head, loss, reduction):
+        return by_statistics(evaluate_head, head, loss, reduction)
     small = head.is_small(loss)
     if small and transformed:
         return evaluate_traced(head, loss, reduction, row_weight)
     call.check_values(loss)
     if small:
         return evaluate_small(head, loss, reduction, row_weight)
+    grad = torch.is_grad_enabled()
     if reduction != "none" and head.reduces(loss):
-        grad = torch.is_grad_enabled()
         return ReducedLoss.apply(
             *head.inputs, row_weight, head, loss, reduction, grad, *loss.row_inputs
         )
-    outputs = PerRowLoss.apply(*head.inputs, head, loss, *loss.row_inputs)
+    outputs = PerRowLoss.apply(*head.inputs, head, loss, grad, *loss.row_inputs)
     return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
+
+
+def takes_groups(head: Head, loss: RowLoss, reduction: str) -> bool:
+    """Whether chunks of whole groups take fewer GEMMs than the statistics of all rows first."""
+    if not head.holds_groups(loss):
+        return False
+    if reduction != "none" or not torch.is_grad_enabled() or head.is_small(loss):
+        return True
+    needs = needs_of(head.inputs, None, loss.row_inputs, True)
+    return Call(head, loss, None, "none", needs).only_scales
 
 
 def captured_of_head(

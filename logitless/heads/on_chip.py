@@ -24,9 +24,10 @@ from .head import Head, Rows
 
 def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
     """Returns a `Chunks`, `BlockChunks` or `OnChipChunks` (see choose_cut.py)."""
-    cut, live = head.cut(work), head.rows_that_count(loss)
+    groups, live = loss.groups, head.rows_that_count(loss)
+    cut = head.cut(work) if groups is None else head.cut_of_groups(work)
     kind = OnChipChunks if cut.on_chip else Chunks if cut.columns is None else BlockChunks
-    return kind(head, cut, live)
+    return kind(head, cut, live, groups)
 
 
 class OnChipChunks(BlockChunks):

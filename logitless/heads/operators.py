@@ -175,7 +175,7 @@ class HeadOperator:
         call = _call_of(self.kind, arguments, row_weight=None, reduction="none", needs=_NOTHING)
         check_values(call.loss)
         with call.head.ready(call.loss):
-            outputs, _ = per_row.forward(call)
+            outputs, *_ = per_row.forward(call)
         return list(outputs)
 
     def fake_rows(self, *arguments) -> list[Tensor]:

@@ -56,6 +56,17 @@ class Call(NamedTuple):
         return self._replace(head=self.head.replace(invariant=True), loss=loss)
 
     @property
+    def only_scales(self) -> bool:
+        """Whether backward of results per row only scales gradients that forward has computed.
+
+        This holds if the result of a row is one number, and no gradient sums over rows.
+        """
+        needs, head, loss = self.needs, self.head, self.loss
+        if needs.weight or needs.bias or needs.low_rank or head.own_hidden is not None:
+            return False
+        return needs.hidden and loss.only_scales and head.reduces(loss)
+
+    @property
     def scales_in_backward(self) -> bool:
         """Whether backward, instead of forward, multiplies by numbers that all gradients share.
 
@@ -84,12 +95,11 @@ def needs_of(inputs: tuple, row_weight: Any, row_inputs: Sequence[Tensor], grad:
 def forward(call: Call) -> Result:
     """Computes the loss and its gradients. On return, the memory of the logits has been freed."""
     head, loss, row_weight, needs = call.head, call.loss, call.row_weight, call.needs
-    backend, reading, lead = head.backend(), loss.reading, head.lead
-    rows = lead.numel()
+    backend, shape = head.backend(), loss.results(head.lead)
     full, mean = PRECISION[head.hidden.dtype], call.reduction == "mean"
     mass = share = factor = later = None
     if mean:
-        mass, share = mass_and_share(backend, head.hidden, rows, loss)
+        mass, share = mass_and_share(backend, head.hidden, shape.numel(), loss)
     if row_weight is not None:
         factor = row_weight.detach().reshape(-1).to(full)
     if call.scales_in_backward:
@@ -97,18 +107,18 @@ def forward(call: Call) -> Result:
         later = share if unit is None else unit if share is None else unit * share
     elif share is not None:
         factor = share if factor is None else factor * share
-    values = torch.zeros(rows, device=head.hidden.device, dtype=full)
+    values = torch.zeros(shape.numel(), device=head.hidden.device, dtype=full)
     extras: list[Tensor] = []
-    gradients = _values_and_gradients(call, factor, values, extras)
-    value, _ = backend.reduce(values, reading, row_weight, mass, mean)
+    gradients = values_and_gradients(call, factor, values, extras)
+    value, _ = backend.reduce(values, loss.counted, row_weight, mass, mean)
     if needs.row_weight:
         d_row_weight = values if share is None else values * share
-        d_row_weight = d_row_weight.view(lead).to(row_weight.dtype)
+        d_row_weight = d_row_weight.view(shape).to(row_weight.dtype)
         gradients = gradients._replace(row_weight=d_row_weight)
-    return Result(value, later, gradients, in_shape(extras, lead) if extras else ())
+    return Result(value, later, gradients, in_shape(extras, shape) if extras else ())
 
 
-def _values_and_gradients(
+def values_and_gradients(
     call: Call, factor: Tensor | None, values: Tensor, extras: list[Tensor]
 ) -> HeadGradients:
     """Writes the loss of each row to `values`, and the extras of each row to `extras`.
@@ -139,13 +149,13 @@ def _values_and_gradients(
             )
         else:
             outputs, saved = tile.loss.forward(backend, z)
-        values[rows] = outputs[0]
+        values[tile.results] = outputs[0]
         if len(outputs) > 1:
-            put_outputs(extras, outputs[1:], rows, head.rows)
+            put_outputs(extras, outputs[1:], tile.results, len(values))
         if row_inputs is not None:
             by_row = torch.ones_like(values[0]) if scale is None else scale
-            row_inputs.add(rows, tile.loss, saved, by_row)
-    if not chunks.slices and loss.extras != ():
+            row_inputs.add(tile.results, tile.loss, saved, by_row)
+    if not chunks.slices and loss.groups is None and (loss.extras != () or loss.multiple_outputs):
         put_outputs(extras, outputs_of_no_rows(call)[1:], slice(0, 0), head.rows)
     gradients = HeadGradients() if sums is None else sums.result()
     blank = (None,) * len(needs.row_inputs)

@@ -32,11 +32,11 @@ from ..core import tensor_checks
 from ..core.call import check_values, in_func
 from ..core.capture import Capture, Captured
 from ..core.choose_backend import captured
-from ..core.evaluate import evaluate
+from ..core.evaluate import by_statistics, evaluate
 from ..core.loss import RowLoss
 from ..core.source import Source, teacher_rows
 from ..heads.head import Head
-from ..heads.linear import captured_of_head
+from ..heads.linear import captured_of_head, takes_groups
 from .compiled import leave_to_python
 from .deferred import Deferred, called, on_values, result_of, running, written
 from .gradient import LazyGradient, Like, aten, is_copy
@@ -338,11 +338,14 @@ class UnscaledLogits(Source):
     def computed(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         """Evaluates a loss from the head's tensors. The evaluation takes at least one GEMM."""
         grad = torch.is_grad_enabled()
+        groups = loss.groups is not None
+        if groups and not takes_groups(self.recipe.constant_head(), loss, reduction):
+            return by_statistics(UnscaledLogits.evaluate, self, loss, reduction)
         if reduction != "none" and self.recipe.head.reduces(loss):
             return LazyReducedLoss.apply(
                 self.z, row_weight, loss, reduction, grad, anchor_of(self.z), *loss.row_inputs
             )
-        outputs = LazyPerRowLoss.apply(self.z, loss, anchor_of(self.z), *loss.row_inputs)
+        outputs = LazyPerRowLoss.apply(self.z, loss, anchor_of(self.z), grad, *loss.row_inputs)
         return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
 
     def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:

@@ -114,14 +114,14 @@ class LazyPerRowLoss(Node):
     """The autograd node of a loss over lazy logits. The loss returns one value per row."""
 
     @staticmethod
-    def forward(ctx, z, loss, anchor, *row_inputs):
+    def forward(ctx, z, loss, anchor, grad, *row_inputs):
         call = _start(ctx, z, loss, None, "none", True, row_inputs, anchor)
-        outputs, ctx.kept = per_row.Kept.of(ctx, call)
+        outputs, ctx.kept = per_row.Kept.of(ctx, call, grad)
         return outputs
 
     @staticmethod
     def backward(ctx, *upstream):  # pyright: ignore[reportIncompatibleMethodOverride]
         tensors = ctx.saved_tensors
         d = ctx.kept.gradients_of(tensors, upstream)
-        call = ctx.kept.call.rebuild(tensors)
-        return _finish(ctx, call, d, *upstream), None, None, *d.row_inputs
+        call = ctx.kept.rebuild(tensors)
+        return _finish(ctx, call, d, *upstream), None, None, None, *d.row_inputs

@@ -6,10 +6,14 @@ The first argument of each check is the logits. If the vocabulary is sharded ove
 then raised on all ranks.
 """
 
+import operator
+
 from torch import Tensor
 
 from ..core import option_checks, target_checks, tensor_checks
 from ..heads import checks as head_checks
+
+DIFFERENTIABLE = frozenset(("logprob", "entropy", "lse"))  # scores that can have a gradient
 
 
 def temperature_of(temperature, logits) -> None:
@@ -45,6 +49,43 @@ def row_loss(logits, row_weight, reduction, *rows) -> None:
         tensor_checks.beside_rows(f"rows[{i}]", t, logits)
 
 
+def row_counts(groups) -> tuple[int, ...]:
+    """Returns the row counts of packed sequences as a tuple."""
+    if isinstance(groups, Tensor):
+        raise TypeError(
+            "groups must be a dimension or a list of ints, got a Tensor, whose values would make"
+            " the host wait. Pass lengths.tolist()."
+        )
+    try:
+        return tuple(map(operator.index, groups))
+    except TypeError:
+        raise TypeError(f"groups must be a dimension or a list of ints, got {groups!r}.") from None
+
+
+def group_loss(logits, groups, reduction, *rows) -> None:
+    tensor_checks.one_of("reduction", reduction, tensor_checks.REDUCTIONS)
+    lead = tuple(logits.shape[:-1])
+    if isinstance(groups, bool):
+        raise TypeError(f"groups must be a dimension or a list of ints, got {groups!r}.")
+    if isinstance(groups, int):
+        if not -len(lead) <= groups < len(lead):
+            raise IndexError(
+                f"groups must be a dimension of the rows, in [{-len(lead)}, {len(lead)}) for logits"
+                f" {tuple(logits.shape)}, got {groups}."
+            )
+        dim, sizes = groups % len(lead), (lead[groups],)
+    else:
+        if len(lead) != 1 or sum(groups) != lead[0] or min(groups, default=0) < 0:
+            raise ValueError(
+                "groups must be row counts that are not negative and sum to N for logits (N, V),"
+                f" got {len(groups)} counts with the sum {sum(groups)} for logits"
+                f" {tuple(logits.shape)}."
+            )
+        dim, sizes = 0, (lead[0], len(groups))
+    for i, t in enumerate(rows):
+        tensor_checks.beside_groups(f"rows[{i}]", t, logits, dim, sizes)
+
+
 def score(logits, target, temperature, softcap, ignore_index, mask) -> None:
     tensor_checks.logits(logits)
     target_checks.target(target, logits)
@@ -52,6 +93,12 @@ def score(logits, target, temperature, softcap, ignore_index, mask) -> None:
     tensor_checks.row_mask(mask, logits)
     temperature_of(temperature, logits)
     option_checks.softcap(softcap)
+
+
+def differentiable(gradient) -> None:
+    if not isinstance(gradient, tuple) or not DIFFERENTIABLE.issuperset(gradient):
+        names = ", ".join(map(repr, sorted(DIFFERENTIABLE)))
+        raise ValueError(f"gradient must be a tuple of names out of {names}, got {gradient!r}.")
 
 
 def kept_scores(logits, target, kept, temperature, softcap, ignore_index, mask, mass) -> None:

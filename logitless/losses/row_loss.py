@@ -89,7 +89,9 @@ class Formula(RowLoss):
     """
 
     names: ClassVar[tuple[str, str]] = ("ids", "ids")
-    caller: ClassVar[str] = "row_loss"  # the name of the public function in error messages
+    # The name of the public function, and of what has one result, in error messages.
+    caller: ClassVar[str] = "row_loss"
+    unit: ClassVar[str] = "row"
     reads: ClassVar[type[Read]] = Read  # the statistics under a compiler
 
     has_gain: ClassVar[bool] = False  # the function can multiply by any number
@@ -110,10 +112,11 @@ class Formula(RowLoss):
         """
         by = {"picked": "ids", "logprob": "ids"}
         names = [name for name, t in argument._asdict().items() if t is None]
-        return [f"stats.{name} (pass {by.get(name, f'{name}=True')} to row_loss)" for name in names]
+        to = self.caller
+        return [f"stats.{name} (pass {by.get(name, f'{name}=True')} to {to})" for name in names]
 
-    def call(self, statistics: dict[str, Tensor], row_inputs) -> tuple[Tensor, ...]:
-        """Calls the function for n rows, checks its results, and returns the results as a tuple."""
+    def call(self, statistics: dict[str, Tensor], row_inputs, count: int) -> tuple[Tensor, ...]:
+        """Calls the function, checks its `count` results, and returns them as a tuple."""
         argument, row_inputs = self.first_argument(statistics, row_inputs)
         hints = self.hints(argument)
         hint = f" These statistics were not requested: {', '.join(hints)}." if hints else ""
@@ -123,7 +126,7 @@ class Formula(RowLoss):
             if "NoneType" in str(error):
                 raise TypeError(f"formula raised an error: {error}.{hint}") from error
             raise
-        return _checked(results, statistics["lse"].shape[0], hint)
+        return _checked(results, self.unit, count, hint)
 
     def apply(
         self, statistics: dict[str, Tensor], row_inputs, lead: torch.Size, dtype: torch.dtype
@@ -137,19 +140,48 @@ class Formula(RowLoss):
         ignored = None if ignored is None else ignored.reshape(-1)
         flat = {name: flat_rows(t, lead) for name, t in statistics.items()}
         inputs = [constant_where(ignored, flat_rows(t, lead)) for t in row_inputs]
-        value, *more = self.call(flat, inputs)
-        if not call.under_transform() and call.thorough() and rows_in(lead) > 1:
-            _check_row_by_row(self.call, flat, inputs)
+        value, *more = self.call(flat, inputs, rows_in(lead))
+
+        def alone(at: slice) -> tuple[Tensor, ...]:
+            some = {name: t[at] for name, t in flat.items()}
+            return self.call(some, [t[at] for t in inputs], at.stop - at.start)
+
+        self.check_alone(alone, rows_in(lead))
         if ignored is not None:
             value = torch.where(ignored, 0.0, value)
             more = [t.masked_fill(ignored, ignored_value(t.dtype)) for t in more]
         return value.view(lead).to(dtype), *(t.view(lead) for t in more)
 
+    def check_alone(self, results_of: Callable[[slice], tuple[Tensor, ...]], count: int) -> None:
+        """With LOGITLESS_CHECK=1, checks that two results together are those of each alone."""
+        if count < 2 or call.under_transform() or not call.thorough():
+            return
+        with torch.no_grad():
+            both, first, second = (
+                torch.cat([t.double().reshape(len(t), -1) for t in results_of(at)], -1)
+                for at in (slice(0, 2), slice(0, 1), slice(1, 2))
+            )
+        apart, unit = torch.cat([first, second]), self.unit
+        if not torch.allclose(both, apart, rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise ValueError(
+                f"formula must not mix {unit}s, so that its results do not depend on how {unit}s"
+                f" are grouped, got {both.squeeze(-1).tolist()} for two {unit}s together and"
+                f" {apart.squeeze(-1).tolist()} for each {unit} alone."
+            )
+
+    def whole(self, t: Tensor) -> Tensor:
+        """A statistic of the present rows, as the function gets it."""
+        return t
+
+    def parts(self, t: Tensor | None) -> Tensor | None:
+        """The inverse of `whole`, for gradients."""
+        return t
+
     def value(self, backend, statistics):
         wants = self.reading.wants
         lse = statistics.lse  # lse is always computed
         with torch.enable_grad():
-            leaves = [getattr(statistics, name) for name in wants]
+            leaves = [self.whole(getattr(statistics, name)) for name in wants]
             leaves = [t.requires_grad_(t.is_floating_point()) for t in leaves]
             inputs = [t.detach().requires_grad_(t.requires_grad) for t in self.row_inputs]
             by_name = dict(zip(wants, leaves, strict=True))
@@ -169,7 +201,7 @@ class Formula(RowLoss):
         gradients = iter(gradients)
         d_leaves = [next(gradients) if t.requires_grad else None for t in leaves]
         d_inputs = [next(gradients) if t.requires_grad else None for t in inputs]
-        d_statistics = dict(zip(wants, d_leaves, strict=True))
+        d_statistics = {name: self.parts(d) for name, d in zip(wants, d_leaves, strict=True)}
         rows, _, ids = backend.coefficients(self.reading, statistics.state, d_statistics)
         # Outputs are cloned, because the formula can return one of the user's own tensors.
         outputs = tuple(t.detach().clone() for t in (value, *more))
@@ -178,7 +210,7 @@ class Formula(RowLoss):
     def coefficients(self, saved, upstream):
         _, rows, ids, *_ = saved
         has = fields_of(self.reading.wants, self.reading.ids is not None)
-        return Coefficients(rows, has, ids), upstream[0]
+        return Coefficients(rows, has, ids), self.of_rows(upstream[0])
 
     def traced(self, x, call=operators.call):
         statistics = self.reads(self.reading).traced(x, call)
@@ -187,12 +219,14 @@ class Formula(RowLoss):
 
     def d_row_inputs(self, saved, scale):
         _, _, _, *d_inputs = saved
-        ignored = self.reading.ignored_rows()
-        ignored = None if ignored is None else ignored.reshape(-1)
         return tuple(
-            None if d is None else _times_rows(d, scale, ignored).to(t.dtype)
-            for d, t in zip(d_inputs, self.row_inputs, strict=True)
+            None if d is None else self.times_input(i, d, scale).to(t.dtype)
+            for i, (d, t) in enumerate(zip(d_inputs, self.row_inputs, strict=True))
         )
+
+    def times_input(self, i, d, scale):
+        ignored = self.reading.ignored_rows()
+        return _times_rows(d, scale, None if ignored is None else ignored.reshape(-1))
 
 
 def check_formula(formula: Any) -> None:
@@ -223,8 +257,11 @@ def _times_rows(d: Tensor, scale: Tensor, ignored: Tensor | None) -> Tensor:
     return flat.view(d.shape)
 
 
-def _checked(results: Any, rows: int, hint: str) -> tuple[Tensor, ...]:
-    """Checks the results of a formula, and returns them as a tuple (loss, *extras)."""
+def _checked(results: Any, unit: str, count: int, hint: str) -> tuple[Tensor, ...]:
+    """Checks the results of a formula, and returns them as a tuple (loss, *extras).
+
+    Results of groups, beside the loss, can have further dimensions.
+    """
     several = isinstance(results, tuple)
     if several and len(results) < 2:
         raise ValueError(
@@ -238,28 +275,11 @@ def _checked(results: Any, rows: int, hint: str) -> tuple[Tensor, ...]:
             raise TypeError(f"formula must return a Tensor{where}, got {type(t).__name__}.{after}")
         if t.is_complex():
             raise TypeError(f"formula must return real numbers{where}, got {t.dtype}.")
-        if t.shape != (rows,):
+        more = i > 0 and unit == "group"
+        if (t.shape[:1] if more else t.shape) != (count,):
+            shape = f"({count}, ...)" if more else f"({count},)"
             raise ValueError(
-                f"formula must return one number per row{where}, shape ({rows},), "
+                f"formula must return one number per {unit}{where}, shape {shape}, "
                 f"got {tuple(t.shape)}."
             )
     return results if several else (results,)
-
-
-def _check_row_by_row(
-    call: Callable[..., tuple[Tensor, ...]], statistics: dict[str, Tensor], rows: list
-) -> None:
-    """Checks that a formula has the same results for two rows together and for each row alone."""
-
-    def call_for(at: slice) -> Tensor:
-        results = call({name: t[at] for name, t in statistics.items()}, [t[at] for t in rows])
-        return torch.stack([t.double() for t in results], -1).squeeze(-1)
-
-    with torch.no_grad():
-        first, second, both = map(call_for, (slice(0, 1), slice(1, 2), slice(0, 2)))
-    apart = torch.cat([first, second])
-    if not torch.allclose(both, apart, rtol=1e-4, atol=1e-6, equal_nan=True):
-        raise ValueError(
-            "formula must not mix rows, so that its results do not depend on how rows are grouped, "
-            f"got {both.tolist()} for two rows together and {apart.tolist()} for each row alone."
-        )

@@ -90,6 +90,25 @@ class Read(RowLoss):
 
     label_name: str = "ids"  # the name of the label in error messages
 
+    # The statistics that get a gradient; None if all of them do. Without annotation, because the
+    # operator must not have one more argument.
+    gradient = None
+
+    def has_gradient(self, name: str) -> bool:
+        return name not in ("argmax", "rank") and (self.gradient is None or name in self.gradient)
+
+    @property
+    def only_scales(self):
+        return self.reading.ids is None and sum(map(self.has_gradient, self.reading.wants)) == 1
+
+    def without_gradient(self, outputs):
+        named = zip(self.reading.wants, outputs, strict=True)
+        return [t for name, t in named if not self.has_gradient(name)]
+
+    def upstream_of_one(self, outputs):
+        named = zip(self.reading.wants, outputs, strict=True)
+        return tuple(torch.ones_like(t) if self.has_gradient(name) else None for name, t in named)
+
     @property
     def names(self):
         return self.label_name, "ids"
@@ -304,9 +323,12 @@ def entropy(
     >>> entropy(torch.zeros(1, 4))
     tensor([1.3863])
     """
-    return row_stats(
-        logits, temperature=temperature, softcap=softcap, entropy=True, mask=mask
-    ).entropy
+    call.check_once(checks.statistics, logits, None, temperature, softcap, None, mask)
+    reading = stats_reading(
+        logits, None, temperature, softcap, None, mask, True, False, False, False
+    )
+    (found,) = evaluate(logits, Read(reading._replace(wants=("entropy",))))
+    return found
 
 
 @call.named()
@@ -319,13 +341,17 @@ def score(
     ignore_index: int = -100,
     mask: Tensor | None = None,
     rank: bool = False,
+    gradient: tuple[str, ...] | None = None,
 ) -> Scores:
     """Computes log p[target], entropy, logsumexp and argmax of logits (..., V) in one pass.
 
     Let p = softmax(z), with z = softcap · tanh(logits / softcap) / temperature. A row is ignored if
     its target is ignore_index or its entry in `mask` is False. An ignored row is not read. In an
     ignored row, argmax and rank are -1, and the other scores are 0. With rank=True, the scores
-    include the rank of the target, as in `row_stats`.
+    include the rank of the target, as in `row_stats`. `gradient` names the scores that get a
+    gradient; the others are detached. By default, these are logprob, entropy and lse. A
+    LinearLogits whose weight needs no gradient takes two GEMMs for one such score, and three for
+    several.
 
     >>> new = score(logits, target).logprob
     >>> ratio = (new - old).exp()  # PPO, GRPO
@@ -333,8 +359,15 @@ def score(
     call.check_once(checks.score, logits, target, temperature, softcap, ignore_index, mask)
     if rank is not False:
         call.check_once(checks.rank, logits, target, rank)
+    if gradient is not None:
+        checks.differentiable(gradient)
     reading = call.reading_of(
         logits, temperature, softcap, label=call.as_ids(target, ignore_index, mask),
         ignore_index=ignore_index, wants=Scores._fields if rank else SCORES,
     )  # fmt: skip
-    return Scores(*evaluate(logits, Read(reading, "target")))
+    read = Read(reading, "target")
+    if gradient is None:
+        return Scores(*evaluate(logits, read))
+    read.gradient = gradient
+    scores = zip(reading.wants, evaluate(logits, read), strict=True)
+    return Scores(*(t if read.has_gradient(name) else t.detach() for name, t in scores))

@@ -137,7 +137,8 @@ def test_the_logits_of_a_teacher(monkeypatch, over_a_head):
     with ll.impl("triton"):
         with ll.invariant():
             teacher = ll.LinearLogits(hidden, torch.randn(16, 8))
-            source = ll.LinearLogits(student, torch.randn(16, 16)) if over_a_head else student
+            trained = torch.randn(16, 16, requires_grad=True)
+            source = ll.LinearLogits(student, trained) if over_a_head else student
             loss = ll.kl_div(source, teacher, direction="forward", reduction="none")
         loss.backward(torch.ones_like(loss))
     assert sum(t.shape == (3, 8) for t in seen) == (2 if over_a_head else 1)

@@ -20,9 +20,9 @@ CUTS = {
 }
 
 
-def make(dtype=torch.float32, **how):
+def make(dtype=torch.float32, frozen=False, **how):
     hidden, weight = torch.randn(N, D, dtype=dtype), torch.randn(V, D, dtype=dtype)
-    return ll.LinearLogits(hidden.requires_grad_(), weight.requires_grad_(), **how)
+    return ll.LinearLogits(hidden.requires_grad_(), weight.requires_grad_(not frozen), **how)
 
 
 def gemms_of(call) -> float:
@@ -53,6 +53,18 @@ def test_it_tells_what_happens(cut, reduction, monkeypatch):
     assert told.workspace == chunks.memory.nbytes
     assert (told.chunks, told.blocks) == (len(chunks.slices), len(chunks.blocks))
     assert told.gemms == pytest.approx(done)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("how", [{"frozen": True}, {"workspace": N * V * 4 + (V << 6)}], ids=str)
+def test_frozen_heads_and_kept_logits(how, reduction, monkeypatch):
+    monkeypatch.setattr(choose_cut, "SMALL", dict.fromkeys(choose_cut.SMALL, 0))
+    source, target = make(**how), torch.randint(0, V, (N,))
+    call = lambda: ll.cross_entropy(source, target, reduction=reduction).sum().backward()  # noqa: E731
+    told = source.explain(reduction)
+    assert (
+        told.gemms == pytest.approx(gemms_of(call)) == told.floor == (2 if "frozen" in how else 3)
+    )
 
 
 def test_a_small_head(monkeypatch):

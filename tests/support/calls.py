@@ -38,6 +38,12 @@ def with_more(stats, old):
     return formula(stats, old), stats.logprob - old, stats.argmax, stats.entropy > 1
 
 
+def group_formula(stats, old, scale):
+    """Two groups of three rows: nothing of it is a sum over rows."""
+    sums = stats.lse.new_zeros(len(scale)).index_add(0, stats.group, stats.logprob - old)
+    return (sums * scale).sigmoid(), sums.detach()
+
+
 def slot_formula(slots, share):
     """A mixture of forward and reverse KL over the slots and the tails."""
     p = torch.cat((slots.teacher, slots.teacher_tail[:, None]), -1)
@@ -74,6 +80,15 @@ def calls_of(ll) -> dict[str, Callable]:
         ),
         "row_loss, more": lambda x: ll.row_loss(
             with_more, x, TARGET, rows=(ROWS,), entropy=True, argmax=True, ignore_index=-100
+        ),
+        "group_loss": lambda x: (
+            ll.group_loss(
+                lambda stats, old: formula(stats, old) - stats.lse, x, TARGET, rows=(ROWS,),
+                entropy=True,
+            ),
+        ),
+        "group_loss, packed": lambda x: ll.group_loss(
+            group_formula, x, TARGET, groups=[2, 1, 3], rows=(ROWS, ROWS[:3]), temperature=ROWS,
         ),
         "slot_loss": lambda x: (
             ll.slot_loss(slot_formula, x, SPARSE, rows=(ROWS,), labels=TARGET, row_weight=ROWS),

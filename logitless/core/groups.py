@@ -1,0 +1,94 @@
+"""Groups of rows that have one result together, such as the rows of a sequence or of a pair."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Groups(NamedTuple):
+    """How the rows of logits (*lead, V) form groups.
+
+    Either one dimension of `lead` separates the groups (`dim`), or each group is a run of
+    consecutive rows (`lengths`, for packed sequences). "By group" is the order in which all rows of
+    group 0 come first, then all rows of group 1, and so on.
+    """
+
+    lead: tuple[int, ...]
+    dim: int = 0
+    lengths: tuple[int, ...] | None = None
+
+    @property
+    def count(self) -> int:
+        return self.lead[self.dim] if self.lengths is None else len(self.lengths)
+
+    @property
+    def rest(self) -> tuple[int, ...]:
+        return (*self.lead[: self.dim], *self.lead[self.dim + 1 :])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of rows of each group."""
+        return self.lengths if self.lengths is not None else (math.prod(self.rest),) * self.count
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the rows by group are the rows in their own order."""
+        return self.lengths is not None or self.dim == 0
+
+    def by_group(self, t: Tensor) -> Tensor:
+        """Flattens the rows of t (*lead, ...), by group."""
+        if self.lengths is not None:
+            return t
+        return t.movedim(self.dim, 0).flatten(0, len(self.lead) - 1)
+
+    def shaped(self, t: Tensor) -> Tensor:
+        """The inverse of `by_group`."""
+        if self.lengths is not None:
+            return t
+        return t.view(self.count, *self.rest, *t.shape[1:]).movedim(0, self.dim)
+
+    def cut(self, some: slice) -> "Groups":
+        """Some consecutive groups alone."""
+        if self.lengths is not None:
+            lengths = self.lengths[some]
+            return Groups((sum(lengths),), 0, lengths)
+        count = some.stop - some.start
+        return self._replace(lead=(*self.lead[: self.dim], count, *self.lead[self.dim + 1 :]))
+
+    def rows_of(self, some: slice) -> slice:
+        """The rows of some consecutive groups, by group."""
+        sizes = self.sizes
+        return slice(sum(sizes[: some.start]), sum(sizes[: some.stop]))
+
+    def owners(self, device: torch.device) -> Tensor:
+        """The number of each row's group, (N,), by group."""
+        numbers = torch.arange(self.count, device=device)
+        if self.lengths is None:
+            return numbers.repeat_interleave(math.prod(self.rest))
+        sizes = torch.tensor(self.lengths, device=device)
+        return numbers.repeat_interleave(sizes, output_size=sum(self.lengths))
+
+    def sums(self, mask: Tensor) -> Tensor:
+        """The number of True of each group, for a mask (N,) by group."""
+        if self.lengths is None:
+            return mask.view(self.count, math.prod(self.rest)).sum(1)
+        counts = torch.zeros(self.count, device=mask.device, dtype=torch.int64)
+        return counts.index_add_(0, self.owners(mask.device), mask.long())
+
+
+def packed(counts: list[int], room: int) -> list[tuple[int, int]]:
+    """Packs consecutive groups of `counts` rows into few pieces of about equal size.
+
+    Returns (first group, one past the last group) of each piece. A piece has at most `room` rows,
+    unless a single group is larger.
+    """
+    aim = sum(counts) / max(-(-sum(counts) // max(room, 1)), 1)
+    found, start, here, done = [], 0, 0, 0
+    for i, n in enumerate(counts):
+        if here and n and (here + n > room or done + here >= aim * (len(found) + 1)):
+            found.append((start, i))
+            start, done, here = i, done + here, 0
+        here += n
+    return [*found, (start, len(counts))]
