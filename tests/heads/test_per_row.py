@@ -1,5 +1,7 @@
 """Results per row over a head, and checkpoints around one."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -178,27 +180,24 @@ def test_logits_that_fit_into_the_workspace_are_kept(dtype, logits_dtype, monkey
     parts = leaves(hidden, *(torch.randn(*s).to(DEVICE, dtype) for s in ((V, D), (V,))))
     counted = int((target != -100).sum())
 
-    def run(workspace, upstream):
+    def run(workspace, upstream, gemms):
         logits = ll.LinearLogits(*parts, workspace=workspace, logits_dtype=logits_dtype)
-        with FlopCounterMode(display=False) as counter:
+        counter = FlopCounterMode(display=False)
+        counts = dtype.itemsize > 2  # of GEMMs with fp32 sums, PyTorch 2.11 counts no FLOPs
+        with counter if counts else contextlib.nullcontext():
             found = ll.score(logits, target)
             total = sum((t * u).sum() for t, u in zip(found[:3], upstream, strict=True))
             d = torch.autograd.grad(total, parts, retain_graph=True)
-        again = torch.autograd.grad(total, parts)
-        return (
-            [*(t.detach() for t in found[:3]), *d],
-            again,
-            counter.get_total_flops() / (2 * counted * D * V),
-        )
+        flops = gemms * 2 * counted * D * V
+        assert not counts or counter.get_total_flops() == pytest.approx(flops, rel=0.01)
+        return [*(t.detach() for t in found[:3]), *d], torch.autograd.grad(total, parts)
 
     upstream = torch.randn(3, rows, device=DEVICE)
     size = 6 if logits_dtype else dtype.itemsize
     with saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
-        found, again, gemms = run(rows * 24 * size, upstream)
-    assert gemms == pytest.approx(3, rel=0.01)
+        found, again = run(rows * 24 * size, upstream, 3)
     assert (counted, 24) in saved
-    want, _, four = run(4 * 24 * 4, upstream)
-    assert four == pytest.approx(4, rel=0.01)
+    want, _ = run(4 * 24 * 4, upstream, 4)
     eps = torch.finfo(dtype).eps
     for a, b in zip(found, want, strict=True):
         torch.testing.assert_close(a, b, rtol=8 * eps, atol=float(8 * eps * b.abs().max()))
