@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract import PRECISION
+from ..contract import PRECISION, has_values
 from ..core.source import is_dtensor
 from .quantized import PLAIN, is_quantized, row_blocks
 
@@ -227,7 +227,8 @@ def plain_gemm(a: Tensor, b: Tensor, out: Tensor | None, add: Tensor | None) -> 
     if out is None and add is None:  # without keyword arguments, torch.mm takes less host time
         return torch.mm(a, b)
     wide = {} if out is None or out.dtype == a.dtype else {"out_dtype": out.dtype}
-    if add is None:
+    # Without values, nothing is added, because PyTorch has no fake addmm with out_dtype.
+    if add is None or (wide and not has_values(a)):
         return torch.mm(a, b, out=out, **wide)
     return torch.addmm(add, a, b, out=out, **wide)  # pyright: ignore[reportCallIssue]
 
