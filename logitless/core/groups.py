@@ -18,6 +18,15 @@ class Groups(NamedTuple):
     lead: tuple[int, ...]
     dim: int = 0
     lengths: tuple[int, ...] | None = None
+    owner: Tensor | None = None  # (N,), the number of each row's group, if there are `lengths`
+
+    @staticmethod
+    def packed(lengths: tuple[int, ...], device: torch.device) -> "Groups":
+        """Runs of consecutive rows. The host does not wait for the device."""
+        sizes = torch.tensor(lengths, dtype=torch.int64, pin_memory=device.type == "cuda")
+        numbers, rows = torch.arange(len(lengths), device=device), sum(lengths)
+        owner = numbers.repeat_interleave(sizes.to(device, non_blocking=True), output_size=rows)
+        return Groups((rows,), 0, lengths, owner)
 
     @property
     def count(self) -> int:
@@ -52,30 +61,32 @@ class Groups(NamedTuple):
     def cut(self, some: slice) -> "Groups":
         """Some consecutive groups alone."""
         if self.lengths is not None:
-            lengths = self.lengths[some]
-            return Groups((sum(lengths),), 0, lengths)
+            assert self.owner is not None
+            lengths, rows = self.lengths[some], self.rows_of(some)
+            return Groups((sum(lengths),), 0, lengths, self.owner[rows] - some.start)
         count = some.stop - some.start
         return self._replace(lead=(*self.lead[: self.dim], count, *self.lead[self.dim + 1 :]))
 
     def rows_of(self, some: slice) -> slice:
         """The rows of some consecutive groups, by group."""
-        sizes = self.sizes
-        return slice(sum(sizes[: some.start]), sum(sizes[: some.stop]))
-
-    def owners(self, device: torch.device) -> Tensor:
-        """The number of each row's group, (N,), by group."""
-        numbers = torch.arange(self.count, device=device)
         if self.lengths is None:
-            return numbers.repeat_interleave(math.prod(self.rest))
-        sizes = torch.tensor(self.lengths, device=device)
-        return numbers.repeat_interleave(sizes, output_size=sum(self.lengths))
+            size = math.prod(self.rest)
+            return slice(size * some.start, size * some.stop)
+        start = sum(self.lengths[: some.start])
+        return slice(start, start + sum(self.lengths[some]))
+
+    def spread(self, g: Tensor) -> Tensor:
+        """Repeats one number per group for each of its rows, by group."""
+        if self.owner is not None:
+            return g[self.owner]
+        return g.repeat_interleave(math.prod(self.rest))
 
     def sums(self, mask: Tensor) -> Tensor:
         """The number of True of each group, for a mask (N,) by group."""
-        if self.lengths is None:
+        if self.owner is None:
             return mask.view(self.count, math.prod(self.rest)).sum(1)
         counts = torch.zeros(self.count, device=mask.device, dtype=torch.int64)
-        return counts.index_add_(0, self.owners(mask.device), mask.long())
+        return counts.index_add_(0, self.owner, mask.long())
 
 
 def packed(counts: list[int], room: int) -> list[tuple[int, int]]:

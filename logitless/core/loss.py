@@ -11,7 +11,7 @@ The first output is the value of the loss. The value is weighted and reduced. Al
 are called `extras`. The extras are results per row. Extras have no gradient, and are neither
 weighted nor reduced. The result of a loss is the value, or a tuple (value, *extras). If
 `multiple_outputs` is True, there are no extras. All outputs are then results per row. No output is
-reduced, and every floating-point output is differentiable.
+reduced, and every floating-point output can have a gradient.
 
 Most losses need only statistics of each row. A loss over statistics implements two methods. `value`
 computes outputs from statistics. `coefficients` computes the coefficients of the backward formula
@@ -50,12 +50,11 @@ Upstream = tuple[Tensor | None, ...]  # the gradients of the outputs: scalars, o
 
 @dataclass(eq=False)
 class RowLoss:
-    """A loss with one value per row. The value of a row depends only on this row."""
+    """A loss with one value per row, which depends only on this row, or one per group of rows."""
 
     reading: Reading
 
-    # Whether the loss has several results per row. Such a loss is never reduced, and every
-    # floating-point result is differentiable.
+    # Whether the loss has several results per row. Such a loss is never reduced.
     multiple_outputs: ClassVar[bool] = False
     # The names of the extras. The extras "argmax" and "rank" are int64. `extras` is None if the
     # number of extras is known only after forward.

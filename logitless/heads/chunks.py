@@ -76,7 +76,7 @@ class Chunks:
         if live is not None:
             self.index = torch.argsort(live, descending=True, stable=True)
             count, copied = to_host(live.sum())
-        # All logits at once have no room for rows to leave out, so their number comes first.
+        # Kept logits have no room for rows to leave out, so the number of the others comes first.
         self.backend = None if cut.whole else self.begin(head.dtype)
         if copied is not None:
             copied.synchronize()
@@ -98,7 +98,8 @@ class Chunks:
         among all rows of these groups; None if no row is left out. The first GEMM waits until the
         host knows how many rows of each group count.
         """
-        rows, counts, copied = len(self.hidden), list(groups.sizes), None
+        rows, sizes, copied = len(self.hidden), groups.sizes, None
+        counts: Any = list(sizes)
         order = by_group = None
         if not groups.in_order:
             places = torch.arange(rows, device=self.hidden.device)
@@ -122,7 +123,7 @@ class Chunks:
             order, self.index = None, by_group
         self.taken, start, first = [], 0, 0
         for a, b in packed(counts, self.cut.rows):
-            end, last = start + sum(counts[a:b]), first + sum(groups.sizes[a:b])
+            end, last = start + sum(counts[a:b]), first + sum(sizes[a:b])
             some: Rows = slice(start, end) if self.index is None else self.index[start:end]
             present = None if order is None else order[start:end] - first
             self.taken.append((some, slice(a, b), present))

@@ -6,6 +6,7 @@ The first argument of each check is the logits. If the vocabulary is sharded ove
 then raised on all ranks.
 """
 
+import contextlib
 import operator
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from ..core import option_checks, target_checks, tensor_checks
 from ..heads import checks as head_checks
 
-DIFFERENTIABLE = frozenset(("logprob", "entropy", "lse"))  # scores that can have a gradient
+DIFFERENTIABLE = ("entropy", "logprob", "lse")  # scores that can have a gradient
 
 
 def temperature_of(temperature, logits) -> None:
@@ -49,13 +50,15 @@ def row_loss(logits, row_weight, reduction, *rows) -> None:
         tensor_checks.beside_rows(f"rows[{i}]", t, logits)
 
 
-def row_counts(groups) -> tuple[int, ...]:
-    """Returns the row counts of packed sequences as a tuple."""
+def dimension_or_counts(groups) -> int | tuple[int, ...]:
+    """Returns the `groups` of group_loss as an int or as a tuple of ints."""
     if isinstance(groups, Tensor):
         raise TypeError(
             "groups must be a dimension or a list of ints, got a Tensor, whose values would make"
             " the host wait. Pass lengths.tolist()."
         )
+    with contextlib.suppress(TypeError):
+        return groups if isinstance(groups, bool) else operator.index(groups)
     try:
         return tuple(map(operator.index, groups))
     except TypeError:
@@ -96,8 +99,8 @@ def score(logits, target, temperature, softcap, ignore_index, mask) -> None:
 
 
 def differentiable(gradient) -> None:
-    if not isinstance(gradient, tuple) or not DIFFERENTIABLE.issuperset(gradient):
-        names = ", ".join(map(repr, sorted(DIFFERENTIABLE)))
+    if not isinstance(gradient, (tuple, list)) or any(n not in DIFFERENTIABLE for n in gradient):
+        names = ", ".join(map(repr, DIFFERENTIABLE))
         raise ValueError(f"gradient must be a tuple of names out of {names}, got {gradient!r}.")
 
 

@@ -1,5 +1,6 @@
 """`group_loss` computes a user-defined loss over groups of rows, such as sequences or pairs."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -12,6 +13,7 @@ from ..core import call
 from ..core.evaluate import evaluate
 from ..core.groups import Groups
 from ..core.loss import RowLoss, ignored_value
+from ..core.source import is_dtensor
 from . import checks
 from .row_loss import Formula, Result, check_formula
 from .statistics import stats_reading
@@ -27,7 +29,8 @@ class GroupStats(NamedTuple):
     argmax: Tensor | None = None
     logprob: Tensor | None = None
     rank: Tensor | None = None
-    group: Tensor | None = None  # (n,), packed sequences: the number of each row's group
+    group: Tensor | None = None  # (n,), the number of each row's group, if `groups` is a list
+    groups: int = 0  # how many groups these are
 
 
 @call.named()
@@ -59,9 +62,10 @@ def group_loss(
     *more), where the tensors of `more` have shape (g, ...), and are detached in the result.
 
     For packed sequences, logits (N, V), `groups` is the list of the row counts of the sequences, in
-    their order. The formula then gets n rows of g whole sequences, and stats.group (n,), the number
-    of each row's sequence among these g. A tensor in `rows` has one entry per row or one per
-    sequence (one per row if N equals their number), and is cut accordingly.
+    their order. The formula then gets n rows of g whole sequences, stats.group (n,), the number of
+    each row's sequence among these g, and stats.groups, which is g. A tensor in `rows` has one
+    entry per row or one per sequence (one per row if N equals their number), and is cut
+    accordingly.
 
     An ignored row has logprob, entropy and all other statistics 0, argmax and rank -1, and gradient
     0. Entries of `rows` beside ignored rows reach the formula as they are. A group whose rows are
@@ -77,10 +81,13 @@ def group_loss(
     ...     chosen, rejected = stats.logprob.sum(-1) - reference
     ...     return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected))
     >>> loss = group_loss(dpo, logits, tokens, groups=1, rows=(reference,))
+    >>> def reinforce(stats, reward):  # packed: stats.logprob (n,), reward (g,)
+    ...     zeros = stats.logprob.new_zeros(stats.groups)
+    ...     return -reward * zeros.index_add(0, stats.group, stats.logprob)
+    >>> loss = group_loss(reinforce, packed, packed_tokens, groups=lengths, rows=(rewards,))
     """
-    check_formula(formula)
-    if not isinstance(groups, int):
-        groups = checks.row_counts(groups)
+    check_formula(formula, rows)
+    groups = checks.dimension_or_counts(groups)
     call.check_once(checks.statistics, logits, ids, temperature, softcap, ignore_index, mask)
     call.check_once(checks.group_loss, logits, groups, reduction, *rows)
     if rank is not False:
@@ -93,7 +100,7 @@ def group_loss(
     if isinstance(groups, int):
         split = Groups(lead, groups % len(lead))
     else:
-        split = Groups(lead, 0, groups)
+        split = Groups.packed(groups, torch.device(logits.device))
     inputs = tuple(t.movedim(split.dim, 0) for t in rows)
     per_row = tuple(split.lengths is not None and t.shape[0] == lead[0] for t in rows)
     live = _live_groups(reading, split, logits.device)
@@ -103,12 +110,13 @@ def group_loss(
 
 def _live_groups(reading: Reading, groups: Groups, device: torch.device) -> Tensor | None:
     """A mask (G,), False for groups whose rows are all ignored. None if there can be none."""
-    ignored = reading.ignored_rows()
+    ignored: Any = reading.ignored_rows()
     if ignored is not None:
+        ignored = ignored.full_tensor() if is_dtensor(ignored) else ignored
         return groups.sums(groups.by_group(~ignored)) > 0
     if 0 not in groups.sizes:
         return None
-    return torch.tensor(groups.sizes, device=device) > 0
+    return groups.sums(torch.ones(math.prod(groups.lead), dtype=torch.bool, device=device)) > 0
 
 
 @dataclass(eq=False)
@@ -134,7 +142,9 @@ class GroupFormula(Formula):
         return GroupStats(**statistics), row_inputs
 
     def hints(self, argument):
-        return super().hints(argument._replace(group=0))
+        if argument.group is not None:
+            return super().hints(argument)
+        return [*super().hints(argument._replace(group=0)), "stats.group (pass groups as a list)"]
 
     # --- what belongs to a group instead of a row
 
@@ -152,7 +162,7 @@ class GroupFormula(Formula):
 
     def spread(self, g: Tensor, i: int, d: Tensor) -> Tensor:
         """One number per group, in a shape that multiplies row_inputs[i] or its gradient d."""
-        g = g[self.groups.owners(g.device)] if self.per_row[i] else g
+        g = self.groups.spread(g) if self.per_row[i] else g
         return g.view(-1, *(1,) * (d.dim() - 1))
 
     def times_input(self, i, d, scale):
@@ -164,7 +174,7 @@ class GroupFormula(Formula):
     def of_rows(self, g):
         if not g.dim():
             return g
-        g = g[self.groups.owners(g.device)]
+        g = self.groups.spread(g)
         if not self.is_chunk:
             return self.groups.shaped(g).reshape(-1)
         return g if self.present is None else g[self.present]
@@ -204,21 +214,19 @@ class GroupFormula(Formula):
             if self.live is not None and t.requires_grad:  # 0 · NaN of an ignored group is NaN
                 inputs[i] = torch.where(self.spread(self.live, i, t), t, t.detach())
 
-        def alone(some: slice) -> tuple[Tensor, ...]:
-            """The results of some groups."""
+        def results_of(some: slice) -> tuple[Tensor, ...]:
             part, cut = groups.cut(some), dict(statistics)
             for name, t in statistics.items():
                 if groups.lengths is None:
                     cut[name] = t.narrow(groups.dim, some.start, part.count)
                 else:
                     cut[name] = t[groups.rows_of(some)]
-            if groups.lengths is not None:
-                cut["group"] = part.owners(statistics["lse"].device)
+            cut["group"], cut["groups"] = part.owner, part.count
             own = (t[self.place(i, some)].movedim(0, groups.dim) for i, t in enumerate(inputs))
             return self.call(cut, list(own), part.count)
 
-        value, *more = alone(slice(0, groups.count))
-        self.check_alone(alone, groups.count)
+        value, *more = results_of(slice(0, groups.count))
+        self.check_alone(results_of, groups.count)
         if self.live is not None:
             value = torch.where(self.live, value, 0.0)
             more = [

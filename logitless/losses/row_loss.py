@@ -67,7 +67,7 @@ def row_loss(
     ...     return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     >>> loss = row_loss(grpo, logits, tokens, rows=(old_logprobs, advantages))
     """
-    check_formula(formula)
+    check_formula(formula, rows)
     call.check_once(checks.statistics, logits, ids, temperature, softcap, ignore_index, mask)
     call.check_once(checks.row_loss, logits, row_weight, reduction, *rows)
     if rank is not False:
@@ -142,11 +142,11 @@ class Formula(RowLoss):
         inputs = [constant_where(ignored, flat_rows(t, lead)) for t in row_inputs]
         value, *more = self.call(flat, inputs, rows_in(lead))
 
-        def alone(at: slice) -> tuple[Tensor, ...]:
+        def results_of(at: slice) -> tuple[Tensor, ...]:
             some = {name: t[at] for name, t in flat.items()}
             return self.call(some, [t[at] for t in inputs], at.stop - at.start)
 
-        self.check_alone(alone, rows_in(lead))
+        self.check_alone(results_of, rows_in(lead))
         if ignored is not None:
             value = torch.where(ignored, 0.0, value)
             more = [t.masked_fill(ignored, ignored_value(t.dtype)) for t in more]
@@ -195,7 +195,7 @@ class Formula(RowLoss):
                     f"compute only a metric, call {self.caller} under torch.no_grad()."
                 )
             if value.requires_grad:
-                # The value of a row depends only on this row. So one backward of the sum of all
+                # A value depends only on its own row or group. So one backward of the sum of all
                 # values computes the gradients of all rows.
                 gradients = torch.autograd.grad(value.sum(), wanted, allow_unused=True)
         gradients = iter(gradients)
@@ -229,9 +229,11 @@ class Formula(RowLoss):
         return _times_rows(d, scale, None if ignored is None else ignored.reshape(-1))
 
 
-def check_formula(formula: Any) -> None:
+def check_formula(formula: Any, rows: Any) -> None:
     if not callable(formula):
         raise TypeError(f"formula must be a function, got {type(formula).__name__}.")
+    if isinstance(rows, Tensor):
+        raise TypeError("rows must be a sequence of Tensors, got a Tensor. Pass rows=(t,).")
 
 
 def constant_where(ignored: Tensor | None, t: Tensor) -> Tensor:

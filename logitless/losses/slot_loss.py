@@ -156,7 +156,7 @@ def slot_loss(
     ...     return (weight * (slots.teacher - slots.student)).sum(-1)
     >>> loss = slot_loss(forward_and_reverse, logits, targets, rows=(share,))
     """
-    check_formula(formula)
+    check_formula(formula, rows)
     if not isinstance(targets, SparseTargets):
         rules.is_targets(targets, SparseTargets)
     call.check_once(

@@ -160,8 +160,8 @@ def test_a_frozen_head_takes_two_gemms(name, low_rank, monkeypatch):
 
 
 def test_names_of_gradients():
-    for bad in ("logprob", ("argmax",), ["entropy"], 3):
-        with pytest.raises(ValueError, match="gradient must be a tuple of names out of 'entropy'"):
+    for bad in ("logprob", ("argmax",), [["entropy"]], 3):
+        with pytest.raises(ValueError, match="tuple of names out of 'entropy', 'logprob', 'lse'"):
             ll.score(torch.randn(2, 5), torch.zeros(2, dtype=torch.long), gradient=bad)
     found = ll.score(torch.randn(2, 5, requires_grad=True), torch.tensor([0, 1]), gradient=())
     assert not any(t.requires_grad for t in found if t is not None)
