@@ -7,6 +7,7 @@ weighted mean of log-probabilities and its gradients, and the entropy without a 
 three heads:
 
 - "ours": the function that TRL's trainers call after `use_in_trl` (logitless/trl_head/computed.py).
+  "Ours, in backward" computes the gradients of GRPO in backward, without a rehearsal of the loss.
 
 - "TRL": TRL's own function. This head is measured if TRL is installed, or if the folder --rivals
   has a package trl_kernels, which holds TRL's folder `kernels`.
@@ -22,6 +23,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ from benchmarks.step_clock import time_and_memory
 from logitless.cli import machine
 from logitless.cli.report import table
 from logitless.trl_head.computed import Call, token_statistics
+from logitless.trl_head.gradients import Ways
 
 CHECKED = (512, 256, 5000)
 BUDGET = 1500.0  # milliseconds of timing per head
@@ -50,9 +53,12 @@ class Results(NamedTuple):
 Head = Callable[[Tensor, Tensor, Tensor], Results]
 
 
-def ours(sums_its_loss: bool, outputs: tuple[str, ...]) -> Head:
+def ours(way: str, outputs: tuple[str, ...]) -> Head:
+    step = SimpleNamespace(loss=lambda logprob, *_: grpo(logprob.flatten()))
+
     def head(hidden: Tensor, weight: Tensor, target: Tensor) -> Results:
-        call = Call({}, sums_its_loss)
+        counts = torch.ones((1, len(hidden)), dtype=torch.bool, device=hidden.device)
+        call = Call({}, Ways(way), counts, step)
         given = (hidden, weight, None, target, 1.0, COLUMNS, None, 1.0, outputs)
         logprob, entropy, _, _, right = token_statistics(call, *given)
         return Results(logprob, entropy, right)  # pyright: ignore[reportArgumentType]
@@ -104,10 +110,11 @@ def contenders() -> dict[tuple[str, str], tuple[Head, Callable[[Tensor], Tensor]
     """Returns a dict from (step, name of the head) to (head, loss of the step)."""
     wants = ("log_probs", "entropy", "is_top1")
     found = {
-        ("SFT", "ours"): (ours(True, wants), sft),
+        ("SFT", "ours"): (ours("sum", wants), sft),
         ("SFT", "TRL"): (of_trl(wants), sft),
         ("SFT", "chunks in PyTorch"): (in_chunks, sft),
-        ("GRPO", "ours"): (ours(False, wants[:2]), grpo),
+        ("GRPO", "ours"): (ours("rows", wants[:2]), grpo),
+        ("GRPO", "ours, in backward"): (ours("statistics", wants[:2]), grpo),
         ("GRPO", "TRL"): (of_trl(wants[:2]), grpo),
         ("GRPO", "chunks in PyTorch"): (in_chunks, grpo),
     }

@@ -1,17 +1,13 @@
 """`use_in_trl` lets TRL's trainers compute losses and metrics with functions of this library.
 
-Most trainers of TRL do not call the model's head. TRL has its own fused head, which multiplies the
-hidden states by the weight of the model's head. TRL's fused head consists of two autograd
-functions. One function returns log-probabilities, entropies and other statistics of tokens. The
-other function returns divergences from a teacher. A `Switch` replaces each function, but only while
-the forward of an adapted model, or the loss of an adapted trainer, is computed. All other code of
-TRL runs unchanged. TRL's code still chooses the rows, the scale and the softcap of the logits.
-TRL's code also computes the metrics, and the auxiliary loss of mixture-of-experts models.
+Most trainers of TRL do not call the model's head. TRL has its own fused head, which consists of two
+autograd functions: one returns log-probabilities, entropies and other statistics of tokens, and the
+other returns divergences from a teacher. A `Switch` replaces each function while the forward of an
+adapted model, or the loss of an adapted trainer, is computed. All other code of TRL runs unchanged.
 
-Other trainers of TRL call the model's head, and compute log-probabilities from the logits. On a
-GPU, these trainers call a kernel of TRL. This kernel would materialise lazy logits. So a
-`LogitsSwitch` replaces the kernel during the steps of an adapted trainer. For lazy logits, the
-`LogitsSwitch` calls this library. For logits that are an ordinary tensor, it calls the kernel.
+Other trainers of TRL compute log-probabilities from the logits of the model. On a GPU, they call a
+kernel of TRL, which would materialise lazy logits. So a `LogitsSwitch` replaces the kernel during
+the steps of an adapted trainer: for lazy logits, it calls this library.
 """
 
 import functools
@@ -24,6 +20,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import nn
 
 from ..core.call import named
@@ -38,27 +35,29 @@ from .computed import (
     logprobs_and_entropies,
     token_statistics,
 )
+from .gradients import Ways
+from .rehearsal import STEP, rehearsed
 
 T = TypeVar("T")
 
-# These are keys in the `__dict__` of an adapted model or trainer. The value of `USE` is a `Use`.
-# The value of `SET` maps the name of each replaced attribute to the pair (our function, old value).
-# Our functions have the attribute `SET` too.
+# Keys in the `__dict__` of an adapted model or trainer. `USE` has a `Use`. `SET` maps the name of a
+# replaced attribute to (our function, old value). Our functions have the attribute `SET` too.
 USE, SET = "_logitless_trl", "_logitless_trl_set"
-# The names that TRL uses for two autograd functions, a kernel, and the functions that call the
-# kernel.
+# TRL's names of two autograd functions, a kernel, and the functions that call the kernel.
 STATISTICS, DIVERGENCES = "_ChunkedLogProbFunction", "ChunkedDivergenceFunction"
 KERNEL = "_fused_logprob_entropy"
 OVER_LOGITS = (
     "selective_log_softmax", "selective_log_softmax_and_entropy", "entropy_from_logits",
 )  # fmt: skip
+# The method of a trainer that computes its loss from the results of the fused head.
+LOSS = "_compute_loss"
 # The methods of a trainer in which the kernel is called.
 STEPS = ("training_step", "prediction_step", "compute_loss")
 
 
 @named(LinearLogits.__init__)
 def use_in_trl(model: T, **options) -> T:
-    """Changes a trainer of TRL to compute losses and metrics with logitless. Returns the trainer.
+    """Changes a trainer of TRL to compute losses and metrics with logitless, and returns it.
 
     `model` is a trainer of TRL: SFT, DPO, KTO, GRPO, RLOO, distillation, GKD, ORPO, CPO or TPO. A
     trainer's reference model is adapted too. `model` can also be a model to which TRL's
@@ -69,6 +68,12 @@ def use_in_trl(model: T, **options) -> T:
     The losses, gradients and logged metrics are the same as TRL's, except for rounding. GKD, ORPO,
     CPO and TPO read the logits of their models. So these models must be fused (`ll.fuse`).
 
+    The losses of SFT, GRPO, RLOO, DPO, KTO and their subclasses in TRL take three GEMMs over the
+    head, and two if the head is frozen. For this, TRL's `_compute_loss` runs several times per
+    step, on copies of the trainer, so that the gradients are known while the logits are in memory.
+    Backward compares them with the gradients that TRL's loss then has. If they differ, backward
+    computes the exact gradients, which takes up to four GEMMs more in this step.
+
     >>> trainer = use_in_trl(SFTTrainer(model, arguments, train_dataset=data))
     >>> trainer.train()
     """
@@ -77,7 +82,8 @@ def use_in_trl(model: T, **options) -> T:
     places = list(_places(model))
     if not places:
         raise TypeError(_what_is_missing(model))
-    use = Use(options, _sums_its_loss(model))
+    way = "rows" if any(place.wrap is _adapted_loss for place in places) else _way(model)
+    use = Use(options, Ways(way))
     for place in places:
         if not place.is_set():
             place.set()
@@ -103,8 +109,8 @@ def unuse_in_trl(model: T) -> T:
 class Use:
     """The settings of one call of `use_in_trl`. Copies of a model share the `Use` of the model."""
 
-    def __init__(self, options: dict, sums_its_loss: bool):
-        self.options, self.sums_its_loss = options, sums_its_loss
+    def __init__(self, options: dict, ways: Ways):
+        self.options, self.ways = options, ways
 
     def __deepcopy__(self, _memo: dict) -> "Use":
         return self
@@ -116,8 +122,7 @@ _call: ContextVar[Call | None] = ContextVar("call", default=None)
 class Switch:
     """Replaces a global variable of TRL, an autograd function, inside `with switch.on()`.
 
-    `apply` calls this library. In another thread, whose model is not adapted, `apply` calls TRL's
-    function.
+    In another thread, whose model is not adapted, `apply` still calls TRL's function.
     """
 
     def __init__(self, names: dict, name: str, ours: Callable):
@@ -149,17 +154,12 @@ class LogitsSwitch(Switch):
 
 
 class Place(NamedTuple):
-    """An attribute of a module or a trainer that `wrap` replaces."""
-
     owner: Any
     name: str
     wrap: Callable  # (old function, whether it is a method) → new method
 
     def is_set(self) -> bool:
-        """Whether calling the attribute calls our function, directly or in wrappers.
-
-        The result is False again after another trainer of the same model has set its own forward.
-        """
+        """False again after another trainer of the same model has set its own forward."""
         return any(hasattr(each, SET) for each in _layers(getattr(self.owner, self.name)))
 
     def set(self) -> None:
@@ -176,7 +176,7 @@ class Place(NamedTuple):
 
 
 def _places(model: Any) -> Iterator[Place]:
-    """Yields the functions of TRL to replace for a trainer or for a model."""
+    heads = False
     for owner in _owners(model):
         if not isinstance(owner, nn.Module):
             yield from _places_of_trainer(owner)
@@ -185,14 +185,20 @@ def _places(model: Any) -> Iterator[Place]:
         if function is not None and _calls_fused_head(model):
             switch = Switch(function.__globals__, STATISTICS, token_statistics)
             yield Place(owner, "forward", partial(_adapted_forward, switch))
+            heads = True
+    function = getattr(type(model), LOSS, None)
+    # Only TRL's own code is called several times.
+    ours = function is not None and function.__module__.startswith("trl.")
+    if heads and ours and DIVERGENCES not in function.__globals__:
+        yield Place(model, LOSS, _adapted_loss)
 
 
 def _places_of_trainer(trainer: Any) -> Iterator[Place]:
     kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
-    loss = getattr(type(trainer), "_compute_loss", None)
+    loss = getattr(type(trainer), LOSS, None)
     if DIVERGENCES in getattr(loss, "__globals__", ()):
         switch = Switch(loss.__globals__, DIVERGENCES, divergences)
-        yield Place(trainer, "_compute_loss", partial(_adapted_distillation, switch))
+        yield Place(trainer, LOSS, partial(_adapted_distillation, switch))
     if any(kind.__name__ == "GKDTrainer" for kind in kinds):
         yield Place(trainer, "generalized_jsd_loss", _adapted_gkd)
     names = [vars(sys.modules[kind.__module__]) for kind in kinds]
@@ -205,7 +211,6 @@ def _places_of_trainer(trainer: Any) -> Iterator[Place]:
 
 
 def _owners(model: Any) -> Iterator[Any]:
-    """Yields the trainer and all modules of its models, or all modules of a single model."""
     models = (model,)
     if not isinstance(model, nn.Module):
         yield model
@@ -216,10 +221,7 @@ def _owners(model: Any) -> Iterator[Any]:
 
 
 def _trl_forward(module: nn.Module) -> Any:
-    """Returns the forward that `add_fused_lm_head` set on a module, or None.
-
-    If other code has wrapped this forward, the result is the forward inside the wrappers.
-    """
+    """Returns the forward that `add_fused_lm_head` set on a module, without wrappers, or None."""
     for function in _layers(module.__dict__.get("forward")):
         code = getattr(function, "__code__", None)
         if "fused_lm_head" in _words(code) and STATISTICS in function.__globals__:
@@ -228,18 +230,13 @@ def _trl_forward(module: nn.Module) -> Any:
 
 
 def _layers(function: Any) -> Iterator[Any]:
-    """Yields a function, and then the functions that it wraps."""
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
 
 
 def _calls_fused_head(model: Any) -> bool:
-    """Whether the trainer or model calls TRL's fused head.
-
-    The result can be False only for a subclass of SFTTrainer. Some subclasses, such as GKDTrainer,
-    compute another loss from the logits.
-    """
+    """Whether the trainer calls TRL's fused head. Only some subclasses of SFTTrainer do not."""
     from trl import SFTTrainer
 
     if not isinstance(model, SFTTrainer):
@@ -260,8 +257,7 @@ def _words(code: types.CodeType | None) -> set[str]:
     """The names in a function's code: variables, attributes, and the keywords of calls."""
     if code is None:
         return set()
-    # Python stores the keywords of a call as one tuple in `co_consts`. For a call that also has
-    # `**arguments`, Python stores each keyword as a separate string.
+    # The keywords of a call are one tuple in `co_consts`, or, beside `**arguments`, single strings.
     groups = [c if isinstance(c, tuple) else (c,) for c in code.co_consts]
     keywords = {word for words in groups for word in words if isinstance(word, str)}
     return {*code.co_varnames, *code.co_names} | keywords
@@ -283,28 +279,20 @@ def _computed_by_us(switch: Switch, use: Use, model: nn.Module, **how) -> Iterat
 
 
 def _guard_of(model: nn.Module) -> Guard | None:
-    """Returns the `Guard` (lazy/model_hooks.py) of a fused model, or None.
-
-    If the model is a PEFT model, the model inside can be the fused model.
-    """
+    """Returns the `Guard` (lazy/model_hooks.py) of a fused model, also inside PEFT, or None."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
     guards = [g for each in (model, inner) for g in each.__dict__.get(GUARD, ()) if g.active]
     if len(guards) < 2:
         return next(iter(guards), None)
-    # The model has several fused heads. TRL reads the weight of the output embeddings, so the
-    # function returns the `Guard` of this head.
+    # Of several fused heads, TRL reads the output embeddings.
     read = getattr(named_head(inner, None), "__dict__", {}).get(GUARD, ())
     return next((guard for guard in guards if guard in read), None)
 
 
 def _adapted_forward(switch: Switch, below: Callable, is_method: bool) -> Callable:
-    """Returns a forward function that wraps the forward function `below`.
+    """Returns a forward whose results of TRL's fused head are computed by logitless."""
 
-    If the caller requests TRL's fused head, logitless computes the results of this head.
-    """
-
-    # `functools.wraps` keeps the signature of `below`, because `generate` checks its arguments
-    # against this signature.
+    # `generate` checks its arguments against the signature of `below`.
     @functools.wraps(below)
     def forward(self, *args, **kwargs):
         given = (self, *args) if is_method else args
@@ -313,16 +301,31 @@ def _adapted_forward(switch: Switch, below: Callable, is_method: bool) -> Callab
             return below(*given, **kwargs)
         shifted = kwargs.get("shift_labels")
         tokens = kwargs["labels"][:, 1:] if shifted is None else shifted
-        how = {"sums_its_loss": use.sums_its_loss, "counts": tokens != -100}
-        with _computed_by_us(switch, use, self, **how):
-            return below(*given, **kwargs)
+        step = STEP.get()
+        how = {"ways": use.ways, "counts": tokens != -100, "step": step}
+
+        def compute():
+            with _computed_by_us(switch, use, self, **how):
+                return below(*given, **kwargs)
+
+        return compute() if step is None or torch.is_grad_enabled() else step.forward(compute)
 
     return forward
 
 
-def _adapted_distillation(switch: Switch, below: Callable, is_method: bool) -> Callable:
-    """Returns DistillationTrainer's `_compute_loss`, changed to use divergences of logitless."""
+def _adapted_loss(below: Callable, _is_method: bool) -> Callable:
+    """Returns `_compute_loss`, changed so that the forward of the policy can rehearse the loss."""
 
+    @functools.wraps(below)
+    def compute_loss(self, *args, **kwargs):
+        use = self.__dict__.get(USE)
+        with nullcontext() if use is None else rehearsed(use.ways, below, self, *args, **kwargs):
+            return below(self, *args, **kwargs)
+
+    return compute_loss
+
+
+def _adapted_distillation(switch: Switch, below: Callable, is_method: bool) -> Callable:
     @functools.wraps(below)
     def compute_loss(self, student, *args):
         given = (self, student, *args) if is_method else (student, *args)
@@ -347,8 +350,6 @@ def _adapted_step(switch: Switch, below: Callable, is_method: bool) -> Callable:
 
 
 def _adapted_gkd(below: Callable, _is_method: bool) -> Callable:
-    """Returns GKDTrainer's `generalized_jsd_loss`, changed to use logitless."""
-
     @functools.wraps(below)
     def loss(self, *args, **kwargs):
         given = inspect.signature(below).bind(*args, **kwargs).arguments
@@ -371,13 +372,12 @@ def _check_installed() -> None:
         ) from error
 
 
-def _sums_its_loss(model: Any) -> bool:
-    """Whether the trainer `model` uses log-probabilities only in a sum over all tokens."""
+def _way(model: Any) -> str:
+    """Returns the fastest way to compute the gradients without rehearsals (gradients.py)."""
     from trl import SFTTrainer
 
-    if not isinstance(model, SFTTrainer) or "compute_loss" in model.__dict__:
-        return False
-    return type(model).compute_loss is SFTTrainer.compute_loss and model.args.loss_type == "nll"
+    nll = isinstance(model, SFTTrainer) and model.args.loss_type == "nll"
+    return "sum" if nll else "statistics"
 
 
 def _what_is_missing(model: Any) -> str:

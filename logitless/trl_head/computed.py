@@ -4,26 +4,25 @@
 these functions is a `Call`. The other arguments are the arguments of the replaced function.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..heads.gemms import autocasts
 from ..lazy.linear_logits import LinearLogits
-from ..losses.cross_entropy import cross_entropy_and_scores
 from ..losses.dense_teacher import jsd
 from ..losses.statistics import entropy, row_stats, token_logprobs
-
-IN_ONE_PASS = {"log_probs", "entropy", "is_top1"}  # results of cross_entropy_and_scores
+from .gradients import Tokens, Ways, statistics_of
 
 
 class Call(NamedTuple):
     """The options of one forward of an adapted model."""
 
     options: dict  # options of LinearLogits
-    sums_its_loss: bool = False  # whether only the sum of the log-probabilities is used
-    counts: Tensor | None = None  # bool mask of the tokens that have a label, if known
+    ways: Ways | None = None  # of the trainer; None for a single model
+    counts: Tensor | None = None  # (B, T), bool mask of the tokens that have a label, if known
+    step: Any = None  # a Step, if the loss can be rehearsed (rehearsal.py)
 
 
 def token_statistics(
@@ -51,38 +50,28 @@ def token_statistics(
     counts = call.counts
     all_rows = counts is not None and counts.numel() == len(hidden)
     mask = counts.reshape(-1).to(hidden.device) if all_rows else None
-    if call.sums_its_loss and IN_ONE_PASS.issuperset(outputs):
-        loss, scores = cross_entropy_and_scores(logits, targets, mask=mask, reduction="sum", **how)
-        logprob = LogprobsOfSum.apply(loss, scores.logprob, mask)
-        results = {"entropy": scores.entropy, "is_top1": scores.argmax == targets}
-    else:
-        wants = {
-            "entropy": "entropy" in outputs, "total": "mean_logits" in outputs,
-            "argmax": "is_top1" in outputs,
-        }  # fmt: skip
-        stats = row_stats(logits, targets, mask=mask, **wants, **how)
-        logprob, results = stats.logprob, {"entropy": stats.entropy}
-        if wants["total"]:
-            results["mean_logits"] = stats.total.detach() / weight.shape[0]
-        if wants["argmax"]:
-            results["is_top1"] = stats.argmax == targets
-        if "log_sum_sq_probs" in outputs:
-            results["log_sum_sq_probs"] = _log_sum_of_squares(logits, logprob, targets, how)
-    names = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-    return logprob, *(results.get(name) if name in outputs else None for name in names)
-
-
-@torch.no_grad()
-def _log_sum_of_squares(
-    logits: LinearLogits, logprob: Tensor, targets: Tensor, how: dict
-) -> Tensor:
-    """Returns log Σ p².
-
-    At half the temperature, a token has the log-probability 2 log p - log Σ p². So log Σ p² follows
-    from the target's log-probabilities at both temperatures.
-    """
-    half = {**how, "temperature": how["temperature"] / 2}
-    return 2 * logprob - token_logprobs(logits, targets, **half)
+    half = None
+    if "log_sum_sq_probs" in outputs:
+        cooler = {**how, "temperature": how["temperature"] / 2}
+        with torch.no_grad():
+            half = token_logprobs(logits, targets, mask=mask, **cooler)
+    wants = {
+        "entropy": "entropy" in outputs, "total": "mean_logits" in outputs,
+        "argmax": "is_top1" in outputs,
+    }  # fmt: skip
+    tokens = Tokens(targets, mask, counts, half, how, wants, call.step)
+    compute: Any = statistics_of
+    if torch.compiler.is_compiling():  # the way to compute gradients can change in every step
+        compute = torch.compiler.disable(compute)
+    logprob, entropy, total, argmax = compute(tokens, call.ways or Ways(), logits.head)
+    results = {
+        "entropy": entropy,
+        # At half the temperature, a token has the log-probability 2 log p - log Σ p².
+        "log_sum_sq_probs": None if half is None else 2 * logprob.detach() - half,
+        "mean_logits": total.detach() / weight.shape[0] if wants["total"] else None,
+        "is_top1": argmax == targets if wants["argmax"] else None,
+    }
+    return logprob, *(t if name in outputs else None for name, t in results.items())
 
 
 def divergences(
@@ -191,33 +180,3 @@ def _transformed(
     if scale != 1:
         z = z * scale
     return z if softcap is None else torch.tanh(z / softcap) * softcap
-
-
-class LogprobsOfSum(torch.autograd.Function):
-    """Returns the log-probabilities of tokens. The backward computes only the gradient of `loss`.
-
-    All tokens whose entry in `mask` is True must have the same upstream gradient g, as in TRL's
-    SFTTrainer. If `mask` is None, all tokens must have the same upstream gradient. `loss` is minus
-    the sum of the log-probabilities, so the gradient of `loss` is -g. The forward that computed
-    `loss` has already computed the gradients of `loss`. So backward does not compute the logits
-    again.
-    """
-
-    @staticmethod
-    def forward(ctx, loss: Tensor, logprob: Tensor, mask: Tensor | None):
-        ctx.save_for_backward(mask)
-        return logprob.clone()
-
-    @staticmethod
-    def backward(ctx, *upstream):
-        (g,), (mask,) = upstream, ctx.saved_tensors
-        low, high = g, g
-        if mask is not None:
-            low, high = g.where(mask, torch.inf), g.where(mask, -torch.inf)
-        if not g.numel():
-            return g.sum(), None, None
-        low, high = low.amin(), high.amax()
-        # Unequal upstream gradients give NaN. To raise an error, the host would have to wait for
-        # the GPU.
-        equal = torch.where(low == high, -low, torch.nan)
-        return torch.where(low > high, 0.0, equal), None, None
