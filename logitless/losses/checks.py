@@ -6,7 +6,6 @@ The first argument of each check is the logits. If the vocabulary is sharded ove
 then raised on all ranks.
 """
 
-import contextlib
 import operator
 
 from torch import Tensor
@@ -57,9 +56,11 @@ def dimension_or_counts(groups) -> int | tuple[int, ...]:
             "groups must be a dimension or a list of ints, got a Tensor, whose values would make"
             " the host wait. Pass lengths.tolist()."
         )
-    with contextlib.suppress(TypeError):
-        return groups if isinstance(groups, bool) else operator.index(groups)
+    if isinstance(groups, bool):
+        return groups
     try:
+        if hasattr(groups, "__index__"):
+            return operator.index(groups)
         return tuple(map(operator.index, groups))
     except TypeError:
         raise TypeError(f"groups must be a dimension or a list of ints, got {groups!r}.") from None

@@ -13,6 +13,7 @@ from logitless.trl_head.computed import (
 )
 from logitless.trl_head.gradients import Ways
 from tests.support import oracle
+from tests.support.sizes import DEVICE
 
 N, D, V = 7, 16, 75
 WORKSPACE = 3 * V * 4  # three rows of fp32 logits
@@ -32,7 +33,7 @@ CASES = {
 def head(dtype=torch.float32, bias=True, width=D):
     """Returns leaves (hidden, weight, bias), once in fp64 and once in `dtype`."""
     shapes = ((N, width), (V, width), (V,))
-    exact = [torch.randn(shape, dtype=torch.float64).to(dtype).double() for shape in shapes]
+    exact = [torch.randn(s, dtype=torch.float64).to(DEVICE, dtype).double() for s in shapes]
     exact = [t if bias or t.dim() == 2 else None for t in exact]
     return tuple(
         [None if t is None else t.to(to).detach().requires_grad_() for t in exact]
@@ -69,14 +70,14 @@ def ours(tensors, target, outputs=OUTPUTS, call=None, temperature=1.0, softcap=N
 def test_statistics(how, impl):
     exact, tensors = head(bias="scale" in how)
     plain = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
-    target = torch.randint(0, V, (N,))
+    target = torch.randint(0, V, (N,), device=DEVICE)
     want, theirs = (formulas(*t, target, **how) for t in (exact, plain))
     got = ours(tensors, target, **how)
     for mine, w, t in zip(got[:4], want[:4], theirs[:4], strict=True):
         assert_near(mine, w, t)
     assert torch.equal(got[4], want[4])
     assert [t.requires_grad for t in got[:4]] == [True, True, False, False]
-    upstream = torch.randn(2, N)
+    upstream = torch.randn(2, N, device=DEVICE)
     for results in (want, theirs, got):
         loss = sum((g.to(r.dtype) * r).sum() for g, r in zip(upstream, results[:2], strict=True))
         loss.backward()
@@ -87,7 +88,7 @@ def test_statistics(how, impl):
 
 def test_results_that_are_not_requested_are_none():
     _, tensors = head()
-    target = torch.randint(0, V, (N,))
+    target = torch.randint(0, V, (N,), device=DEVICE)
     logprob, *others = ours(tensors, target, ("log_probs",))
     assert logprob.shape == (N,)
     assert others == [None] * 4
@@ -98,7 +99,7 @@ def test_ties_count_for_the_first_token():
     _, (hidden, weight, _) = head(bias=False)
     with torch.no_grad():
         weight[[20, 40]] = 10 * hidden[0]
-    target = torch.tensor([20, 40] + [0] * (N - 2))
+    target = torch.tensor([20, 40] + [0] * (N - 2), device=DEVICE)
     hidden = hidden.detach()[[0, 0, *range(2, N)]]
     assert ours((hidden, weight, None), target)[4][:2].tolist() == [True, False]
     summed = Call({}, Ways("sum"))
@@ -109,7 +110,7 @@ def test_ties_count_for_the_first_token():
 def test_weights_of_another_dtype():
     """The weight is cast to the dtype of the hidden states, as in TRL."""
     _, (hidden, weight, bias) = head()
-    target = torch.randint(0, V, (N,))
+    target = torch.randint(0, V, (N,), device=DEVICE)
     for casts in (hidden.bfloat16(), weight, bias), (hidden, weight.bfloat16(), bias.bfloat16()):
         got = ours(casts, target)[0]
         want = ours([t.to(casts[0].dtype) for t in casts], target)[0]
@@ -125,8 +126,8 @@ class TestSum:
     @pytest.mark.parametrize("masked", [False, True])
     def test_gradients(self, masked, how, impl):
         exact, tensors = head()
-        target = torch.randint(0, V, (N,))
-        counts = torch.rand(N) < 0.6 if masked else torch.ones(N, dtype=torch.bool)
+        target = torch.randint(0, V, (N,), device=DEVICE)
+        counts = torch.rand(N, device=DEVICE) < (0.6 if masked else 2)
         call = Call({"workspace": WORKSPACE}, Ways("sum"), counts[None] if masked else None)
         got = ours(tensors, target, self.summed, call, **how)
         want = formulas(*exact, target, **how)
@@ -142,7 +143,7 @@ class TestSum:
     @pytest.mark.parametrize("name", summed[:2])
     def test_other_uses_have_exact_gradients(self, name):
         exact, tensors = head()
-        target, ways = torch.randint(0, V, (N,)), Ways("sum")
+        target, ways = torch.randint(0, V, (N,), device=DEVICE), Ways("sum")
         want = formulas(*exact, target)[self.summed.index(name)]
         gradients = torch.autograd.grad(want.square().sum(), exact)
         for _ in range(3):
@@ -154,15 +155,17 @@ class TestSum:
 
     def test_no_token_counts(self):
         _, tensors = head()
-        call = Call({}, Ways("sum"), torch.zeros(1, N, dtype=torch.bool))
-        logprob = ours(tensors, torch.zeros(N, dtype=torch.long), self.summed, call)[0]
+        call = Call({}, Ways("sum"), torch.zeros(1, N, dtype=torch.bool, device=DEVICE))
+        logprob = ours(tensors, torch.zeros(N, dtype=torch.long, device=DEVICE), self.summed, call)[
+            0
+        ]
         logprob.masked_fill(~call.counts[0], 0).sum().backward()
         assert all(not t.grad.any() for t in tensors)
 
     def test_no_rows(self):
         _, (hidden, *others) = head()
-        call = Call({}, Ways("sum"), torch.zeros(1, N, dtype=torch.bool))
-        none = torch.zeros(0, dtype=torch.long)
+        call = Call({}, Ways("sum"), torch.zeros(1, N, dtype=torch.bool, device=DEVICE))
+        none = torch.zeros(0, dtype=torch.long, device=DEVICE)
         logprob = ours((hidden[:0], *others), none, self.summed, call)[0]
         logprob.sum().backward()
         assert all(not t.grad.any() for t in (hidden, *others))
@@ -170,7 +173,7 @@ class TestSum:
     def test_other_results_are_per_row(self):
         """The mean logit needs `row_stats`, whose log-probabilities have gradients per row."""
         exact, tensors = head()
-        target = torch.randint(0, V, (N,))
+        target = torch.randint(0, V, (N,), device=DEVICE)
         got = ours(tensors, target, ("log_probs", "mean_logits"), Call({}, Ways("sum")))[0]
         got.square().sum().backward()
         formulas(*exact, target)[0].square().sum().backward()
