@@ -191,7 +191,8 @@ class RowInputGradients:
         for i, d in enumerate(loss.d_row_inputs(saved, scale)):
             total = self.gradients[i]
             if total is not None and d is not None:
-                total.view(-1, *d.shape[1:])[self.loss.place(i, results)] = d
+                count = total.shape[: total.dim() - d.dim() + 1].numel()
+                total.view(count, *d.shape[1:])[self.loss.place(i, results)] = d
 
 
 def put(total: Tensor, rows: Rows, chunk: Tensor) -> None:

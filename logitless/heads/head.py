@@ -287,8 +287,6 @@ class Head:
         """Whether the formula of a loss can see the logits of every group at once."""
         if loss.reading.invariant or not self.reduces(loss):
             return False
-        if self.is_small(loss):
-            return True
         work = self.work(loss.merges, sums=True, ids=loss.reading.ids_per_row)
         return max(loss.groups.sizes, default=0) <= self.cut_of_groups(work).rows
 

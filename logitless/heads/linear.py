@@ -150,9 +150,9 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
         return torch.compiler.disable(evaluate_head)(head, loss, reduction, row_weight)  # pyright: ignore
     if transformed and call.in_func():
         tensor_checks.no_head_in_func()
-    if loss.groups is not None and not takes_groups(head, loss, reduction):
-        return by_statistics(evaluate_head, head, loss, reduction)
     small = head.is_small(loss)
+    if loss.groups is not None and not (small or takes_groups(head, loss, reduction)):
+        return by_statistics(evaluate_head, head, loss, reduction)
     if small and transformed:
         return evaluate_traced(head, loss, reduction, row_weight)
     call.check_values(loss)
@@ -171,7 +171,7 @@ def takes_groups(head: Head, loss: RowLoss, reduction: str) -> bool:
     """Whether chunks of whole groups take fewer GEMMs than the statistics of all rows first."""
     if not head.holds_groups(loss):
         return False
-    if reduction != "none" or not torch.is_grad_enabled() or head.is_small(loss):
+    if reduction != "none" or not torch.is_grad_enabled():
         return True
     needs = needs_of(head.inputs, None, loss.row_inputs, True)
     return Call(head, loss, None, "none", needs).only_scales

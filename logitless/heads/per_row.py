@@ -68,7 +68,7 @@ def scaled(call: Call, ones: tuple[Tensor | None, ...], upstream: tuple) -> Head
     by_row, ignored = loss.of_rows(g), loss.reading.ignored_rows()
     if ignored is not None:  # the upstream gradient of an ignored row can be NaN
         by_row = torch.where(ignored.reshape(-1), 0.0, by_row)
-    flat, out = hidden.view(len(by_row), -1), torch.empty_like(hidden)
+    flat, out = hidden.view(-1, hidden.shape[-1]), torch.empty_like(hidden)
     torch.mul(flat, by_row.unsqueeze(-1), out=out.view(flat.shape))
     of_inputs = tuple(
         None if d is None else loss.times_input(i, d, g).to(d.dtype)

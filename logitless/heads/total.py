@@ -153,7 +153,7 @@ def values_and_gradients(
         if len(outputs) > 1:
             put_outputs(extras, outputs[1:], tile.results, len(values))
         if row_inputs is not None:
-            by_row = torch.ones_like(values[0]) if scale is None else scale
+            by_row = values.new_ones(()) if scale is None else scale
             row_inputs.add(tile.results, tile.loss, saved, by_row)
     if not chunks.slices and loss.groups is None and (loss.extras != () or loss.multiple_outputs):
         put_outputs(extras, outputs_of_no_rows(call)[1:], slice(0, 0), head.rows)

@@ -338,8 +338,8 @@ class UnscaledLogits(Source):
     def computed(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         """Evaluates a loss from the head's tensors. The evaluation takes at least one GEMM."""
         grad = torch.is_grad_enabled()
-        groups = loss.groups is not None
-        if groups and not takes_groups(self.recipe.constant_head(), loss, reduction):
+        head = None if loss.groups is None else self.recipe.constant_head(self.requires_grad)
+        if head is not None and not takes_groups(head, loss, reduction):
             return by_statistics(UnscaledLogits.evaluate, self, loss, reduction)
         if reduction != "none" and self.recipe.head.reduces(loss):
             return LazyReducedLoss.apply(

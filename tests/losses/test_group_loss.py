@@ -111,13 +111,16 @@ SOURCES = {  # hidden, weight, whether the weight is frozen
         lambda h, w: ll.LinearLogits(h, w, workspace=13 * ROW, drop_ignored=False), True,
     ),
     "lazy": (fused, False),
+    "lazy, frozen": (fused, True),
+    "lazy small head": (fused, False),
 }  # fmt: skip
 
 
-@pytest.fixture
-def in_chunks(monkeypatch):
-    """No head is small."""
-    monkeypatch.setattr(choose_cut, "SMALL", dict.fromkeys(choose_cut.SMALL, 0))
+def source_of(name, monkeypatch):
+    """In tests, no head is small unless it is told to be."""
+    limit = 1 << 20 if "small" in name else -1
+    monkeypatch.setattr(choose_cut, "SMALL", dict.fromkeys(choose_cut.SMALL, limit))
+    return SOURCES[name]
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -125,9 +128,7 @@ def in_chunks(monkeypatch):
 def test_as_autograd_over_the_logits(name, source, monkeypatch):
     """Values and gradients of every input, twice, for the three reductions."""
     lead, groups, _ = GROUPS[name]
-    made, frozen = SOURCES[source]
-    if "small" not in source:
-        monkeypatch.setattr(choose_cut, "SMALL", dict.fromkeys(choose_cut.SMALL, 0))
+    made, frozen = source_of(source, monkeypatch)
     formula = formula_of(groups, len(lead))
     for ignored, reduction in itertools.product((False, True), ("mean", "sum", "none")):
         hidden, weight, ids, beside = inputs(lead, groups, ignored, frozen=frozen)
@@ -193,7 +194,7 @@ HOW = {
 @pytest.mark.parametrize(
     ("name", "how"), [*((name, "plain") for name in PREFERENCES), *(("dpo", how) for how in HOW)]
 )
-def test_preference_losses(name, how, dtype, in_chunks):
+def test_preference_losses(name, how, dtype):
     """The error to fp64 is at most twice PyTorch's in the same dtype."""
     formula, options = PREFERENCES[name], HOW[how]
     lead = (2, 3, 5) if name not in ("kto", "gspo") else (6, 5)
@@ -253,7 +254,7 @@ def gemms_of(call) -> float:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_gemms(frozen, in_chunks):
+def test_gemms(frozen):
     """Two over a frozen weight, three otherwise, one more beyond the workspace."""
     lead = (2, 4, 8)
     hidden, weight, ids, _ = inputs(lead, 1, False, torch.float32, frozen)
@@ -295,9 +296,9 @@ def test_row_loss_is_the_case_of_one_row():
 
 
 @pytest.mark.parametrize("source", ["tensor", "small head", "frozen, groups fit", "lazy"])
-def test_an_ignored_group_costs_nothing_even_if_its_formula_is_nan(source):
+def test_an_ignored_group_costs_nothing_even_if_its_formula_is_nan(source, monkeypatch):
     """Its loss and gradients are 0, and its upstream gradient can be NaN."""
-    made, frozen = SOURCES[source]
+    made, frozen = source_of(source, monkeypatch)
     hidden, weight, ids, _ = inputs((5, 6), 0, True, frozen=frozen)
     old = torch.randn(5, 6, dtype=torch.float64, device=DEVICE)
     old[4] = torch.inf
@@ -320,21 +321,27 @@ def test_an_ignored_group_costs_nothing_even_if_its_formula_is_nan(source):
         assert d[:4].norm() > 0
 
 
+@pytest.mark.parametrize("source", ["tensor", "small head", "frozen, groups fit", "lazy"])
 @pytest.mark.parametrize(("lead", "groups"), [((0, 3), 0), ((2, 0, 3), 0), ((0,), [0, 0])])
-def test_without_groups_or_rows(lead, groups):
+def test_without_groups_or_rows(lead, groups, source, monkeypatch):
     """No groups, and groups without rows: loss 0, connected to the graph."""
-    hidden, weight, ids, _ = inputs(lead, groups, False, torch.float32)
+    made, frozen = source_of(source, monkeypatch)
+    hidden, weight, ids, _ = inputs(lead, groups, False, torch.float32, frozen)
+    beside = torch.ones(lead, device=DEVICE, requires_grad=True)
     count = lead[0] if isinstance(groups, int) else len(groups)
 
-    def formula(stats):
-        return stats.logprob.sum() + stats.logprob.new_ones(count)
+    def formula(stats, row):
+        return (stats.logprob * row).sum() + stats.logprob.new_ones(count)
 
-    for logits in (hidden @ weight.T, ll.LinearLogits(hidden, weight)):
-        weight.grad = None
-        loss = ll.group_loss(formula, logits, ids, groups=groups)
-        loss.backward()
+    for reduction in ("mean", "none"):
+        loss = ll.group_loss(
+            formula, made(hidden, weight), ids, groups=groups, rows=(beside,), reduction=reduction
+        ).sum()
+        leaves = [hidden, beside, *([] if frozen else [weight])]
+        gradients = torch.autograd.grad(loss, leaves)
         assert loss == 0
-        assert not weight.grad.any()
+        assert [t.shape for t in gradients] == [t.shape for t in leaves]
+        assert not any(t.any() for t in gradients)
 
 
 def total(stats, *rows):
@@ -366,7 +373,7 @@ def test_errors(error, message, how):
             ll.group_loss(logits=logits, ids=torch.zeros(3, 4, dtype=torch.long), **how)
 
 
-def test_a_formula_that_mixes_groups_is_found(monkeypatch, in_chunks):
+def test_a_formula_that_mixes_groups_is_found(monkeypatch):
     monkeypatch.setenv("LOGITLESS_CHECK", "1")
     logits, ids = torch.randn(4, 3, V), torch.zeros(4, 3, dtype=torch.long)
     head = ll.LinearLogits(torch.randn(4, 3, D), torch.randn(V, D), workspace=7 * V * 4)
@@ -407,7 +414,7 @@ def test_compiled(groups):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("rows", [1, 13])
-def test_over_ranks(rows, frozen, in_chunks):
+def test_over_ranks(rows, frozen):
     """Each rank has some rows of the weight; 13 rows of logits hold a group, one row does not."""
     lead, groups, _ = GROUPS["pairs"]
     hidden, weight, ids, beside = inputs(lead, groups, True, frozen=frozen)
