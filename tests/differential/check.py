@@ -16,7 +16,7 @@ from tests.support.sizes import DEVICE
 from .arguments import OUT_OF_RANGE
 from .case import Case
 from .functions import BAD_LOGITS, FUNCTIONS, UNKNOWN
-from .sources import SHARDS, SOURCES, TENSORS, Given, Shards, given, named
+from .sources import FROZEN, SHARDS, SOURCES, TENSORS, Given, Shards, given, named
 
 # An error is measured against the largest number of a result, or against 1 (an upstream gradient is
 # about 1). Ours may be twice PyTorch's own, in fp32 for 16 bits, and a few roundings more. In fp64,
@@ -173,7 +173,8 @@ def defined(case: Case, plain: Outcome) -> Wanted:
         twice = "inplace" in case.arguments or name != "logits"
         roundings = ROUNDED * (2 if twice else 1)
         want = truth.gradients.get(name, torch.zeros_like(got)).double()
-        want = want.masked_fill(at_rows(~live, want), 0.0)  # whatever an ignored row holds
+        if want.shape[: live.dim()] == live.shape:  # or there is one number per group
+            want = want.masked_fill(at_rows(~live, want), 0.0)  # whatever an ignored row holds
         most = torch.finfo(got.dtype).max  # of fp16, soon reached
         want = torch.where(want.abs() > most, want.sign() * torch.inf, want)
         floor = base + roundings * torch.finfo(got.dtype).eps / 2
@@ -247,6 +248,8 @@ def by_definition(case: Case, dtype: torch.dtype) -> tuple[Outcome, float, Tenso
     if "reduction" in FUNCTIONS[case.function].arguments:
         rows = named(means(x, **{**how, "reduction": "none"}))["result"].detach().abs()
         lost, endless = rows.isnan(), rows.isinf()
+        if rows.shape != case.lead:  # of groups
+            lost, endless = (t.any().expand(case.lead) for t in (lost, endless))
         total = rows[rows.isfinite()].sum().item()
         if how.get("reduction") != "none":
             size = total if how.get("reduction") == "sum" else total / max(rows.numel(), 1)
@@ -289,7 +292,8 @@ def through_head(gradients: dict, g: Given, case: Case) -> dict:
         "bias": (dz.sum(0), off.sum(0)),
     }
     rest = {name: want for name, want in gradients.items() if name != "logits"}
-    return {name: want for name, want in heads.items() if name in g.parts()} | rest
+    trained = ("hidden",) if case.source == FROZEN else g.parts()
+    return {name: want for name, want in heads.items() if name in trained} | rest
 
 
 def drops_rows(case: Case) -> bool:

@@ -14,7 +14,7 @@ import logitless as ll
 from tests.support import oracle
 
 from . import arguments as args
-from . import draws, slots, teachers
+from . import draws, groups, slots, teachers
 from .arguments import Argument
 from .sources import SHARDS, SOURCES, TENSORS
 
@@ -116,6 +116,13 @@ def row_loss(x, formula, *, ids=None, rows=(), reduction="mean", row_weight=None
     return (loss, *more) if more else loss
 
 
+def group_loss(x, formula, *, ids=None, mask=None, ignore_index=-100, **how):
+    own = {name: how.pop(name) for name in ("groups", "rows", "reduction") if name in how}
+    found = stats(x, ids, ignore_index=ignore_index, mask=mask, **how)
+    ignored = ignored_rows(x, ids, ignore_index, mask)
+    return groups.defined(formula, x, ignored, found, **own)
+
+
 def _blank(t: Tensor) -> int:
     return 0 if t.is_floating_point() or t.dtype == torch.bool else -1
 
@@ -125,7 +132,7 @@ def all_statistics(stats, *rows):
     value = 0.1 * stats.lse
     if stats.logprob is not None:
         p = stats.logprob.exp() + 0.5 * stats.logprob + 0.1 * stats.picked
-        value = value + (p if p.dim() == 1 else p.sum(-1))
+        value = value + (p if p.dim() == value.dim() else p.sum(-1))
     if stats.entropy is not None:
         value = value - 0.3 * stats.entropy**2
     if stats.total is not None:
@@ -196,6 +203,10 @@ def call_row_loss(x, formula, **how):
     return ll.row_loss(formula, x, **how)
 
 
+def call_group_loss(x, formula, **how):
+    return ll.group_loss(formula, x, **how)
+
+
 def call_slot_loss(x, formula, ids, logprobs, tail=None, mask=None, **how):
     return ll.slot_loss(formula, x, sparse(ids, logprobs, tail, mask), **how)
 
@@ -249,6 +260,7 @@ class Function(NamedTuple):
     arguments: dict[str, Argument]
     sources: tuple[str, ...] | None = None  # None is all
     impls: tuple[str, ...] = ("eager", "triton")
+    dims: int = 0  # the least number of dimensions of the rows
 
 
 MASK = {"mask": teachers.ROW_MASK}
@@ -266,6 +278,16 @@ ROW_LOSS = STATS | REDUCED | {
         {"all": lambda m: all_statistics, "with more": lambda m: with_more}, needed=True
     ),
     "rows": args.BESIDE_ROWS,
+}  # fmt: skip
+GROUP_LOSS = STATS | {
+    "formula": Argument(
+        {
+            "all": groups.formula_of(all_statistics, False),
+            "with more": groups.formula_of(all_statistics, True),
+        },
+        needed=True,
+    ),
+    "groups": groups.GROUPS, "rows": groups.ROWS, "reduction": REDUCED["reduction"],
 }  # fmt: skip
 SCORE = READ | {"target": args.TARGET, "ignore_index": args.IGNORE_INDEX}
 KEPT_SCORES = SCORE | MASK | {"kept": args.KEPT, "mass": args.FLAG}
@@ -319,6 +341,7 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "row_stats": Function(ll.row_stats, stats, STATS | MASK),
     "row_loss": Function(call_row_loss, row_loss, ROW_LOSS | MASK),
+    "group_loss": Function(call_group_loss, group_loss, GROUP_LOSS | MASK, dims=1),
     "score": Function(ll.score, score, SCORE | MASK | {"rank": args.RANK}),
     "kept_scores": Function(ll.kept_scores, kept_scores, KEPT_SCORES),
     "cross_entropy": Function(ll.cross_entropy, cross_entropy, CROSS_ENTROPY | MASK),

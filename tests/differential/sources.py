@@ -20,6 +20,7 @@ from tests.support.sizes import DEVICE
 
 from .case import Case, Maker
 
+FROZEN = "head, frozen"
 MOST_D = 4  # the sums of wider heads would not be exact in bf16
 
 
@@ -108,14 +109,17 @@ def _copied(like: Callable[[Tensor], Tensor]) -> Callable[[Given], tuple[Any, di
     return source
 
 
-def _head(rows: int | None, **how) -> Callable[[Given], tuple[Any, dict]]:
+def _head(
+    rows: int | None, trained: tuple[str, ...] = ("hidden", "weight", "bias"), **how
+) -> Callable[[Given], tuple[Any, dict]]:
     """A head with a workspace of so many rows; None is of all."""
 
     def source(g: Given):
-        leaves = {name: t.clone().requires_grad_() for name, t in g.parts().items()}
+        parts = {name: t.clone().requires_grad_(name in trained) for name, t in g.parts().items()}
         width = -(-g.weight.shape[0] // 8) * 8 * g.weight.element_size()
         workspace = None if rows is None else rows * width
-        return ll.LinearLogits(**leaves, workspace=workspace, **how), leaves
+        leaves = {name: t for name, t in parts.items() if t.requires_grad}
+        return ll.LinearLogits(**parts, workspace=workspace, **how), leaves
 
     return source
 
@@ -263,6 +267,8 @@ SOURCES: dict[str, Callable[[Given], tuple[Any, dict[str, Tensor]]]] = {
     "head, one row": _head(1),
     "head, two rows": _head(2),
     "head, all rows": _head(None),
+    "head, kept logits": _head(9),  # if there are more than two rows; else it is small
+    FROZEN: _head(2, ("hidden",)),
     "head, nothing dropped": _head(2, drop_ignored=False),
     "head, fp32 sums": _head(2, accumulate="fp32"),
     "head, by columns": _cut_by(_CutHead, drop_ignored=DEVICE == "cpu"),

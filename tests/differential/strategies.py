@@ -34,7 +34,7 @@ def draw(name: str, pick: Callable[[Sequence], Any], number: Callable[[], int]) 
         name,
         impl="triton" if triton else "eager",
         seed=number(),
-        lead=pick(LEADS[:5] if triton else LEADS),
+        lead=pick([d for d in (LEADS[:5] if triton else LEADS) if len(d) >= function.dims]),
         vocab=pick(VOCABS[:7] if triton else VOCABS),
         dtype=pick(DTYPES[:3] if triton else DTYPES),
         values="plain" if pick((True, False)) else pick(list(VALUES)),
