@@ -241,7 +241,6 @@ class TestTrainer:
             )  # fmt: skip
 
     def test_what_would_have_no_effect(self, captured, tmp_path):
-        """HUNT 16, 23."""
         with pytest.raises(ValueError, match=r"label_smoothing_factor must be 0, .* got 0\.3"):
             trainer(tmp_path, student_model(), {"label_smoothing_factor": 0.3}, store=captured)
         with pytest.raises(ValueError, match="compute_loss_func must be None, because Distill"):
@@ -249,7 +248,6 @@ class TestTrainer:
 
     @pytest.mark.parametrize("name", ["labels", "input_ids"])
     def test_a_collator_that_leaves_something_out(self, name, captured, tmp_path):
-        """HUNT 23."""
         found = trainer(tmp_path, student_model(), store=captured)
         batch = collate(data(2))
         batch.pop(name)

@@ -22,7 +22,7 @@ MEMBERS = {  # names that help() of each public class shows and that do not begi
 
 
 def test_dir_lists_the_public_names_alone():
-    """NEWCOMER (f): completion offers store and hf, and no helpers."""
+    """Completion offers store and hf, and no helpers."""
     names = {name for name in dir(ll) if not name.startswith("__")}
     assert names == {*ll.__all__, "hf"}
 
@@ -34,7 +34,7 @@ def test_dir_of_a_module(module):
 
 @pytest.mark.parametrize("kind", MEMBERS, ids=lambda kind: kind.__name__)
 def test_help_lists_what_users_call(kind):
-    """NEWCOMER (f): `evaluate`, `as_teacher` and `in_columns` stood there as if for users."""
+    """`evaluate`, `as_teacher` and `in_columns` are not for users."""
     assert shown_by_help(kind) == MEMBERS[kind]
 
 
@@ -54,7 +54,6 @@ def shown_by_help(kind: type) -> set[str]:
 
 
 def test_hf_without_transformers_names_the_extra():
-    """NEWCOMER (f)."""
     code = "import sys; sys.modules['transformers'] = None; import logitless as ll; ll.hf"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "'logitless[teacher]'" in done.stderr

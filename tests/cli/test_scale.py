@@ -33,7 +33,6 @@ def test_the_parts_of_a_rank():
 
 
 def test_a_plot_without_matplotlib_names_the_extra(monkeypatch, tmp_path):
-    """NEWCOMER (f)."""
     monkeypatch.setattr("logitless.cli.find_spec", lambda module: None)
     with pytest.raises(SystemExit, match=r"scale --plot needs matplotlib.*'\.\[bench\]'"):
         main(["scale", "--plot", str(tmp_path / "plot.png")])

@@ -187,7 +187,7 @@ def test_batches_have_like_lengths_and_few_tokens():
      ["--batch-tokens", "-5"], ["--max-length", "1.5"]],
 )  # fmt: skip
 def test_numbers_that_cannot_be(option, capsys):
-    """HUNT 9: -1 dropped the last token of every document, and 0 all of them."""
+    """-1 would drop the last token of every document, and 0 all of them."""
     with pytest.raises(SystemExit) as ended:
         cli.main(["teacher", "capture", "--model", "m", "--data", "d", "--out", "o", *option])
     assert ended.value.code == 2
@@ -209,7 +209,6 @@ def test_numbers_that_cannot_be(option, capsys):
     ],
 )  # fmt: skip
 def test_bad_outputs_are_named_by_their_line(change, message, answers, tmp_path, capsys):
-    """HUNT 21: a traceback without the number of the line."""
     path, _ = answers
     first, *_ = path.read_text().splitlines()
     output = json.loads(first)
@@ -222,14 +221,13 @@ def test_bad_outputs_are_named_by_their_line(change, message, answers, tmp_path,
 
 
 def test_import_of_missing_data_makes_no_folder(tmp_path, capsys):
-    """HUNT 21."""
     assert imported(tmp_path / "missing.jsonl", tmp_path / "s") == 1
     assert "--data must name files, got" in capsys.readouterr().err
     assert not (tmp_path / "s").exists()
 
 
 def test_import_of_completions(tmp_path):
-    """NEWCOMER B4: all completions of each output."""
+    """All completions of each output."""
     rows = torch.randn(3, 50).log_softmax(-1)
     choices = []
     for tokens in ([4, 5], [6]):
@@ -248,7 +246,7 @@ def test_import_of_completions(tmp_path):
 
 
 def test_size(tmp_path, capsys):
-    """NEWCOMER (d): bytes per token of each K, as the files then have them."""
+    """Bytes per token of each K, as the files then have them."""
     assert cli.main(["teacher", "size", "--tokens", "1e9", "--k", "64", "--vocab", "151936"]) == 0
     assert "| 64 | 218.5 | 218 GB |" in capsys.readouterr().out
     assert cli.main(["teacher", "size", "--tokens", "1e9", "--vocab", "32000"]) == 0

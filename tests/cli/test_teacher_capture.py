@@ -51,7 +51,7 @@ def saved(path):
     ],
 )  # fmt: skip
 def test_bad_documents_are_refused_before_the_model_is_loaded(line, message, tmp_path, capsys):
-    """HUNT 21: the file and the line are named, and no folder is made."""
+    """The file and the line are named, and no folder is made."""
     from transformers import AutoModelForCausalLM
 
     saved(tmp_path / "model")
@@ -90,7 +90,6 @@ def test_bad_documents_are_refused_before_the_model_is_loaded(line, message, tmp
     ],
 )  # fmt: skip
 def test_bad_options_are_refused_before_the_model_is_loaded(option, message, tmp_path, capsys):
-    """HUNT 21."""
     from transformers import AutoModelForCausalLM
 
     saved(tmp_path / "model")
@@ -106,7 +105,7 @@ def test_bad_options_are_refused_before_the_model_is_loaded(option, message, tmp
 
 
 def test_lines_of_text_keep_their_blanks(tmp_path):
-    """HUNT 21: a tokenizer sees leading blanks."""
+    """A tokenizer sees leading blanks."""
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf  one \r\n   \n\ttwo\n")
     found = [line.fields["text"] for line in cli.teacher._data.lines([tmp_path / "a.txt"])]
     assert found == ["  one ", "\ttwo"]

@@ -95,7 +95,7 @@ def qat(model: nn.Module) -> nn.Module:
     ids=lambda change: change.__name__,
 )
 def test_heads_that_stay_lazy(change, first):
-    """CLIENTS C2: a model that was fused before QAT could not run."""
+    """A model that was fused before QAT runs too."""
     fused = change(ll.fuse(llama())) if first == "fuse" else ll.fuse(change(llama()))
     assert_as_plain(change(llama()), fused, is_lazy=True)
 
@@ -281,7 +281,6 @@ def dpo(model: nn.Module, folder, **options):
 
 @pytest.mark.parametrize("make", [sft, dpo], ids=lambda make: make.__name__)
 def test_trainers_of_trl_never_call_the_head(make, tmp_path):
-    """CLIENTS M4, NEWCOMER B2."""
     plain = llama()
     fused = ll.fuse(copy.deepcopy(plain))
     with pytest.warns(UserWarning, match="LlamaForCausalLM did not call its head"):

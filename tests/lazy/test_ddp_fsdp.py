@@ -72,7 +72,7 @@ def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
 
 
 def wrapped_by_fsdp1(model: nn.Module, how: str) -> nn.Module:
-    """CLIENTS C5: FSDP1 around the head itself frees the weight, so that fuse steps aside."""
+    """FSDP1 around the head itself frees the weight, so that fuse steps aside."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 

@@ -117,7 +117,6 @@ class Sharded(nn.Module):
         (Model, {"worksp": 3}, TypeError, "Did you mean 'workspace'"),
         (Model, {"main_grad": 3}, TypeError, "options must not include main_grad"),
         (Model, {"low_rank": None}, TypeError, "options must not include low_rank"),
-        # HUNT 18
         (Model, {"head": 3}, TypeError, "head must be a module of the model, the name of"),
         (Model, {"workspace": -1}, ValueError, "workspace must be positive, got -1"),
         (Model, {"workspace": "x"}, TypeError, "workspace must be an int, in bytes, got 'x'"),

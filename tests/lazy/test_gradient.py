@@ -69,7 +69,7 @@ READS = {
 
 @pytest.mark.parametrize("name", READS)
 def test_the_gradient_can_be_read(name, x, t):
-    """CLIENTS C7: it is computed when someone looks at it."""
+    """It is computed when someone looks at it."""
     found = []
     for fused in (True, False):
         z = model(fused, x.device)(x)
@@ -100,7 +100,6 @@ HOOKS = {
 @pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_may_compute_with_the_gradient(name, x, t):
-    """CLIENTS C7."""
     found = []
     for fused in (True, False):
         m = model(fused, x.device)
@@ -185,7 +184,6 @@ class Sink(torch.autograd.Function):
     ],
 )  # fmt: skip
 def test_a_branch_without_gradient_costs_nothing(branch, x, t, monkeypatch):
-    """CLIENTS M1."""
     z = model(True, x.device, dtype=torch.float32)(x.float())
     loss, _ = Sink.apply(F.cross_entropy(z.view(-1, V), t.view(-1)), branch(z))
     gradients = []

@@ -41,7 +41,7 @@ CAUSES = {
 @pytest.mark.parametrize("name", CAUSES)
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_warning_names_what_the_caller_wrote(name, grad, x, monkeypatch):
-    """CLIENTS X3, M2, M3: also under no_grad, if the logits are those of a training forward."""
+    """Also under no_grad, if the logits are those of a training forward."""
     monkeypatch.setattr(report, "_warned", set())
     z = model(True, x.device)(x)
     with torch.set_grad_enabled(grad), pytest.warns(UserWarning, match="materialised") as seen:
@@ -90,7 +90,7 @@ def chained(z, mask):
 @pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
 @pytest.mark.parametrize("loss", [several, chained])
 def test_values_are_computed_once(loss, x, monkeypatch):
-    """CLIENTS X1: one product in forward, none in backward."""
+    """One product in forward, none in backward."""
     products, mask = [], torch.rand(B, T, 1).to(x)
     start = Computation.start
     monkeypatch.setattr(Computation, "start", lambda self: products.append(1) or start(self))

@@ -60,7 +60,7 @@ def assert_as_plain(plain: nn.Module, fused: nn.Module, ids: Tensor, is_lazy: bo
     assert step(fused, ids).told == []
 
 
-# --- forwards that others set on a head (CLIENTS W1)
+# --- forwards that others set on a head
 
 
 def tripled(model):
@@ -130,14 +130,14 @@ def inside(model):
     ids=lambda value: getattr(value, "__name__", None),
 )  # fmt: skip
 def test_another_forward(change, is_lazy, first, ids, device):
-    """CLIENTS W1: a forward that was set on a fused head was thrown away."""
+    """A forward that was set on a fused head is not thrown away."""
     fused = ll.fuse(Model().to(device)) if first == "fuse" else Model().to(device)
     fused = change(fused) if first == "fuse" else ll.fuse(change(fused))
     assert_as_plain(change(Model().to(device)), fused, ids, is_lazy)
 
 
 def test_forwards_on_forwards(ids, device):
-    """CLIENTS W1: ours, theirs, ours again, theirs again; unfuse leaves theirs."""
+    """Ours, theirs, ours again, theirs again; unfuse leaves theirs."""
     fused = tripled(ll.fuse(tripled(ll.fuse(Model().to(device)))))
     plain = tripled(tripled(Model().to(device)))
     assert_as_plain(plain, fused, ids)
@@ -148,7 +148,7 @@ def test_forwards_on_forwards(ids, device):
     assert_as_plain(plain, fused, ids)
 
 
-# --- weights that are not plain tensors (CLIENTS C3)
+# --- weights that are not plain tensors
 
 
 def quantised_head(kind, device):
@@ -160,7 +160,7 @@ def quantised_head(kind, device):
 @pytest.mark.parametrize("first", ["fuse", "quantise"])
 @pytest.mark.parametrize("kind", [Int8, WithInput, ReadableInt8])
 def test_a_quantised_head(kind, first, ids, device):
-    """CLIENTS C3: if rows of the weight cannot be dequantised, logits are plain, with a warning."""
+    """If rows of the weight cannot be dequantised, logits are plain, with a warning."""
     plain = quantised_head(kind, device)
     if first == "fuse":
         fused = ll.fuse(Model().to(device))
@@ -217,7 +217,7 @@ def test_a_product_inside_of_an_autograd_function(ids, device):
 
 @pytest.mark.parametrize("other", [nn.Identity(), nn.Embedding(D, V), None])
 def test_in_inference_the_guard_never_raises(other, ids, device):
-    """CLIENTS C2: another head that cannot be fused, or none."""
+    """Another head that cannot be fused, or none."""
     model = ll.fuse(Model().to(device))
     model.lm_head = other
     model.forward = lambda ids: model.embed(ids)
@@ -228,7 +228,7 @@ def test_in_inference_the_guard_never_raises(other, ids, device):
         model(ids)
 
 
-# --- heads that are never called (CLIENTS M4, NEWCOMER B2)
+# --- heads that are never called
 
 
 class ByWeight(Model):
@@ -256,7 +256,7 @@ def test_a_head_that_is_never_called(ids, device):
     assert ll.is_fused(model)
 
 
-# --- is_fused, and unfuse of models inside models (CLIENTS X2)
+# --- is_fused, and unfuse of models inside models
 
 
 class Around(nn.Module):
@@ -274,7 +274,7 @@ class Around(nn.Module):
 @pytest.mark.parametrize("fused", ["inner", "middle", "outer"])
 @pytest.mark.parametrize("undone", ["inner", "middle", "outer"])
 def test_unfuse_of_any_of_the_models(fused, undone, ids, device):
-    """CLIENTS X2: a guard of another of the nested models fused the head again."""
+    """A guard of another of the nested models must not fuse the head again."""
     models = {"inner": Model().to(device)}
     models["middle"] = Around(models["inner"])
     models["outer"] = Around(models["middle"])
@@ -325,7 +325,7 @@ def test_the_dictionary_of_a_fused_model_is_the_plain_one(ids, device):
 
 
 def test_options_of_a_head_are_checked_when_it_is_made():
-    """HUNT 18, for the module and for LinearLogits."""
+    """For the module and for LinearLogits."""
     for how in ({"workspace": -1}, {"logits_dtype": torch.int8}):
         with pytest.raises(ValueError, match=f"{next(iter(how))} must be"):
             ll.nn.FusedHead(D, V, **how)

@@ -98,7 +98,6 @@ HOOKS = [cpu_offload, disk_offload, dispatch, dispatch_and_remove, own_hook]
 @pytest.mark.parametrize("first", ["fuse", "hook"])
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
 def test_hooks_of_accelerate(hook, first, tmp_path):
-    """CLIENTS W1 (fused first: other logits, no error) and C4 (fused last: refused)."""
     plain = hook(llama(), tmp_path / "plain")
     fused = ll.fuse(llama()) if first == "fuse" else llama()
     fused = hook(fused, tmp_path / "fused")
@@ -160,7 +159,7 @@ def both_orders(first: str, tied: bool, options: dict) -> tuple[nn.Module, nn.Mo
 @pytest.mark.parametrize("first", ["fuse", "adapt"])
 @pytest.mark.parametrize("how", LAZY)
 def test_adapters_that_stay_lazy(how, first):
-    """CLIENTS C2, NEWCOMER B5: TrainableTokensWrapper replaces some rows of the head's weight."""
+    """TrainableTokensWrapper replaces some rows of the head's weight."""
     options, tied = LAZY[how]
     assert_as_plain(*both_orders(first, tied, options))
 
@@ -168,7 +167,7 @@ def test_adapters_that_stay_lazy(how, first):
 @pytest.mark.parametrize("first", ["fuse", "adapt"])
 @pytest.mark.parametrize("how", PLAIN)
 def test_adapters_that_compute_with_the_logits(how, first):
-    """CLIENTS M5: with a frozen body, nothing said that fuse has no effect."""
+    """Also with a frozen body, a warning says that fuse has no effect."""
     told = assert_as_plain(*both_orders(first, False, PLAIN[how]), is_lazy=False)
     assert "applies an operation to its logits" in told[0]
     assert "peft.tuners" in told[0]
@@ -176,7 +175,6 @@ def test_adapters_that_compute_with_the_logits(how, first):
 
 @pytest.mark.parametrize("first", ["fuse", "adapt"])
 def test_an_adapter_without_a_copy_of_the_head(first):
-    """CLIENTS C1: IndexError."""
 
     def second(model):
         torch.manual_seed(4)
@@ -224,7 +222,6 @@ def test_merged_and_unloaded():
 
 @pytest.mark.parametrize("first", ["fuse", "adapt"])
 def test_unfuse_of_the_model_or_its_base(first):
-    """CLIENTS X2."""
     for undo in (lambda m: ll.unfuse(m), lambda m: ll.unfuse(m.get_base_model())):
         _, fused = both_orders(first, False, BODY)
         given = batch(fused)
@@ -244,7 +241,7 @@ def test_state_of_an_adapter_is_the_plain_one():
 
 
 def test_mobilebert_never_calls_its_head():
-    """CLIENTS M4: it multiplies by the weight of its decoder."""
+    """It multiplies by the weight of its decoder."""
     sizes = dict.fromkeys(("embedding_size", "intra_bottleneck_size", "true_hidden_size"), 16)
     model = ll.fuse(build("MobileBertForMaskedLM", **sizes))
     with pytest.warns(UserWarning, match="MobileBertForMaskedLM did not call its head"):

@@ -59,7 +59,7 @@ REFUSED = {
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
 def test_second_derivatives(name, beside, t):
-    """HUNT 3: right or an error, also if another term gives the inputs a second derivative."""
+    """Right or an error, also if another term gives the inputs a second derivative."""
     torch.manual_seed(0)
     h, w = (torch.randn(size, 6, dtype=torch.float64, requires_grad=True) for size in (4, V))
     target = t.flatten()[2:6].clamp(min=0).cpu()
@@ -80,7 +80,7 @@ def test_second_derivatives(name, beside, t):
 
 
 def test_of_the_gradient_of_the_logits(t):
-    """HUNT 3, CLIENTS C7: a gradient that can be read cannot be differentiated again in silence."""
+    """A gradient that can be read cannot be differentiated again in silence."""
     h = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     z = ll.LinearLogits(h, torch.randn(V, 6, dtype=torch.float64)).lazy()
     for logits in (z, z[:2], z * 2):

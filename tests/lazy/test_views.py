@@ -167,7 +167,6 @@ INDICES = {
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("name", INDICES)
 def test_any_index(name, x):
-    """HUNT 14."""
     z, plain = (INDICES[name](model(fused, x.device)(x)) for fused in (True, False))
     assert z.shape == plain.shape
     torch.testing.assert_close(z.detach().clone() + 0, plain.detach())
@@ -183,7 +182,7 @@ def test_any_index(name, x):
     ],
 )  # fmt: skip
 def test_errors_are_those_of_the_logits(op, x):
-    """HUNT 22: the message names the user's shapes, not those of the hidden states."""
+    """The message names the user's shapes, not those of the hidden states."""
     said = []
     for fused in (False, True):
         with pytest.raises((RuntimeError, IndexError)) as raised:

@@ -32,7 +32,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_function_and_the_line_of_the_caller(name):
-    """CLIENTS X3: aten.sub.Tensor, in a file of PyTorch."""
+    """Not aten.sub.Tensor, in a file of PyTorch."""
     z = model(True, dtype=torch.float32)(torch.randn(2, 5, 4))
     with pytest.warns(UserWarning, match=f"materialised by {name}, at ") as seen:
         NAMES[name](z)
@@ -53,7 +53,7 @@ REFUSED = pytest.mark.skipif(
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=REFUSED)])
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
 def test_export(strict):
-    """CLIENTS X4: the advice was how to use torch.compile."""
+    """The advice is not how to use torch.compile."""
     torch._dynamo.reset()
     m, ids = fused(), torch.arange(8).view(2, 4)
     with pytest.warns(UserWarning, match="torch.export records the head .* torch.no_grad") as seen:

@@ -23,7 +23,6 @@ def teacher(x):
 
 @pytest.mark.parametrize("where", WHERE)
 def test_every_write_raises_at_once(where, x, t):
-    """HUNT 1, 2, 4; CLIENTS C8."""
     z, plain = teacher(x)
     part = WHERE[where](z)
     for write in WRITES.values():
@@ -34,7 +33,7 @@ def test_every_write_raises_at_once(where, x, t):
 
 @pytest.mark.parametrize("where", ["the logits", "the last row", "a column", "a view"])
 def test_a_write_in_training_raises_too(where, x, t):
-    """HUNT 1, 2: with a history, under no_grad or not."""
+    """With a history, under no_grad or not."""
     z = model(True, x.device)(x)
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled), pytest.raises(RuntimeError, match="written to"):
@@ -43,7 +42,7 @@ def test_a_write_in_training_raises_too(where, x, t):
 
 
 def test_an_array_is_read_only(x):
-    """HUNT 2, 4: numpy's view of the logits cannot change them."""
+    """A view in numpy cannot change the logits."""
     x = x.cpu()
     z, plain = teacher(x)
     for array in (z.numpy(), z.__array__(), z[..., 3].numpy(), z.view(-1, V).numpy()):
@@ -64,7 +63,7 @@ def test_an_array_is_read_only(x):
 
 
 def test_no_function_reads_memory_that_is_not_there(x):
-    """HUNT 4: functions that read the memory itself get the values."""
+    """Functions that read the memory itself get the values."""
     z, plain = teacher(x)
     for lazy, want in ((z, plain), (z[..., 3], plain[..., 3])):
         same = [lazy.clone(), torch.asarray(lazy), torch.stack([lazy])[0]]
@@ -85,7 +84,7 @@ def overwritten(t):
 
 
 def test_a_kernel_that_overwrites_the_logits(x, t):
-    """CLIENTS M2: whoever has the address of the logits may change them, and losses see it."""
+    """Whoever has the address of the logits may change them, and losses see it."""
     x, t = x.cpu(), t.cpu()  # whose memory ctypes can reach
     z, plain = teacher(x)
     assert z.data_ptr() == z.detach().data_ptr()  # as Liger's backward has it
@@ -163,7 +162,6 @@ def test_a_view_keeps_no_logits_in_memory_for_its_address(x):
 
 
 def test_a_hook_that_writes_is_told_what_to_do(x):
-    """CLIENTS C8."""
     m = model(True, x.device)
     m[1].register_forward_hook(lambda module, args, out: out.mul_(2))
     with pytest.raises(RuntimeError, match=r"by Tensor.mul_, .* Write to a copy instead: logits"):
@@ -174,7 +172,7 @@ def test_a_hook_that_writes_is_told_what_to_do(x):
 
 
 def test_logits_after_a_step(x, t):
-    """CLIENTS C6, W2: they raise and say what to do, also if the step writes through .data."""
+    """They raise and say what to do, also if the step writes through .data."""
     for through_data in (False, True):
         m = model(True, x.device)
         z = m(x)
@@ -192,7 +190,7 @@ def test_logits_after_a_step(x, t):
 
 
 def test_logits_that_are_known_outlive_a_step(x, t):
-    """CLIENTS C6: computed values do not change."""
+    """Computed values do not change."""
     m = model(True, x.device)
     z = m(x)
     want = z.detach().tolist()

@@ -1,6 +1,6 @@
 """One rule for masks and means: a row counts unless its label or its mask says otherwise.
 
-HUNT 17 and 23, NEWCOMER (c): row_loss, token_logprobs and row_stats take the arguments of score.
+row_loss, token_logprobs and row_stats take the arguments of score.
 """
 
 import pytest

@@ -140,6 +140,5 @@ NO_SUM = "loss_sum must be one floating-point number as a tensor, such as a loss
     ],
 )
 def test_arguments_of_global_mean(loss_sum, count, error, words):
-    """HUNT 23."""
     with pytest.raises(error, match=words):
         ll.global_mean(loss_sum, count)

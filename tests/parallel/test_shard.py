@@ -122,7 +122,7 @@ CUTS = [(1, 2, 3), (2, 3, 1), (3, 1, 2), (1, 3, 2), (3, 2, 1), (0, 6, 0), (1, 2,
 @pytest.mark.parametrize("source", ["logits", "head"])
 @pytest.mark.parametrize("given", [(), ("vocab",), ("start",), ("start", "vocab")], ids=str)
 def test_one_vocabulary_cut_in_several_ways(given, source):
-    """HUNT 5: widths were cached per rank, so that a rank took one layout for another."""
+    """Widths cached per rank would make a rank take one layout for another."""
     hidden, weight = normal(N, 3, seed=1), normal(6, 3, seed=2)
     x, other = hidden @ weight.T, normal(N, 6, seed=3)
     target = torch.arange(N, device=x.device) % 6

@@ -32,7 +32,7 @@ def change(store, name, row):
 
 class TestDamage:
     def test_random_changes(self, tmp_path):
-        """HUNT 6: none gives other data. benchmarks/results/store-damage.txt has 2,000 of them."""
+        """None gives other data. benchmarks/results/store-damage.txt has 2,000 of them."""
         counts = store_damage.rounds(40, 1, tmp_path)
         assert sum(counts.values()) == 80
         assert {outcome.split(": ")[1] for outcome in counts} <= {
@@ -42,7 +42,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("name", ["codes", "top", "tail", "step", "ids.8", "ids.2"])
     def test_a_changed_byte_of_a_row(self, name, long):
-        """HUNT 6: refused when it is read, by an open store too."""
+        """Refused when it is read, by an open store too."""
         change(long, name, 2999)
         for store in (long, Store(long.path)):
             with pytest.raises(ValueError, match=r"0-000000\.safetensors must have the bytes it"):
@@ -53,27 +53,26 @@ class TestDamage:
 
     @pytest.mark.parametrize("name", ["tokens.8", "tokens.2", "index.hash", "index.doc"])
     def test_a_changed_byte_of_the_tokens_or_the_index(self, name, long):
-        """HUNT 6."""
         change(long, name, 0)
         with pytest.raises(ValueError, match=r"0-000000\.safetensors must have the bytes it was"):
             Store(long.path).find(document(3000)[0])
 
     def test_merge_refuses_a_damaged_store(self, long, tmp_path):
-        """HUNT 6: merge wrote new checksums of what it read."""
+        """It would write new checksums of what it read."""
         change(long, "codes", 2999)
         with pytest.raises(ValueError, match=r"0-000000\.safetensors must have the bytes it was"):
             merge(tmp_path / "merged", [long.path])
         assert not (tmp_path / "merged").exists()
 
     def test_a_file_that_is_cut_off_while_it_is_open(self, long):
-        """HUNT 11: it gave zeros, or ended the process."""
+        """It must neither give zeros nor end the process."""
         path = long.shards[0].path
         os.truncate(path, path.stat().st_size // 2)
         with pytest.raises(ValueError, match=r"must keep its length while it is read|the bytes it"):
             long[0]
 
     def test_a_file_that_is_replaced_while_it_is_open(self, tmp_path, monkeypatch):
-        """HUNT 11: a store that had closed the file in between read the rows of the other file."""
+        """A store that has closed the file in between must not read the other file."""
         monkeypatch.setattr(_blocks, "KEPT_OPEN", 1)
         store = stores.write(tmp_path / "a", documents(40, 50), shard_bytes=1)
         other = stores.write(tmp_path / "b", [document(40, 7)])

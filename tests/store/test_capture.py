@@ -55,7 +55,7 @@ def assert_captured(store, model, documents, k=K, **how):
 
 class TestCapture:
     def test_empty_documents_are_passed_over(self, tmp_path):
-        """HUNT 23: as a list and as a tensor, alone and beside others."""
+        """As a list and as a tensor, alone and beside others."""
         model = Teacher()
         empty = torch.empty(0, dtype=torch.int64)
         with open_writer(tmp_path) as writer:

@@ -160,7 +160,7 @@ def test_kl_of_the_round_trip(steep):
     ("slots", "lowest"), [(1, -20.0), (1, -50.0), (1, -9999.0), (8, -100.0), (32, -9999.0)]
 )
 def test_kl_does_not_depend_on_the_lowest_slots(slots, lowest, steep):
-    """HUNT 15: masked vocabularies, a server's "never". Up to 6.6e-3 nats in the mean."""
+    """As in masked vocabularies, or of a server's "never"."""
     given = stores.teacher(500, 151_936, 64, steep=steep)
     logprobs = given.logprobs.clone()
     logprobs[:, -slots:] = lowest
@@ -230,7 +230,6 @@ class TestVersion1:
             assert_near(new[new.find(tokens)][1], targets)
 
     def test_a_damaged_one_is_not_merged(self, old, tmp_path):
-        """HUNT 6."""
         _, path = old
         shard = Store(path).shards[0]
         data = bytearray(shard.path.read_bytes())

@@ -144,7 +144,7 @@ class TestServers:
 
 
 class TestCompletions:
-    """NEWCOMER B4: a prompt of two tokens and a completion of three, with `logprobs`."""
+    """A prompt of two tokens and a completion of three, with `logprobs`."""
 
     PROMPT, TOKENS = [7, 3], [3, 9, 1]
 
@@ -215,7 +215,6 @@ class TestCompletions:
         self.assert_right(*from_sglang({"meta_info": about}, self.PROMPT, k=4))
 
     def test_the_limit_of_vllm_is_said(self):
-        """NEWCOMER B3."""
         words = "at most 20 log-probabilities per token, unless vLLM is started with max_"
         with pytest.raises(ValueError, match=words):
             from_vllm({"prompt_token_ids": [1]}, k=64)
@@ -244,7 +243,6 @@ class TestCompletions:
         ],
     )  # fmt: skip
     def test_bad_outputs_of_vllm(self, output, message):
-        """HUNT 21."""
         good = {"prompt_token_ids": [7, 3], "prompt_logprobs": [None, {"3": -1.0}]}
         assert from_vllm(good, k=4)[0].tolist() == [7, 3]
         with pytest.raises(ValueError, match=message):
@@ -264,7 +262,6 @@ class TestCompletions:
         ],
     )
     def test_bad_outputs_of_sglang(self, own, top, message):
-        """HUNT 21."""
         about = {"input_token_logprobs": own, "input_top_logprobs": top}
         with pytest.raises(ValueError, match=message):
             from_sglang({"meta_info": about}, k=4)
@@ -292,6 +289,5 @@ class TestCompletions:
         assert targets.mask.tolist() == [[True, True, False], [False] * 3]
 
     def test_no_slots(self):
-        """HUNT 21."""
         with pytest.raises(ValueError, match=r"k must lie in \[1, 65536\], got 0"):
             from_vllm(self.vllm(), k=0)

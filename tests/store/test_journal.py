@@ -117,7 +117,7 @@ class TestKilled:
                 assert_holds(Store(path), found)
 
     def test_bytes_that_never_reached_the_disk(self, journal, tmp_path):
-        """HUNT 6: a damaged document does not take the documents after it with it."""
+        """A damaged document does not take the documents after it with it."""
         data, ends = journal
         starts = [8, *ends]
         for place in range(8, len(data), 7):
@@ -133,7 +133,6 @@ class TestKilled:
             abandon(writer)
 
     def test_a_changed_byte_between_documents_that_are_kept(self, journal, tmp_path):
-        """HUNT 6."""
         data, ends = journal
         bad = bytearray(data)
         bad[ends[1] - 1] ^= 1

@@ -128,7 +128,6 @@ class TestFinding:
             store.targets_for(torch.zeros(2, 5).long(), [6, 1])
 
     def test_lengths_that_are_none(self, some):
-        """HUNT 23."""
         _, store = some
         for lengths in (2, torch.tensor(2), "ab", 1.5):
             with pytest.raises(

@@ -200,13 +200,12 @@ class TestLies:
          "00-000000.safetensors", "x.safetensors", "._0-000000.safetensors", "-1.safetensors"],
     )  # fmt: skip
     def test_stray_shards(self, name, shard):
-        """HUNT 19: a copy doubled every document, and ended a writer in int()."""
+        """A copy would double every document, and end a writer in int()."""
         (shard.parent / name).write_bytes(shard.read_bytes())
         self.refused(shard, f"{re.escape(name)} must be named RANK-NUMBER.safetensors, as a")
 
     @pytest.mark.parametrize("name", ["1x.journal", "0 (copy).journal", "01.journal", "j.journal"])
     def test_stray_journals(self, name, shard):
-        """HUNT 19."""
         (shard.parent / name).write_bytes(b"")
         with pytest.raises(ValueError, match=re.escape(f"{name} must be named RANK.journal")):
             ll.store.recover(shard.parent)

@@ -38,7 +38,7 @@ class TestShared:
     @pytest.mark.parametrize("files", [1, 4])
     @pytest.mark.parametrize("shared", [0, 70])
     def test_comparisons_do_not_grow_with_the_documents(self, shared, files, tmp_path, monkeypatch):
-        """HUNT 7: all documents with the same first 64 tokens were compared one by one."""
+        """Documents with the same first 64 tokens are not compared one by one."""
         found = prompted(400, shared)
         with open_writer(tmp_path) as writer:
             for i, one in enumerate(found):
@@ -69,7 +69,6 @@ class TestShared:
         assert count.reads <= 4 * files + 8
 
     def test_the_index_does_not_grow_with_a_shared_beginning(self, tmp_path):
-        """HUNT 7."""
         sizes = []
         for shared in (0, 70):
             store = stores.write(tmp_path / str(shared), prompted(100, shared))
@@ -89,7 +88,7 @@ class TestShared:
                 assert_near(store.targets_for(tokens[:n]), targets[:n])
 
     def test_documents_of_one_repeated_token(self, tmp_path, monkeypatch):
-        """HUNT 7: every place of a row was taken for a start, and every reading was compared."""
+        """Not every place of a row is a start, and not every reading is compared."""
         targets = stores.teacher(120)
         store = stores.write(tmp_path, [(torch.full((n,), 5), targets[:n]) for n in range(1, 121)])
         candidates, real = [], _lookup.Index._candidate
@@ -112,7 +111,7 @@ class TestShared:
 class TestLongest:
     @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
     def test_whatever_the_file_it_is_in(self, order, tmp_path):
-        """HUNT 12: the first file that had a match decided."""
+        """The first file that has a match does not decide."""
         targets = stores.teacher(3)
         both = [(torch.tensor([1, 2]), targets[:2]), (torch.tensor([1, 2, 3]), targets)]
         with open_writer(tmp_path) as writer:
@@ -160,12 +159,11 @@ class TestTwoReadings:
         return stores.write(tmp_path, [(torch.tensor(t), targets[: len(t)]) for t in texts])
 
     def test_a_row_that_documents_fill(self, store):
-        """HUNT 13: [1, 2, 3] and one token of padding, instead of [1, 2] and [3, 4]."""
+        """It is [1, 2] and [3, 4], and not [1, 2, 3] and one token of padding."""
         got = store.targets_for(torch.tensor([[1, 2, 3, 4]]))
         assert got.mask is None or got.mask.any(-1).all()
 
     def test_a_step_back_where_the_longest_leads_nowhere(self, store):
-        """HUNT 13: it raised KeyError."""
         got = store.targets_for(torch.tensor([[1, 2, 3, 4, 1, 2, 3, 4, 5, 6]]))
         assert got.mask is None or got.mask.any(-1).all()
         ids = torch.tensor([[1, 2, 3, 4, 0, 0]])
@@ -178,5 +176,5 @@ class TestTwoReadings:
         got = store.targets_for(torch.tensor([[1, 2, 3, 9]]))
         assert got.mask.any(-1).tolist() == [[True] * 3 + [False]]
         row = torch.tensor([[1, 2, 9, 8, 7]])
-        with pytest.raises(KeyError, match=r"got \[9, 8, 7\], at token 2 of row 0"):  # HUNT 23
+        with pytest.raises(KeyError, match=r"got \[9, 8, 7\], at token 2 of row 0"):
             batch_targets(store, {"input_ids": row, "attention_mask": torch.ones_like(row)})

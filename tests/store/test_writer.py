@@ -29,7 +29,7 @@ from tests.support.stores import (
 
 class TestMemory:
     def test_of_many_short_documents(self, tmp_path):
-        """HUNT 8: a pending document cost about 5 KB. The journal has it, and not the writer."""
+        """The journal has a pending document, and not the writer."""
         tokens, targets = torch.randint(0, stores.V, (600, 6)), stores.teacher(6)
         with open_writer(tmp_path) as writer:
             for document_ in tokens[:100]:
@@ -44,7 +44,7 @@ class TestMemory:
             assert grown < 500 * 300
 
     def test_documents_count_towards_the_size_of_a_file(self, tmp_path):
-        """HUNT 8: two million documents of six tokens were pending before the first file."""
+        """Two million documents of six tokens must not wait for the first file."""
         tokens, targets = torch.randint(0, stores.V, (200, 2)), stores.teacher(2)
         with open_writer(tmp_path, shard_bytes=50_000) as writer:
             for document_ in tokens:
@@ -52,7 +52,6 @@ class TestMemory:
                 assert len(writer.journal) * 500 < 50_000
 
     def test_of_recovery(self, tmp_path):
-        """HUNT 8."""
         writer = open_writer(tmp_path)
         for i in range(300):
             writer.add(*document(6, i))
@@ -65,7 +64,7 @@ class TestMemory:
 
 class TestSpeed:
     def test_short_documents_are_encoded_together(self, tmp_path, monkeypatch):
-        """HUNT 24: 3 ms per document. benchmarks/store_writes.py measures it."""
+        """How long it takes: benchmarks/store_writes.py."""
         calls, real = [], _journal.encoded
         monkeypatch.setattr(_writer, "encoded", lambda *args: calls.append(1) or real(*args))
         monkeypatch.setattr(_journal, "encoded", lambda *args: calls.append(1) or real(*args))
@@ -97,7 +96,7 @@ class TestSpeed:
 
 
 class TestCost:
-    """Work that must not grow with the number of documents or files (HUNT 24)."""
+    """Work that must not grow with the number of documents or files."""
 
     def test_a_flush_reads_the_index_of_one_file(self, tmp_path, monkeypatch):
         """A flush read the indices of all files again."""
@@ -254,7 +253,6 @@ class TestPower:
 
 class TestHeader:
     def test_a_full_disk_leaves_no_file(self, tmp_path, monkeypatch):
-        """HUNT 20."""
 
         def full(file):
             raise OSError(28, "No space left on device")
@@ -267,7 +265,6 @@ class TestHeader:
         open_writer(tmp_path).close()
 
     def test_a_file_system_without_hard_links(self, tmp_path, monkeypatch):
-        """HUNT 20."""
 
         def no_links(*_, **__):
             raise PermissionError(1, "Operation not permitted")
@@ -277,7 +274,6 @@ class TestHeader:
         assert len(store) == 1
 
     def test_what_a_killed_writer_left(self, tmp_path):
-        """HUNT 20."""
         (tmp_path / "store.json.123.unfinished").write_text("{")
         open_writer(tmp_path).close()
         assert not list(tmp_path.glob("*.unfinished"))
@@ -285,7 +281,6 @@ class TestHeader:
 
 class TestLock:
     def test_its_lock_ends_with_it(self, tmp_path):
-        """HUNT 10."""
         writer = open_writer(tmp_path)
         writer.add(*document(3))
         del writer
@@ -294,7 +289,7 @@ class TestLock:
             assert len(writer) == 1
 
     def test_its_lock_ends_with_an_error(self, tmp_path):
-        """HUNT 10: as in a cell of a notebook that raised."""
+        """As in a cell of a notebook that raised."""
 
         def fails():
             writer = open_writer(tmp_path)
@@ -307,7 +302,7 @@ class TestLock:
 
     @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
     def test_its_lock_is_not_inherited(self, tmp_path):
-        """HUNT 10: the lock stayed while a forked process lived."""
+        """The lock must not stay while a forked process lives."""
         writer, one = open_writer(tmp_path), document(3)  # PyTorch may hang in a forked process
         answers, answer = os.pipe()
         asked, ask = os.pipe()

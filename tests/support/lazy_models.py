@@ -38,7 +38,7 @@ def assert_stays_lazy(x, loss, bias=True):
         assert z.known_values is None
         want, got = (model(fused, x.device, bias)(x) for fused in (False, True))
         (want,), (got,) = (torch.autograd.grad(loss(z), z) for z in (want, got))
-        assert torch.allclose(got.double(), want, atol=1e-12)  # CLIENTS C7
+        assert torch.allclose(got.double(), want, atol=1e-12)
         assert error(got.norm(), want.norm()) < 1e-11
         assert_same(x, loss, bias=bias)
 

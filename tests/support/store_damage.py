@@ -4,7 +4,7 @@
 
 A change is a flipped bit, another byte, 16 zeros, a cut or an extension, at a random place of a
 random file. The store is then opened, every document is read by number, found by its tokens and
-looked up in a batch, and the store is merged into another. HUNT 6.
+looked up in a batch, and the store is merged into another.
 """
 
 import random
