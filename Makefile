@@ -28,7 +28,7 @@ SITE_READY := .venv-docs/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-newest test-oldest test-gpu test-families test-clients test-trainers sanitize compile fuzz planted bench tables demo docs docs-serve release lint types format clean
+.PHONY: help test test-newest test-oldest test-gpu test-families test-clients test-trainers sanitize compile fuzz mutants bench tables demo docs docs-serve release lint types format clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,8 +66,8 @@ compile: $(READY)  ## compile every kernel variant for Hopper, and print registe
 fuzz: $(READY)  ## test random cases of every function, for example with ARGS="--minutes 10"
 	OMP_NUM_THREADS=1 $(PY) -m tests.differential $(ARGS)
 
-planted: $(READY)  ## plant bugs in a copy of the library, and run the tests that must find the bugs
-	OMP_NUM_THREADS=1 $(PY) -m tests.support.planted $(ARGS)
+mutants: $(READY)  ## put bugs into the library, one at a time, and run the tests that must find them
+	OMP_NUM_THREADS=1 $(PY) -m tests.differential.mutations $(ARGS)
 
 bench: $(READY)  ## check and time logitless beside PyTorch and other libraries
 	$(PY) -m logitless bench $(ARGS)

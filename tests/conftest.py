@@ -29,6 +29,16 @@ if not ON_GPU:
 
 def pytest_addoption(parser):
     parser.addoption("--part", metavar="I/N", help="run every N-th test, and begin with test I")
+    parser.addoption("--mutant", metavar="NAME", help="a bug of tests/differential/mutations.py")
+
+
+def pytest_configure(config):
+    if config.option.mutant:
+        from tests.differential.mutations import MUTANTS
+
+        mutant = MUTANTS[config.option.mutant].plant()
+        mutant.__enter__()
+        config.add_cleanup(lambda: mutant.__exit__(None, None, None))
 
 
 def pytest_collection_modifyitems(config, items):

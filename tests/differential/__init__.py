@@ -11,7 +11,7 @@ A case is plain data: a function, shapes, a dtype, and for each argument the nam
 A new function is one line in functions.py, a new source one line in sources.py.
 
     make fuzz ARGS="--minutes 10"     as many cases as fit, counted by function
-    make fuzz ARGS="--mutations"      bugs put in on purpose, which it must find
+    make mutants                      bugs put in on purpose, which tests must find (mutations.py)
 """
 
 import os

@@ -12,11 +12,9 @@ import torch
 import triton
 
 from .functions import FUNCTIONS
-from .mutations import MUTATIONS, mutated
-from .search import Failure, Tally, search
+from .search import Tally, search
 
 ROUND = 100  # cases of a function before the next function's turn
-ENOUGH = 10_000  # cases in which a bug put in on purpose must be found
 
 
 def main() -> int:
@@ -24,7 +22,6 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="how long to draw cases")
     parser.add_argument("--seed", type=int, default=0, help="other cases for every seed")
     parser.add_argument("--function", choices=FUNCTIONS, action="append", help="only these")
-    parser.add_argument("--mutations", action="store_true", help="find bugs put in on purpose")
     parser.add_argument("--log", type=Path, help="a file that the report is written to")
     given = parser.parse_args()
     names = tuple(given.function or FUNCTIONS)
@@ -34,10 +31,6 @@ def main() -> int:
     if given.minutes > 0:
         text, failures = by_time(names, given.seed, given.minutes)
         report.append(text)
-    if given.mutations:
-        text, missed = with_bugs(names, given.seed)
-        report.append(text)
-        failures += missed
     print("\n\n".join(report))
     if given.log:
         given.log.write_text("\n\n".join(report) + "\n")
@@ -77,30 +70,6 @@ def by_time(names: tuple[str, ...], seed: int, minutes: float) -> tuple[str, int
     lines = [tally.table(), f"{took:.1f} minutes, {len(failures)} failures"]
     lines += [f"{i}. {failure}" for i, failure in enumerate(failures, 1)]
     return "\n\n".join(lines), len(failures)
-
-
-def with_bugs(names: tuple[str, ...], seed: int) -> tuple[str, int]:
-    """Each bug, and the first case that shows it."""
-    lines, missed = [], 0
-    for title in MUTATIONS:
-        tally = Tally()
-        with mutated(title):
-            failure = first_failure(names, seed, tally)
-        missed += failure is None
-        found = "not found" if failure is None else f"found in {failure.case.function}, {failure}"
-        lines.append(f"With {title}, after {tally.drawn.total():,} cases: {found}")
-    return "\n\n".join(lines), missed
-
-
-def first_failure(names: tuple[str, ...], seed: int, tally: Tally) -> Failure | None:
-    turn = 0
-    while tally.drawn.total() < ENOUGH:
-        for name in names:
-            failure = search(name, seed + 1_000_003 * turn, 20, tally, float("inf"))
-            if failure is not None:
-                return failure
-        turn += 1
-    return None
 
 
 if __name__ == "__main__":
