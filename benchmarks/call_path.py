@@ -1,4 +1,4 @@
-"""Counts the files and functions of the library that one call runs on the host.
+"""For developers: counts the files and functions of the library that one call runs on the host.
 
     python benchmarks/call_path.py [CHECKOUT] [--names]
 

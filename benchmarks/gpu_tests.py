@@ -1,6 +1,6 @@
-"""Runs the test files on a GPU, several files at once, and writes one line per file.
+"""For developers: runs the test files on a GPU, several at once; writes one line per file.
 
-    python -m benchmarks.gpu_tests --out benchmarks/results/h200 --minutes 6
+    python -m benchmarks.gpu_tests --out build/gpu-tests --minutes 6
 
 Each file runs in its own process, or in several processes if the file is in PARTS. The slowest
 files of the last run start first. A file that does not end in time is reported as "not finished".

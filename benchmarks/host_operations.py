@@ -1,4 +1,4 @@
-"""Counts the operations of PyTorch and the kernel launches of losses over a small head.
+"""For developers: counts PyTorch operations and kernel launches of losses over a small head.
 
     python benchmarks/host_operations.py [CHECKOUT] [--names]
 

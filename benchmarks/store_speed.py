@@ -1,4 +1,4 @@
-"""Measures the speed of reading a store, relative to simpler work on the same machine.
+"""For developers: measures how fast a store is read, relative to simpler work.
 
     python -m benchmarks.store_speed --out FOLDER
 

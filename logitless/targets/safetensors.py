@@ -7,7 +7,7 @@ file before memory of this size is allocated.
 
 This module does not use the `safetensors` package, for two reasons. To read the slices of a batch,
 the package takes five times as long as this module. The package also kills the process if an open
-file is truncated (benchmarks/results/store-safetensors.txt).
+file is truncated.
 """
 
 import ctypes

@@ -121,3 +121,12 @@ def test_the_makefile_lists_each_target():
     phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
     assert phony is not None
     assert {*phony[1].split()} == TARGETS
+
+
+def test_the_page_of_versions_has_those_that_the_package_asks_for():
+    page = (ROOT / "docs/compatibility.md").read_text()
+    asked = "\n".join([*PROJECT["dependencies"], f"Python{PROJECT['requires-python']}"])
+    for name in ("torch", "triton", "Python"):
+        least = re.search(rf"{name}>=([\d.]+)", asked)
+        assert least is not None
+        assert f"{name} {least[1]} or later" in page
