@@ -1,18 +1,13 @@
 """The structs that losses and backends (`kernels` and `eager`) pass to each other.
 
-A `Reading` lists the statistics to compute for each row of logits. `Statistics` holds the values of
-the statistics. `Coefficients` holds the coefficients of the backward formula, which all losses over
-row statistics share:
+A `Reading` lists the statistics to compute for each row, and `Statistics` holds their values.
+`Coefficients` are those of the backward formula, which all losses over row statistics share:
 
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
-In this formula, z are the logits after softcap and temperature (see `Reading`), p = softmax(z), and
-v are the class weights. Let y = z · temperature be the logits before the division by the
-temperature. The gradient of y_i is dz_i / temperature. The backward multiplies the whole gradient
-by the upstream gradient.
-
-A loss that also uses the log-probability of the label at temperature 1 has one more coefficient, d.
-Such a loss adds the term d ([i = label] - p1_i) to the gradient of y_i, where p1 = softmax(y).
+Here, z are the logits after softcap and temperature, p = softmax(z), and v are the class weights.
+The gradient of y = z · temperature is dz / temperature, times the upstream gradient. A loss that
+uses log p of the label at temperature 1 adds d ([i = label] - p1_i) to it, with p1 = softmax(y).
 """
 
 import math
@@ -25,14 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 T = TypeVar("T")
 
-# These constants say how a tensor is sliced together with the logits. The attribute `TENSORS` of a
-# struct gives one of these constants for each tensor of the struct.
+# How a tensor is sliced together with the logits; `TENSORS` of a struct says so for each tensor.
 PER_ROW = "per row"  # shape (...) or (..., K), sliced together with the rows of the logits
 PER_CLASS = "per class"  # shape (V,), never sliced, not even for a shard of the vocabulary
 TEACHER = "teacher"  # shape (..., V), sliced together with the rows and the columns of the logits
 
-# The names of all row statistics. Every statistic except argmax and rank is fp32 (fp64 for fp64
-# logits). A statistic has one number per row, unless its comment gives the shape (..., K).
+# The row statistics: fp32 (fp64 for fp64 logits), one per row if no other shape or dtype is given.
 STATISTICS = (
     "lse",  # log Σ e^z
     "picked",  # z at the ids, (..., K), or z at the label if there are no ids
@@ -51,12 +44,11 @@ STATISTICS = (
 class Reading(NamedTuple):
     """The statistics to compute for each row x of logits, and the options of the softmax.
 
-    The logits of the softmax are z = softcap · tanh(x / softcap) / temperature.
+    The softmax is over z = softcap · tanh(x / softcap) / temperature.
 
-    `label` holds one integer per row. A row is ignored if its integer is ignore_index. The integers
-    are class ids, or the entries of a mask of rows. In a mask, ignored rows have the entry 0, all
-    other rows have the entry 1, and ignore_index is 0. An ignored row is not read. The statistics
-    and the gradient of an ignored row are 0, and its argmax and rank are -1.
+    A row whose `label` is ignore_index is ignored: it is not read, its statistics and gradient are
+    0, and its argmax and rank are -1. Labels are class ids, or a mask of rows (0 and 1) with
+    ignore_index=0.
     """
 
     vocab: int  # V, the size of the whole vocabulary, even if the logits are only a shard
@@ -68,9 +60,7 @@ class Reading(NamedTuple):
     softcap: float | None = None
     ignore_index: int | None = None
     wants: tuple[str, ...] = ()  # the requested names from STATISTICS
-    # If True, the results and the gradient of a row are bitwise the same in every batch (see
-    # core/invariant.py).
-    invariant: bool = False
+    invariant: bool = False  # the same bits in every batch (core/invariant.py)
 
     TENSORS = (
         ("label", PER_ROW),
@@ -92,9 +82,7 @@ class Reading(NamedTuple):
         return sums_of(self.wants, self.at_temperature_1)
 
     def fold_scale(self, scale: float, softcap: float | None) -> "Reading":
-        """Returns a `Reading` that first multiplies the logits x by `scale`. The argument `softcap`
-        applies to scale · x, and replaces the softcap of `self`.
-        """
+        """The `Reading` of scale · x with this softcap of scale · x."""
         if scale == 1:
             return self._replace(softcap=softcap)
         by_row = self.row_temperature
@@ -106,24 +94,19 @@ class Reading(NamedTuple):
 
     @property
     def any_temperature(self) -> "float | Tensor | None":
-        """The temperature, as one number or as a tensor with one number per row. None means 1."""
+        """The temperature, as one number or one per row. None means 1."""
         if self.temperature is None:
             return self.row_temperature
         return None if self.temperature == 1 else self.temperature
 
     def squared(self, dtype: torch.dtype) -> tuple[Tensor | None, float]:
-        """Returns the square of the temperature as two factors, a tensor and a number.
-
-        If each row has its own temperature, the tensor holds the squares in `dtype`, and the number
-        is 1. Otherwise, the tensor is None, and the number is the square.
-        """
+        """The squared temperature as a product: a tensor per row in `dtype` (or None), a number."""
         if self.row_temperature is not None:
             return self.row_temperature.to(dtype).square(), 1.0
         assert self.temperature is not None
         return None, self.temperature**2
 
     def ignored_rows(self) -> Tensor | None:
-        """Returns a bool mask of the ignored rows, or None if there is no ignore_index."""
         return None if self.ignore_index is None else self.label == self.ignore_index
 
 
@@ -145,12 +128,9 @@ class RowStats(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """The statistics that a `Reading` requests. A statistic that is not requested is None.
+    """The statistics that a `Reading` requests, and None for the others."""
 
-    `state` holds the numbers that the backward reads.
-    """
-
-    state: Tensor  # (N, STATE); the fields SHIFT, ..., REPEATS are listed below
+    state: Tensor  # (N, STATE), what backward reads: the fields SHIFT, ..., REPEATS below
     lse: Tensor | None = None
     picked: Tensor | None = None
     logprob: Tensor | None = None
@@ -164,8 +144,7 @@ class Statistics(NamedTuple):
     logprob_t1: Tensor | None = None
 
 
-# Fields of Statistics.state, one number per row. A field with the note "only with X" is written
-# only if the `Reading` requests the statistic X.
+# Fields of Statistics.state. One that names a statistic is written only if this is requested.
 SHIFT = 0  # max y, where y = z · temperature; 0 if the max is infinite
 LOG_S = 1  # log Σ e^((y - shift) / temperature)
 LOG_S1 = 2  # log Σ e^(y - shift); only with "logprob_t1"
@@ -176,21 +155,19 @@ STATE = 6
 
 
 class Partials(NamedTuple):
-    """Partial statistics of the logits, for several disjoint sets of columns.
+    """Partial statistics of rows, for several disjoint sets of columns, merged in any order.
 
-    A set of columns can be a split (the columns that one program reads), a block of columns that a
-    head computes at once, or the shard of one rank. Partial statistics can be merged in any order.
-    For an empty set of columns, the max M is -inf, and all sums are 0.
+    A set is a split (the columns that one program reads), a block of columns that a head computes
+    at once, or the shard of one rank. In an empty set, the max M is -inf, and all sums are 0.
     """
 
     state: Tensor  # (N, number of sets, part_width); the fields M, ..., REF are listed below
     picked: Tensor | None = None  # (N, K), y at the ids; 0 for an id outside these columns
 
 
-# Fields of Partials.state. In the comments, y is z · temperature, m is the max of y over the set of
-# columns, and d is y - m. The order of the fields is fixed, and the fields that most losses need
-# come first. Partials.state ends after the last field that a requested statistic needs. All earlier
-# fields are allocated too. An earlier field that no requested statistic needs has undefined values.
+# Fields of Partials.state, the most needed first; m is the max of y over the columns, d is y - m.
+# The state ends after the last field that is needed. An earlier one that is not needed is allocated
+# but undefined, and ranks send it too, so that all gathered tensors have the same layout.
 M = 0  # max y
 S = 1  # Σ e^(d / temperature)
 Y_LABEL = 2  # y at the label; 0 if the label is outside these columns
@@ -199,15 +176,12 @@ ARG = 4  # the lowest column whose y is m, stored as bits (see as_bits); needed 
 S1 = 5  # Σ e^d; needed by "logprob_t1" at a temperature other than 1
 C = 6  # Σ v (y - ref); needed by "total" and "log_total"
 N = 7  # Σ v; needed by "total" and "log_total"
-REF = 8  # `ref`, a number close to the mean of y; C subtracts `ref` to avoid cancellation
+REF = 8  # `ref`, a number close to the mean of y, subtracted in C to avoid cancellation
 PART = 9
 
 
 class Sums(NamedTuple):
-    """Flags for the optional fields of Partials.state. A flag is True if its fields are needed.
-
-    The fields M, S and Y_LABEL are always computed, and have no flag.
-    """
+    """Which optional fields of Partials.state are needed. M, S and Y_LABEL always are."""
 
     entropy: bool  # the field W
     argmax: bool  # the field ARG
@@ -222,12 +196,7 @@ def sums_of(wants: tuple[str, ...], at_temperature_1: bool) -> Sums:
 
 
 def part_width(entropy: bool, argmax: bool, second: bool, total: bool) -> int:
-    """Returns the number of fields of Partials.state. The arguments are the flags of `Sums`.
-
-    Partials.state ends with the last field that is needed. All earlier fields are allocated too. If
-    an earlier field is not needed, its values are undefined. Ranks send the undefined values too,
-    so that the gathered tensors have the same layout.
-    """
+    """The number of fields of Partials.state."""
     if total:
         return PART
     if second:
@@ -239,17 +208,15 @@ NOWHERE = 2**31 - 1  # the value of ARG for an empty set of columns
 
 
 def as_bits(whole: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a floating-point tensor of `dtype` with the same bits as the integers in `whole`."""
     return whole.to(torch.int32 if dtype == torch.float32 else torch.int64).view(dtype)
 
 
 def of_bits(t: Tensor) -> Tensor:
-    """The inverse of `as_bits`: reads the bits of the floating-point tensor t as integers."""
     return t.contiguous().view(torch.int32 if t.dtype == torch.float32 else torch.int64)
 
 
 class Coefficients(NamedTuple):
-    """The coefficients of the formula at the top of this file, for an upstream gradient of 1."""
+    """Coefficients of the formula at the top of this file, for an upstream gradient of 1."""
 
     rows: Tensor | None  # (N, COEFFICIENTS), or (1, COEFFICIENTS) if equal for all rows
     has: tuple[str, ...]  # the names from FIELDS that the loss uses
@@ -261,41 +228,32 @@ A = 0  # a
 B = 1  # b
 G_LABEL = 2  # g_label
 G_TOTAL = 3  # g_c
-# The coefficient that replaces `a` in the columns of the ids. A loss with the coefficient A_IDS
-# needs the statistic "tail", and has no coefficient B.
+# replaces `a` in the columns of the ids; needs the statistic "tail", and no coefficient B
 A_IDS = 4
 D_LOGPROB_T1 = 5  # d, the gradient of logprob_t1
 COEFFICIENTS = 6
 FIELDS = ("a", "b", "label", "total", "a_ids", "logprob_t1")
 
-# The tail is the log of the softmax mass outside the ids. In a column i outside the ids, the
-# gradient of the tail has the term p_i / e^tail. If e^tail is very small, p_i underflows to 0 in
-# fp32, and 1 / e^tail overflows to infinity. A loss with the coefficient "a_ids" avoids the
-# underflow and the overflow. Let `lift` be min(tail - LEAST_TAIL, 0), or 0 if the tail is -inf. In
-# the columns outside the ids, backward computes p_i · e^-lift instead of p_i. The field A holds
-# `a` · e^lift instead of `a`. So the product of the two factors is still `a` · p_i.
+# Outside the ids, the gradient of the tail has the term p_i / e^tail. For a tiny e^tail, p_i
+# underflows to 0 in fp32, and 1 / e^tail overflows. So a loss with "a_ids" computes p_i · e^-lift
+# times the field A, which holds a · e^lift, with lift = min(tail - LEAST_TAIL, 0), or 0 if the tail
+# is -inf.
 LEAST_TAIL = -32.0
 
 NO_ID = -(2**31)  # the id of a masked slot; a masked slot is not read and has no gradient
 
 
 class Slots(NamedTuple):
-    """A sparse teacher with K ids per row, and the options of a loss against this teacher.
-
-    A slot is one of the K positions of a row.
-    """
+    """A sparse teacher with K ids (slots) per row, and the options of a loss against it."""
 
     teacher: Tensor  # (..., K), log p of the teacher at the ids
     mask: Tensor | None  # (..., K), bool, True for unmasked slots
-    # The log of the teacher's mass outside the slots, (...). If `tail` is None, this mass is
-    # computed as 1 - Σ p.
-    tail: Tensor | None
+    tail: Tensor | None  # (...), log of the teacher's mass outside the slots; None: log(1 - Σ p)
     row_weight: Tensor | None  # (...), multiplies each row's divergence
     divergence: str  # "forward_kl", "reverse_kl", "jsd" or "tvd"
-    # How probabilities are normalised over the slots (see kernels/slot_divergence.py): "truncate",
-    # "renorm_teacher", "renorm" or "tail". If the logits are already gathered at the teacher's ids,
-    # `support` is "gathered" or "gathered_renorm". With "gathered", the softmax is over all K
-    # slots. With "gathered_renorm", the softmax is over the unmasked slots.
+    # How probabilities are normalised over the slots (kernels/slot_divergence.py): "truncate",
+    # "renorm_teacher", "renorm" or "tail". For logits that are already gathered at the ids,
+    # "gathered" is a softmax over all K slots, and "gathered_renorm" over the unmasked ones.
     support: str
     beta: float  # β of "jsd"
     kd_weight: float  # multiplies the divergence
@@ -309,22 +267,15 @@ class Slots(NamedTuple):
     )
 
 
-# With these values of `support`, the teacher's p is divided by the sum of p over the slots.
-RENORM_TEACHER = ("renorm_teacher", "renorm")
-# With these values of `support`, the student's q is divided by the sum of q over the slots.
-RENORM_STUDENT = ("renorm", "gathered", "gathered_renorm")
+RENORM_TEACHER = ("renorm_teacher", "renorm")  # divide the teacher's p by its sum over the slots
+RENORM_STUDENT = ("renorm", "gathered", "gathered_renorm")  # divide the student's q by its sum
 
-# Rounding the teacher's p to 16 bits changes Σ p. Therefore 1 - Σ p can be up to 2^-6, even if the
-# teacher has no mass outside the slots.
+# Rounding p to 16 bits changes 1 - Σ p by up to 2^-6, even without mass outside the slots.
 LOG_ROUNDING = math.log(2.0**-6)
 
 
 def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
-    """Returns the divergence to compute, and its β.
-
-    Only JSD has a β. For all other divergences, β is None. JSD is replaced by forward KL at β = 0,
-    and by reverse KL at β = 1.
-    """
+    """The divergence to compute and its β (None if not JSD): at β = 0 and 1, JSD is a KL."""
     if divergence == "jsd":
         return {0.0: ("forward_kl", None), 1.0: ("reverse_kl", None)}.get(beta, (divergence, beta))
     return divergence, None
@@ -333,30 +284,22 @@ def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
 class Pair(NamedTuple):
     """A dense teacher, and the options of a loss against this teacher."""
 
-    # The teacher's logits (..., V), or the teacher's probabilities if `kind` is "soft". The teacher
-    # is a Tensor or a ScaledHead. If the student's logits are sharded over ranks, the teacher can
-    # also be a `Shard`. parallel/shard.py replaces the `Shard` by the teacher's columns on this
-    # rank.
+    # The teacher's logits (..., V), or probabilities if `kind` is "soft": a Tensor, a ScaledHead,
+    # or, beside a sharded student, a `Shard`, which parallel/shard.py replaces by its columns.
     teacher: Any
-    # "forward", "reverse", "skewed_forward", "skewed_reverse", "jsd", "tvd" or "soft"
-    kind: str
+    kind: str  # "forward", "reverse", "skewed_forward", "skewed_reverse", "jsd", "tvd" or "soft"
     blend: float  # α for the skewed kinds, β for "jsd", the label smoothing for "soft"
 
     TENSORS = (("teacher", TEACHER),)
 
 
-# The number of values saved per row for a loss against a dense teacher. The first two values are
-# the max and the sum of exponentials of the student's logits. The next two values are the max and
-# the sum of exponentials of the teacher's logits. For "tvd", the fifth value is a ratio of two
-# masses. For all other losses, the fifth value is an expectation under the student's probabilities.
-# eager/pair.py defines this expectation for each loss.
+# Per row: max and sum of exponentials of the student, then of the teacher, and a fifth value that
+# eager/pair.py defines for each loss: a ratio of two masses for "tvd", otherwise an expectation
+# under the student's probabilities.
 PAIR_STATE = 5
 
-# The kinds of `Pair` whose loss needs two passes over the logits. The first pass computes the
-# normalisers of the student and of the teacher. The second pass needs these normalisers to compute
-# the terms of the loss. If the columns of a row are divided into parts, the second pass computes
-# PAIR_SUMS[kind] sums for each part. The first sum is the loss over the columns of the part. The
-# other sums are written to the last columns of the state (see eager/pair.py).
+# The kinds that need a second pass over the logits, with the normalisers of the first, and how many
+# sums it computes per part of a row's columns: first the loss, then the last columns of the state.
 PAIR_SUMS = {"jsd": 2, "skewed_forward": 2, "skewed_reverse": 2, "tvd": 3}
 
 # The dtype of statistics and losses for each dtype of logits.

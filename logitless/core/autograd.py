@@ -1,8 +1,4 @@
-"""The base class of most autograd functions of this package.
-
-These functions support neither forward-mode differentiation nor vmap. Forward-mode differentiation
-and vmap raise an error.
-"""
+"""Base of the autograd functions: reverse mode only; forward mode and vmap raise."""
 
 from collections.abc import Sequence
 
@@ -15,14 +11,11 @@ from .call import is_batched, is_legacy_batched
 
 
 class Node(torch.autograd.Function):
-    """An autograd function for reverse mode. Forward mode and vmap raise an error."""
-
     jvp = staticmethod(tensor_checks.only_in_reverse)  # pyright: ignore
 
     @staticmethod
     def refuse_vmap(upstream: Sequence[Tensor | None]) -> None:
-        """Raises if an upstream gradient is a batched tensor of vmap (see `mapped`)."""
-        # `mapped` is not called, because `mapped` would call is_compiling once per tensor.
+        # Not `mapped`, which would call is_compiling once per tensor.
         if torch.compiler.is_compiling():
             return
         for t in upstream:
@@ -31,19 +24,13 @@ class Node(torch.autograd.Function):
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raises if a tensor has a tangent.
-
-    Call this function only if forward-mode differentiation is active.
-    """
+    """Raises if a tensor has a tangent. Call it only while forward mode is active."""
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         tensor_checks.only_in_reverse()
 
 
 def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
-    """Returns `gradients`, connected to `inputs` in the autograd graph.
-
-    Differentiating the returned gradients raises an error.
-    """
+    """Ties `gradients` to `inputs` in the autograd graph, so that a second derivative raises."""
     present = [t for t in gradients if t is not None]
     needed = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
     if not present or not needed:
@@ -53,8 +40,6 @@ def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
 
 
 class _Final(torch.autograd.Function):
-    """Returns the gradients unchanged in forward, and raises an error in backward."""
-
     @staticmethod
     def forward(ctx, count, *tensors):
         return tuple(t.view_as(t) for t in tensors[:count])

@@ -1,11 +1,8 @@
 """The first steps of every call: checks of the arguments, and detection of transforms.
 
-Most checks read only the shapes, dtypes and devices of tensors, and Python numbers. In a training
-loop, these properties are usually the same in every step. Therefore `check_once` checks each
-combination of shapes, dtypes, devices and numbers only once. Each folder with public functions has
-its own file of checks, for example losses/checks.py. Only `check_values` reads the values of
-tensors. Tensors on a CPU are always read, because reading them needs no synchronisation. Tensors on
-a GPU are read only if LOGITLESS_CHECK=1 is set.
+Shapes, dtypes, devices and numbers are usually the same in every training step, so `check_once`
+checks each combination only once. Only `check_values` reads the values of tensors: always on a CPU,
+where reading needs no synchronisation, and on a GPU only if LOGITLESS_CHECK=1 is set.
 """
 
 import functools
@@ -27,17 +24,15 @@ from .source import ranks_of_call
 F = TypeVar("F", bound=Callable)
 
 _REMEMBERED = 1024  # largest number of entries of `_passed`, and of Signatures per entry
-# The keys of `_passed` are (check, *types of the arguments). An entry holds the positions of the
-# tensors among the arguments, and one Signature per combination of arguments that passed.
+# (check, *types of the arguments): (positions of tensors, a Signature per combination that passed)
 _passed: dict[tuple, tuple[tuple[int, ...], dict[tuple, "Signature"]]] = {}
 _describe = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 class Signature:
-    """An object that all calls of a check with equal arguments share (see `check_once`).
+    """Shared by all calls of a check with equal arguments.
 
-    One function can store an object in `kept`, for its later calls. If several functions call the
-    same check, at most one of these functions may use `kept`.
+    One function can keep an object in `kept` for its later calls: at most one per check.
     """
 
     __slots__ = ("kept",)
@@ -47,11 +42,10 @@ class Signature:
 
 
 def check_once(check: Callable[..., None], *args: Any) -> Signature | None:
-    """Calls check(*args), unless equal arguments passed this check before.
+    """Calls check(*args), unless equal arguments passed before; returns their Signature.
 
-    Tensors count as equal if their shapes, dtypes, devices and requires_grad are equal. All calls
-    with equal arguments return the same Signature. The result is None under torch.compile, and if
-    an argument has no hash.
+    Tensors are equal if their shapes, dtypes, devices and requires_grad are. The result is None
+    under torch.compile, and if an argument has no hash.
     """
     if torch.compiler.is_compiling():  # shapes can be symbolic
         check(*args)
@@ -83,11 +77,7 @@ def check_once(check: Callable[..., None], *args: Any) -> Signature | None:
 
 
 def _add_entry(kinds: tuple, args: tuple) -> tuple[tuple[int, ...], dict[tuple, Signature]]:
-    """Adds an entry for these types of arguments to `_passed`, and returns the entry.
-
-    The entry has the positions of all arguments that are tensors or other sources of logits. These
-    arguments have the attribute `requires_grad`.
-    """
+    # Tensors and other sources of logits have the attribute requires_grad.
     if len(_passed) >= _REMEMBERED:
         _passed.clear()
     found = tuple(i for i, a in enumerate(args) if hasattr(a, "requires_grad"))
@@ -95,7 +85,7 @@ def _add_entry(kinds: tuple, args: tuple) -> tuple[tuple[int, ...], dict[tuple, 
 
 
 def _refuse_on_ranks(logits: Any, error: Exception) -> None:
-    """Sends the error to the ranks that share these logits, so that all ranks raise the error."""
+    """Sends the error to the ranks that share these logits, so that all of them raise."""
     ranks = ranks_of_call(logits)
     if ranks is not None:
         ranks.refuse(error)
@@ -104,10 +94,7 @@ def _refuse_on_ranks(logits: Any, error: Exception) -> None:
 def named(*others: Callable) -> Callable[[F], F]:
     """Decorator that raises for unknown options and for too many positional arguments.
 
-    The allowed options are the keyword-only arguments of the decorated function and of `others`.
-
-    The error for an unknown option suggests the closest option name. The error for too many
-    positional arguments lists the allowed positional arguments.
+    Legal are the keyword-only arguments of the decorated function and of `others`.
     """
 
     def wrap(function: F) -> F:
@@ -136,10 +123,7 @@ def named(*others: Callable) -> Callable[[F], F]:
 
 
 def as_ids(ids: Tensor, ignore_index: int | None = None, mask: Tensor | None = None) -> Tensor:
-    """Converts ids to int64. If ignore_index fits into int32, int32 ids stay int32.
-
-    If `mask` is given, the ids of rows whose mask is False become ignore_index.
-    """
+    """Converts ids to int64 (int32 stays if ignore_index fits); masked rows get ignore_index."""
     fits = ignore_index is None or -(2**31) <= ignore_index < 2**31
     if ids.dtype == torch.uint64:
         ids = ids.long()
@@ -157,10 +141,7 @@ def as_bool(mask: Tensor) -> Tensor:
 
 
 def as_label(mask: Tensor | None) -> Tensor | None:
-    """Converts a mask of rows to labels.
-
-    A row whose mask is False gets the label 0. Callers set ignore_index=0, so this row is ignored.
-    """
+    """Converts a mask of rows to labels 0 and 1, for ignore_index=0."""
     return None if mask is None else as_bool(mask).view(torch.int8)
 
 
@@ -175,10 +156,6 @@ def reading_of(
     ignore_index: int | None = None,
     wants: tuple[str, ...] = (),
 ) -> Reading:
-    """Builds a `Reading`, which lists the statistics to compute from the logits.
-
-    `temperature` is one number, or a tensor with one number per row.
-    """
     by_row, for_all = None, None
     if isinstance(temperature, Tensor):
         by_row = temperature.expand(logits.shape[:-1])
@@ -191,24 +168,15 @@ def reading_of(
 
 
 def thorough() -> bool:
-    """Whether slow checks are enabled by LOGITLESS_CHECK=1."""
     return os.environ.get("LOGITLESS_CHECK", "0") not in ("", "0")
 
 
 def reads_values(ids: Tensor) -> bool:
-    """Whether the values of `ids` are checked.
-
-    Values on a CPU are always checked. Values on a GPU are checked only with LOGITLESS_CHECK=1,
-    because the check makes the host wait.
-    """
     return (ids.is_cpu or (CHECK in variables and thorough())) and has_values(ids)
 
 
 def check_values(loss) -> None:
-    """Raises if an id or a temperature is out of bounds. Ignored rows are not checked.
-
-    The error message names the row.
-    """
+    """Raises if an id or a temperature is out of bounds in a row that is not ignored."""
     reading, vocab = loss.reading, loss.reading.vocab
     t = reading.label
     if t is None:
@@ -249,13 +217,11 @@ def under_transform() -> bool:
 
 
 def in_func() -> bool:
-    """Whether a transform of torch.func is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
 
 
-# The attribute _dynamo_marked_constant makes torch.compile treat the result of `in_func` as a
-# constant. The function torch.compiler.assume_constant_result sets the same attribute, but also
-# imports the compiler.
+# torch.compile then treats the result as a constant. torch.compiler.assume_constant_result sets the
+# same attribute, but imports the compiler.
 in_func._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 

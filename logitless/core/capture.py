@@ -1,7 +1,6 @@
 """Captures from a teacher's logits: the most probable ids of each row, or randomly drawn ids.
 
-A `Capture` computes its results from the logits of some rows. The method `capture` of a Source
-(source.py) calls the `Capture` for one chunk of rows at a time, and joins the results of all rows.
+Source.capture (source.py) computes a `Capture` on chunks of rows, and joins the results.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -21,29 +20,22 @@ class Capture(Protocol):
 
     @property
     def options(self) -> tuple:
-        """The options of the capture. These options must be equal on all ranks."""
+        """What must be equal on all ranks."""
         ...
 
     def of(
         self, backend: Any, x: Tensor, temperature: float, softcap: float | None, invariant: bool
     ) -> Captured:
-        """Returns the results for the logits x. Every result has the leading shape of x.
-
-        If `invariant` is True, the results of a row have the same bits in every batch.
-        """
+        """Returns the results for logits x (..., V), each in the leading shape of x."""
         ...
 
     def rows(self, rows: slice | Tensor) -> "Capture":
-        """Returns the same capture for only these rows."""
+        """The same capture for only these rows."""
         ...
 
 
 class TopK(NamedTuple):
-    """Captures the top k ids of each row, their log-probabilities, and the log of the tail mass.
-
-    The ids and their log-probabilities have shape (..., k). The tail mass (...) is the probability
-    of all other ids.
-    """
+    """The top k ids and their log-probabilities (..., k), and the log of the tail mass (...)."""
 
     k: int
     name = "capture_topk"
@@ -60,10 +52,7 @@ class TopK(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Draws n ids per row, and captures the distinct ids, their log-weights and a mask.
-
-    Each result has shape (..., n). The sum of the weights of a row is 1.
-    """
+    """The distinct ids out of n draws, their log-weights, and a mask, each (..., n)."""
 
     uniforms: Tensor  # (N, n), sorted uniform numbers in fp64; each number selects one id
     proposal: float
@@ -82,13 +71,10 @@ class Sampled(NamedTuple):
 
 
 def uniforms_of(logits: Any, n: int, generator: torch.Generator | None) -> Tensor:
-    """Returns n uniform numbers per row of the logits, in ascending order, as an fp64 tensor (N,
-    n).
+    """Returns n sorted uniform numbers per row of the logits, as an fp64 tensor (N, n).
 
-    Sorting would be slow. Instead, the function draws n + 1 exponential random numbers per row, and
-    computes their cumulative sums. The first n sums, divided by the last sum, have the distribution
-    of n sorted uniform numbers. The exponential random numbers are scaled and truncated to
-    integers, so that their sums have no rounding errors.
+    Cumulative sums of n + 1 exponential numbers, divided by the last sum, have the distribution of
+    n sorted uniform numbers, and need no sort. Truncated to integers, they add without rounding.
     """
     size = (logits.shape[:-1].numel(), n + 1)
     random = torch.rand(size, generator=generator, device=logits.device, dtype=torch.float64)

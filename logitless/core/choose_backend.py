@@ -1,8 +1,4 @@
-"""Chooses the backend of a call: Triton kernels, or plain PyTorch.
-
-By default, Triton kernels compute losses on a GPU. Plain PyTorch computes losses on a CPU, and fp64
-losses on every device. `impl` selects the backend explicitly.
-"""
+"""Chooses the backend of a call: Triton kernels, or plain PyTorch."""
 
 import contextlib
 import functools
@@ -28,10 +24,15 @@ _chosen: str | None = None
 def impl(name: str):
     """Selects the backend `"triton"` or `"eager"` for all losses inside a `with` block.
 
-    Even with "triton", plain PyTorch is used in two cases: for losses against a teacher with more
-    than 4096 ids per row, and for top-k with k > 256. Triton on CPU tensors needs Triton's
-    interpreter (`TRITON_INTERPRET=1`). The environment variable LOGITLESS_IMPL also selects the
-    backend. `impl` applies to all threads of the process.
+    Otherwise, Triton computes losses on a GPU, and plain PyTorch on a CPU and in fp64. The block
+    applies to all threads of the process; the environment variable LOGITLESS_IMPL selects a backend
+    without a block. Triton on CPU tensors needs Triton's interpreter (`TRITON_INTERPRET=1`).
+
+    Even with "triton", plain PyTorch computes losses against a teacher with more than 4096 ids per
+    row, and top-k with k > 256.
+
+    >>> with impl("eager"):
+    ...     loss = cross_entropy(logits, target)
     """
     global _chosen
     tensor_checks.one_of("impl", name, CHOICES)
@@ -43,7 +44,6 @@ def impl(name: str):
 
 
 def chosen() -> str | None:
-    """The name of the backend selected by `impl` or LOGITLESS_IMPL, or None."""
     name = _chosen or os.environ.get("LOGITLESS_IMPL") or None
     if name is not None:
         tensor_checks.one_of("LOGITLESS_IMPL", name, CHOICES)
@@ -55,7 +55,6 @@ def on_gpu(x: Tensor) -> bool:
 
 
 def backend_of(x: Tensor) -> Backend:
-    """Returns the backend for this tensor: the module `kernels` or the module `eager`."""
     name = _chosen or (IMPL in variables and os.environ["LOGITLESS_IMPL"])
     if not name:
         triton = on_gpu(x) and x.dtype != torch.float64 and has_values(x)
@@ -68,7 +67,6 @@ def backend_of(x: Tensor) -> Backend:
 
 
 def captured(x: Tensor, capture: Capture, temperature: float, softcap: float | None) -> Captured:
-    """Returns the results of a capture, computed from a plain tensor of logits."""
     invariant = is_invariant()
     x = aligned(x) if invariant else x
     return capture.of(backend_of(x), x, temperature, softcap, invariant)

@@ -1,33 +1,15 @@
-"""Evaluates a loss over a tensor of logits. Other sources have their own method `evaluate`.
+"""Evaluates a loss over a tensor of logits, by the first route whose condition holds:
 
-A loss is evaluated on one of seven routes. `evaluate` chooses the route. If inplace=True,
-`evaluate_in_place` chooses the route. If several conditions are true, the first route in this list
-is used.
+    source                the logits are no plain tensor (source.py)
+    compiled              a compiler, a dispatch mode or torch.func is active (operators.py); inside
+                          `invariant`, torch.compile breaks the graph instead
+    in place              inplace=True, and a gradient is needed (in_place.py)
+    single rows           `invariant` on the backend `eager`: each row as a batch of one row
+    values alone          no gradient is needed
+    gradient in forward   the loss has saves_gradient=True, or a mean or sum of few logits on a GPU
+    gradient in backward  otherwise: backward reads the logits again
 
-- The route "source" is used if the logits are not a plain tensor. The source computes values and
-  gradient.
-- The route "compiled" is used if a compiler, a dispatch mode or torch.func is active. An operator
-  (operators.py) computes values and gradient. The operators do not support `invariant`
-  (invariant.py). Therefore, inside `invariant`, torch.compile breaks the graph, and another route
-  evaluates the loss.
-- The route "in place" is used if inplace=True and a gradient is needed. Forward overwrites the
-  logits with the gradient (in_place.py).
-- The route "single rows" is used inside `invariant` if the backend is `eager`. Each row is
-  evaluated as a batch of one row.
-- The route "values alone" is used if no gradient is needed.
-- The route "gradient in forward" is used if the loss has saves_gradient=True. The forward of such a
-  loss always computes the gradient. On a GPU, this route is also used for the reductions "mean" and
-  "sum", if three conditions hold: there are at most SMALL logits, the loss has no row_inputs, and
-  row_weight requires no gradient. Inside `invariant`, this route is used only if the loss has
-  saves_gradient=True. Forward computes the gradient for an upstream gradient of 1. Backward
-  multiplies this gradient by the upstream gradient.
-- The route "gradient in backward" is used in all other cases. Backward computes the gradient from
-  the logits and from the tensors that forward saved.
-
-On the route "gradient in forward", the method `mean_and_gradient` of the loss can compute a mean
-and its gradient in one kernel launch. If `mean_and_gradient` returns None, `value_and_gradient`
-computes the values and the gradient. `value_and_gradient` reads the logits once if the backend's
-`one_pass` supports the loss and the logits, and twice otherwise.
+A gradient in forward or in place is for an upstream gradient of 1, by which backward multiplies.
 """
 
 from collections.abc import Sequence
@@ -45,9 +27,8 @@ from .invariant import aligned, aligned_memory, computes_single_rows, uncompiled
 from .loss import RowLoss, flat_rows
 from .source import source_of
 
-# For at most SMALL logits on a GPU, the gradient is computed in forward and saved in fp32. Reading
-# and writing at most SMALL logits takes less time than one kernel launch. A backward that only
-# scales a saved gradient takes half the host time of a backward that computes the gradient.
+# Up to SMALL logits are read and written faster than one kernel launches, and a backward that only
+# scales a saved gradient (fp32) takes half the host time of one that computes the gradient.
 SMALL = 1 << 20
 
 
@@ -57,11 +38,7 @@ def evaluate(
     reduction: str = "none",
     row_weight: Tensor | None = None,  # (...)
 ):
-    """Returns the weighted and reduced loss.
-
-    If the loss has multiple outputs, the result is a tuple of all outputs. If the loss has extras,
-    the result is (value, *extras).
-    """
+    """Returns the weighted and reduced loss: the value, (value, *extras), or all outputs."""
     if logits.__class__ is not Tensor:
         source = source_of(logits)
         if source is not None:
@@ -83,7 +60,7 @@ def evaluate(
 def by_statistics(run, x, loss: RowLoss, reduction: str):
     """Evaluates a formula over groups under autograd, from the statistics of all rows.
 
-    This works for every source. run(x, loss, reduction, row_weight) evaluates a loss. A head whose
+    It works for every source. run(x, loss, reduction, row_weight) evaluates a loss. A head whose
     groups fit into its workspace saves a GEMM with chunks of whole groups.
     """
     outputs = loss.traced(x, lambda read, x: run(x, read, "none", None))
@@ -113,7 +90,6 @@ def evaluate_on(
 def evaluate_invariant(
     backend: Backend, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
 ):
-    """Like `evaluate_on`, but the results of a row have the same bits in every batch."""
     if x.numel() == 0:
         return evaluate_on(backend, x, loss, reduction, row_weight)
     if computes_single_rows(backend):
@@ -125,13 +101,12 @@ def evaluate_invariant(
 def _by_single_rows(
     backend: Backend, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
 ):
-    """Like `evaluate_on`, but evaluates every row as a batch of one row."""
     lead = x.shape[:-1]
     inputs = [flat_rows(t, lead).split(1) for t in loss.row_inputs]
     results = []
     for i, row in enumerate(x.reshape(-1, x.shape[-1]).split(1)):
         one = single_row(loss, i, lead).replace(row_inputs=tuple(t[i] for t in inputs))
-        # Each row is copied to a new tensor, so that all rows have the same alignment.
+        # copied, so that every row has the same alignment
         result = evaluate_on(backend, row.clone(), one, "none", None)
         results.append(result if isinstance(result, tuple) else (result,))
     outputs = tuple(
@@ -141,10 +116,7 @@ def _by_single_rows(
 
 
 def single_row(loss: RowLoss, row: int, lead: torch.Size) -> RowLoss:
-    """Returns the loss of a batch that contains only this row.
-
-    The teacher's row is copied, so that the copy has the same alignment in all batches.
-    """
+    """The loss of a batch of this row alone; the teacher's row is copied for its alignment."""
     one = loss.rows(slice(row, row + 1), lead)
     return one.map_tensors({TEACHER: lambda t: t.clone(memory_format=torch.contiguous_format)})
 
@@ -168,10 +140,9 @@ def _forward(backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: 
 def total_and_gradient(
     backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: str, into: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Returns a tuple (value, *extras), and the gradient of x.
+    """Returns (value, *extras) of a sum or mean, and the gradient for an upstream gradient of 1.
 
-    The value is the sum or mean over rows. The gradient is for an upstream gradient of 1, and is
-    written to `into` if possible.
+    The gradient is written to `into` if possible.
     """
     mean = reduction == "mean"
     count = loss.results(x.shape[:-1]).numel()
@@ -187,11 +158,7 @@ def total_and_gradient(
 def mass_and_share(
     backend: Backend, like: Tensor, count: int, loss: RowLoss
 ) -> tuple[Tensor | None, Tensor]:
-    """Returns `mass` and `share`, which determine the divisor of a mean.
-
-    The divisor is the sum of `mass`. If `mass` is None, the divisor is the number of those of the
-    `count` results that are not ignored. `share` is 1 / divisor.
-    """
+    """Returns `mass` (RowLoss.mass), and 1 / the divisor of a mean over `count` results."""
     weighted = loss.reading.class_weight is not None
     mass = loss.mass(backend, like.dtype) if weighted else None
     return mass, backend.share(loss.counted, mass, count, like)
@@ -202,9 +169,9 @@ def without_unit(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns `factor` / unit, and the unit: the largest number that multiplies a row's gradient.
 
-    A gradient that forward computes in fp16 would underflow if small weights multiplied it before
-    the upstream gradient, such as the scale of a GradScaler, is known. So backward multiplies by
-    the unit. `factor` has one number per row. Both results are None if nothing multiplies.
+    An fp16 gradient computed in forward would underflow if small weights multiplied it before the
+    upstream gradient, such as the scale of a GradScaler, is known. So backward multiplies by the
+    unit. `factor` has one number per row. Both results are None if nothing multiplies.
     """
     reading, full = loss.reading, PRECISION[like.dtype]
     t, v = reading.any_temperature, reading.class_weight
@@ -225,7 +192,6 @@ def without_unit(
 
 
 def _reduced(backend: Backend, x: Tensor, loss: RowLoss, value: Tensor, row_weight, reduction: str):
-    """Returns the sum or mean of the values, and the factor that multiplies each row's gradient."""
     mean, mass = reduction == "mean", None
     if mean and loss.reading.class_weight is not None:
         mass = loss.mass(backend, x.dtype)
@@ -249,8 +215,6 @@ def scaled(
 
 
 class GradientInForward(Node):
-    """Computes the gradient in forward, and scales the gradient in backward."""
-
     @staticmethod
     def forward(ctx, x, backend, loss, row_weight, reduction):
         factor, extras = None, ()
@@ -283,11 +247,7 @@ class GradientInForward(Node):
 
 
 class GradientInBackward(Node):
-    """Computes the gradient in backward.
-
-    Autograd saves all tensors that backward reads. If one of these tensors is changed in place
-    before backward, autograd raises an error.
-    """
+    """Saves all that backward reads, so autograd raises if one of the tensors changes before."""
 
     @staticmethod
     def forward(ctx, x, backend, loss, row_weight, reduction, *row_inputs):
@@ -303,7 +263,7 @@ class GradientInBackward(Node):
     @staticmethod
     def backward(ctx, *upstream):
         Node.refuse_vmap(upstream)
-        # saved_tensors is read only once, because activation checkpointing allows only one access.
+        # read once: activation checkpointing allows no second access
         x, *tensors = ctx.saved_tensors
         if not torch.is_grad_enabled():
             d_x, d_rows = finish(ctx, x, tensors, upstream, ctx.needs_input_grad[0])
@@ -317,11 +277,9 @@ class GradientInBackward(Node):
 def finish(
     ctx, x: Tensor, tensors: Sequence, upstream: tuple, wanted: bool, into: Tensor | None = None
 ) -> tuple[Tensor | None, tuple]:
-    """Computes the gradients in backward. `tensors` holds all tensors that forward saved, except x.
+    """Returns the gradients of the logits (None if not `wanted`) and of row_inputs.
 
-    Returns the gradient of the logits, and the gradients of row_inputs. The gradient of the logits
-    is None if `wanted` is False. Otherwise, the gradient of the logits is written to `into` if
-    possible.
+    `tensors` holds all that forward saved, except x.
     """
     factor, saved = tensors[0], tuple(tensors[ctx.count :])
     loss = ctx.loss.rebuild(tensors[1 : ctx.count])
@@ -339,8 +297,7 @@ def finish(
     return d_x, d_rows
 
 
-# torch.autograd.Function.apply contains code that is needed only under torch.func. Under
-# torch.func, `evaluate_traced` is called instead of the two functions below. So the two functions
-# use the faster `apply` of the base class of torch.autograd.Function.
+# The `apply` of the base class is faster: torch.autograd.Function.apply adds what only torch.func
+# needs, and torch.func goes to `evaluate_traced`.
 _gradient_in_forward = super(torch.autograd.Function, GradientInForward).apply  # pyright: ignore[reportAttributeAccessIssue]
 _gradient_in_backward = super(torch.autograd.Function, GradientInBackward).apply  # pyright: ignore[reportAttributeAccessIssue]

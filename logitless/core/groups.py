@@ -8,11 +8,10 @@ from torch import Tensor
 
 
 class Groups(NamedTuple):
-    """How the rows of logits (*lead, V) form groups.
+    """How the rows of logits (*lead, V) form groups: by a dimension, or as runs of rows.
 
-    Either one dimension of `lead` separates the groups (`dim`), or each group is a run of
-    consecutive rows (`lengths`, for packed sequences). "By group" is the order in which all rows of
-    group 0 come first, then all rows of group 1, and so on.
+    `dim` is the dimension of `lead` that separates the groups; `lengths` are the row counts of
+    packed sequences. "By group": all rows of group 0 first, then all rows of group 1, and so on.
     """
 
     lead: tuple[int, ...]
@@ -38,7 +37,6 @@ class Groups(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of rows of each group."""
         return self.lengths if self.lengths is not None else (math.prod(self.rest),) * self.count
 
     @property
@@ -59,7 +57,6 @@ class Groups(NamedTuple):
         return t.view(self.count, *self.rest, *t.shape[1:]).movedim(0, self.dim)
 
     def cut(self, some: slice) -> "Groups":
-        """Some consecutive groups alone."""
         if self.lengths is not None:
             assert self.owner is not None
             lengths, rows = self.lengths[some], self.rows_of(some)
@@ -92,8 +89,8 @@ class Groups(NamedTuple):
 def packed(counts: list[int], room: int) -> list[tuple[int, int]]:
     """Packs consecutive groups of `counts` rows into few pieces of about equal size.
 
-    Returns (first group, one past the last group) of each piece. A piece has at most `room` rows,
-    unless a single group is larger.
+    Returns (first group, one past the last) of each piece, which has at most `room` rows unless a
+    single group is larger.
     """
     aim = sum(counts) / max(-(-sum(counts) // max(room, 1)), 1)
     found, start, here, done = [], 0, 0, 0

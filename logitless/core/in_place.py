@@ -1,11 +1,9 @@
 """Losses whose gradient overwrites the logits, for cross_entropy(..., inplace=True).
 
-Forward computes the loss and the gradient for an upstream gradient of 1. Backward multiplies the
-gradient by the upstream gradient, on the device. Autograd records that the logits are overwritten.
-If an earlier operation saved the logits, the backward of that operation raises an error. If a later
-operation uses the overwritten logits, and backward also runs through this operation, the backward
-of the loss raises an error. If the logits are a leaf or a slice of a larger tensor, a later use is
-not detected.
+Forward writes the gradient for an upstream gradient of 1, and backward scales it. Autograd knows of
+the overwrite: an earlier operation that saved the logits raises in its backward, and so does the
+loss if a later operation used the overwritten logits. Only for a leaf, or a slice of a larger
+tensor, such a later use stays undetected.
 """
 
 import torch
@@ -26,7 +24,6 @@ from .source import source_of
 def evaluate_in_place(
     logits, loss: RowLoss, reduction: str = "none", row_weight: Tensor | None = None
 ):
-    """Like `evaluate`, but if a gradient is needed, the gradient overwrites the logits."""
     source = source_of(logits)
     if source is not None:
         return source.evaluate_in_place(loss, reduction, row_weight)
@@ -39,10 +36,7 @@ def evaluate_in_place(
 def overwrite_on(
     backend: Backend, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
 ):
-    """Like `evaluate_in_place`, with a given backend.
-
-    x can be a shard that has only some columns.
-    """
+    """Like `evaluate_in_place`, with a given backend. x can be a shard of some columns."""
     owner, guarded = _owner(x)
     tensor_checks.overwritable(x, owner)
     value, *extras = GradientInPlace.apply(
@@ -54,12 +48,10 @@ def overwrite_on(
 
 
 def _owner(logits: Tensor) -> tuple[Tensor, bool]:
-    """Returns the overwritten tensor, and whether autograd can mark this tensor as overwritten.
+    """Returns the overwritten tensor, and whether autograd can mark it as overwritten.
 
-    PyTorch allows an autograd function with several outputs to overwrite a base tensor, but not a
-    view. If the logits are a view of all elements of a base tensor, the base tensor is marked as
-    overwritten. Logits that are a leaf or a slice of a larger tensor cannot be marked as
-    overwritten. For such logits, forward increases only the version counter.
+    An autograd function with several outputs may overwrite a base tensor, but no view. So a view of
+    all elements is replaced by its base; for a leaf or a slice, only the version counter increases.
     """
     base = logits if logits._base is None else logits._base
     if logits.is_leaf or base.is_leaf:
@@ -71,7 +63,6 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
 def _overwrite(
     backend: Backend, x: Tensor, loss: RowLoss, factor: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Overwrites x with `factor` times the gradient of x, and returns the outputs of each row."""
     if not loss.reading.invariant or not x.numel():
         return loss.value_and_gradient(backend, x, factor, x)[0]
     if not computes_single_rows(backend):
@@ -94,8 +85,6 @@ def _overwrite(
 
 
 class GradientInPlace(Node):
-    """Overwrites the logits with the gradient in forward. Backward scales the gradient."""
-
     @staticmethod
     def forward(ctx, owner, row_weight, backend, shape, loss, reduction, guarded):
         logits = owner.detach().view(shape) if guarded else owner.detach()
@@ -106,8 +95,7 @@ class GradientInPlace(Node):
         if row_weight is not None:
             factor = row_weight.detach().reshape(-1).to(PRECISION[logits.dtype])
         if logits.dtype == torch.float16:
-            # The number of rows and small weights can cause underflow in fp16. So backward
-            # multiplies by `later`, the numbers that the gradients of all rows share.
+            # The number of rows and small weights underflow in fp16: backward multiplies by them.
             factor, unit = without_unit(loss, factor, logits)
             ctx.later = share if unit is None else unit if share is None else unit * share
         elif share is not None:

@@ -1,32 +1,13 @@
-"""Defines `RowLoss`: the statistics that a loss needs, and the methods that compute the loss.
-
-evaluate.py evaluates a `RowLoss` over a tensor. A source (source.py) evaluates the loss over logits
-that are not a tensor. evaluate.py and sources call two methods of the loss. These methods do not
-use autograd:
+"""`RowLoss`: the statistics that a loss needs, and the methods that compute it, without autograd:
 
     forward(backend, x) returns the outputs of each row, and the tensors that backward needs.
     backward(backend, x, saved, upstream) returns the gradient of the logits.
 
-The first output is the value of the loss. The value is weighted and reduced. All further outputs
-are called `extras`. The extras are results per row. Extras have no gradient, and are neither
-weighted nor reduced. The result of a loss is the value, or a tuple (value, *extras). If
-`multiple_outputs` is True, there are no extras. All outputs are then results per row. No output is
-reduced, and every floating-point output can have a gradient.
-
-Most losses need only statistics of each row. A loss over statistics implements two methods. `value`
-computes outputs from statistics. `coefficients` computes the coefficients of the backward formula
-(contract.py). A loss over statistics inherits `forward` and `backward`. A loss that needs the
-logits of whole rows overrides `forward` and `backward`.
-
-`backend` is `kernels`, `eager`, or a backend that reads some columns at a time and merges partial
-statistics. ColumnBackend (parallel/rank_merge.py) merges the statistics of several ranks.
-BlockBackend (heads/blocks.py) merges the statistics of several blocks of columns. OnChipBackend
-(heads/on_chip.py) merges the statistics of several ranges of columns, for a head whose hidden size
-D is small. See `Backend` in backend.py.
-
-`flatten` returns the tensors that backward reads, and the loss without tensors. `rebuild` puts the
-tensors back into the loss. `map_tensors` applies a different function to each of three kinds of
-tensors: PER_ROW, PER_CLASS and TEACHER (contract.py).
+The first output is the value, which is weighted and reduced. The others, `extras`, are results per
+row without a gradient. Most losses need only statistics of rows: they implement `value` (outputs
+from statistics) and `coefficients` (of the backward formula in contract.py), and so work with every
+backend, also with those that read some columns at a time (backend.py). A loss that needs the logits
+of whole rows overrides `forward` and `backward`.
 """
 
 import math
@@ -54,44 +35,34 @@ class RowLoss:
 
     reading: Reading
 
-    # Whether the loss has several results per row. Such a loss is never reduced.
+    # Whether all outputs are results per row, which are never reduced.
     multiple_outputs: ClassVar[bool] = False
-    # The names of the extras. The extras "argmax" and "rank" are int64. `extras` is None if the
-    # number of extras is known only after forward.
+    # The names of the extras ("argmax" and "rank" are int64); None if known only after forward.
     extras: ClassVar[tuple[str, ...] | None] = ()
-    # Whether the labels are always class ids. If this flag is False, the labels can also be a mask
-    # of rows (see `reads_label` in call.py).
+    # Whether the labels are always class ids, and never a mask of rows (`reads_label` in call.py).
     labels_are_ids: ClassVar[bool] = False
     # Whether forward computes and saves the gradient, for an upstream gradient of 1.
     saves_gradient: ClassVar[bool] = False
     # Whether `gain` is known. If not, the gradient of fp16 logits must wait for the upstream one.
     has_gain: ClassVar[bool] = True
-    # The names of the fields that hold structs of contract.py.
+    # The fields that hold structs of contract.py.
     structs: ClassVar[tuple[str, ...]] = ("reading",)
-    # The names of the label and of the ids in error messages. In a subclass, `names` can be a
-    # property.
+    # The label and the ids in error messages. A subclass can have a property, here and below.
     names: ClassVar[Any] = ("target", "ids")
     row_inputs = ()  # tensors with one or k numbers per row; they can require grad
     signature = None  # the Signature of the call (call.py); None if no plan may be kept
-    # The dense teachers of the loss. Each teacher is a Tensor or a ScaledHead. In a subclass,
-    # `teachers` can be a property.
+    # The dense teachers, each a Tensor or a ScaledHead.
     teachers: ClassVar[Any] = ()
     groups = None  # the Groups (groups.py) of rows that have one result together
 
     # --- methods that a subclass implements
 
     def value(self, backend: Backend, statistics: Statistics) -> tuple[tuple[Tensor, ...], Saved]:
-        """Computes each row's outputs (the value and any extras) from statistics of whole rows.
-
-        `value` also returns the tensors that `coefficients` reads.
-        """
+        """Computes each row's outputs from its statistics, and the tensors for `coefficients`."""
         raise NotImplementedError
 
     def coefficients(self, saved: Saved, upstream: Upstream) -> tuple[Coefficients, Tensor]:
-        """Returns the coefficients of the backward formula, and a factor that multiplies them.
-
-        The factor is one number or one number per row, and is usually the upstream gradient.
-        """
+        """Returns the coefficients, and a factor of them: () or (N,), usually `upstream`."""
         raise NotImplementedError
 
     def shapes(self, x: Tensor) -> list[tuple[int, ...]]:
@@ -99,17 +70,11 @@ class RowLoss:
         raise NotImplementedError
 
     def mass(self, backend: Backend, dtype: torch.dtype) -> Tensor | None:
-        """Returns a tensor (N,) whose sum is the divisor of a mean.
-
-        The result is None if the divisor is the number of rows that are not ignored.
-        """
+        """A tensor (N,) whose sum divides a mean; None to count the rows that are not ignored."""
         return None
 
     def d_row_inputs(self, saved: Saved, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of `row_inputs`.
-
-        `scale` is the upstream gradient of each row's value.
-        """
+        """The gradients of `row_inputs`. `scale` is the upstream gradient of each row's value."""
         return ()
 
     # --- methods that most subclasses inherit
@@ -132,11 +97,7 @@ class RowLoss:
     def value_and_gradient(
         self, backend: Backend, x: Tensor, factor: Tensor | None, into: Tensor
     ) -> tuple[tuple[Tensor, ...], Tensor, Saved]:
-        """Returns the outputs of forward, the gradient of x, and the tensors that forward saved.
-
-        The gradient is for an upstream gradient of 1. If `factor` is not None, the gradient is
-        multiplied by `factor`.
-        """
+        """Returns outputs, `factor` times the gradient for an upstream gradient of 1, and saved."""
         outputs, saved = self.forward(backend, x)
         upstream = self.upstream_of_one(outputs)
         return outputs, self.backward(backend, x, saved, upstream, factor, into), saved
@@ -144,32 +105,23 @@ class RowLoss:
     def mean_in_one_pass(self, backend: Backend) -> bool:
         """Whether one kernel launch can compute a mean of this loss and its gradient.
 
-        If the result is False, `mean_and_gradient` and `plan_mean` are not called. One launch saves
-        time for small tensors and small heads, whose logits are read faster than a kernel starts.
+        It saves time for small tensors and heads, whose logits are read faster than a kernel
+        starts. If False, `mean_and_gradient` and `plan_mean` are not called.
         """
         return False
 
     def mean_and_gradient(self, backend: Backend, x: Tensor, into: Tensor) -> Tensor | None:
-        """Returns the mean over rows, and writes its gradient to `into`, in one kernel launch.
-
-        The method returns None if one launch is not possible for these logits.
-        """
+        """Returns the mean over rows, and writes its gradient to `into`; None if not possible."""
         raise NotImplementedError
 
     def plan_mean(
         self, backend: Backend, rows: int, stride: int, hidden: Tensor, copies: bool
     ) -> Any:
-        """Returns a launch that computes the mean over a small head, and its gradient.
-
-        The result is None if one launch is not possible. See `plan_mean` in backend.py.
-        """
+        """Returns a launch for the mean over a small head (`plan_mean` in backend.py), or None."""
         raise NotImplementedError
 
     def traced(self, x, call: Callable = operators.call) -> tuple[Tensor, ...]:
-        """Computes outputs with an operator, for compilers, dispatch modes and torch.func.
-
-        call(loss, x) calls the operator. x is a tensor of logits or a head (heads/operators.py).
-        """
+        """Computes outputs by an operator. x is a tensor, or a head (heads/operators.py)."""
         return call(self, x)
 
     def gain(self, inverse_t: Any) -> Any:
@@ -180,7 +132,6 @@ class RowLoss:
         return inverse_t
 
     def upstream_of_one(self, outputs: Sequence[Tensor]) -> Upstream:
-        """Upstream gradients of 1 for every output that has a gradient."""
         return (one.beside(outputs[0], outputs[0].device, outputs[0].dtype),)
 
     @property
@@ -222,38 +173,29 @@ class RowLoss:
 
     @property
     def merges(self) -> bool:
-        """Whether the loss can be computed from merged partial statistics.
-
-        All statistics can be merged, except `tail` and `rank`.
-        """
+        """Whether merged partial statistics are enough: all statistics but `tail` and `rank`."""
         whole_rows = {"tail", "rank"} & {*self.reading.wants}
         return type(self).forward is RowLoss.forward and not whole_rows
 
     def fold_scale(self, scale: float, softcap: float | None) -> "RowLoss | None":
-        """Returns a new loss f with f(x) = g(scale · x), where g is this loss.
+        """Returns the loss f with f(x) = this loss of scale · x, and this softcap of scale · x.
 
-        The temperature of f is the temperature of g divided by `scale`. The softcap of f is softcap
-        / scale. The result is None if a term of the loss always uses temperature 1.
+        None if a term of the loss always uses temperature 1.
         """
         if scale != 1 and "logprob_t1" in self.reading.wants:
             return None
         return self.replace(reading=self.reading.fold_scale(scale, softcap))
 
     def without_gradient(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns the outputs that have no gradient."""
         if self.multiple_outputs:
             return [t for t in outputs if not t.is_floating_point()]
         return outputs[1:]
 
     def reduce(self, values: Any, reduction: str, row_weight: Tensor | None) -> Any:
-        """Multiplies each row's value by row_weight and applies `reduction`.
+        """Multiplies each row's value by row_weight and applies `reduction`, differentiably.
 
-        The result is differentiable.
-
-        The reduction "mean" divides by the sum of `mass`. If `mass` is None, the divisor is the
-        number of rows that are not ignored. If `values` is the tuple of all outputs, only the first
-        output is reduced. The result is then (value, *extras), or only the value if there are no
-        extras.
+        Of a tuple of outputs, only the first is reduced: the result is (value, *extras), or the
+        value if there are no extras.
         """
         if isinstance(values, tuple):
             value, *extras = values
@@ -265,8 +207,7 @@ class RowLoss:
         if row_weight is None:
             return values
         values, ignored = values * row_weight.to(values.dtype), self.reading.ignored_rows()
-        # The value of an ignored row is 0, but 0 times an infinite row_weight is NaN. So the
-        # product is set to 0 in ignored rows.
+        # 0 times an infinite row_weight would be NaN in ignored rows
         return values if ignored is None else torch.where(ignored, 0.0, values)
 
     # --- access to the tensors of a loss
@@ -274,8 +215,7 @@ class RowLoss:
     def flatten(self, recompute: bool = False) -> tuple[tuple[Tensor | None, ...], "RowLoss"]:
         """Returns the tensors that backward reads, and the same loss without any tensor.
 
-        With recompute=True, the result includes the tensors that only forward reads, because
-        backward then calls forward again.
+        With recompute=True, also those that only forward reads, because backward calls it again.
         """
         vocab, label, ids, class_weight, row_temperature, *options = self.reading
         loss = self.replace(reading=Reading(vocab, None, None, None, None, *options))
@@ -284,7 +224,7 @@ class RowLoss:
         return (label, ids, class_weight, row_temperature, *self.row_inputs), loss
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> "RowLoss":
-        """Puts the tensors from `flatten` back into the loss. All other tensors stay None."""
+        """Puts the tensors from `flatten` back. All other tensors stay None."""
         label, ids, class_weight, row_temperature, *row_inputs = tensors
         vocab, _, _, _, _, *options = self.reading
         loss = self.replace(
@@ -293,16 +233,12 @@ class RowLoss:
         return loss.replace(row_inputs=tuple(row_inputs)) if row_inputs else loss
 
     def replace(self, **changed) -> "RowLoss":
-        """Returns a copy of the loss with changed fields."""
         copy = object.__new__(type(self))  # four times as fast as dataclasses.replace
         copy.__dict__ = {**self.__dict__, **changed}
         return copy
 
     def map_tensors(self, functions: dict[str, Callable[[Any], Any]]) -> "RowLoss":
-        """Returns a copy of the loss with functions[kind] applied to every tensor of this kind.
-
-        A kind is PER_ROW, PER_CLASS or TEACHER. Tensors that are None stay None.
-        """
+        """Applies functions[kind] to all tensors of a kind: PER_ROW, PER_CLASS or TEACHER."""
         changed = {}
         for name in self.structs:
             struct = getattr(self, name)
@@ -317,7 +253,7 @@ class RowLoss:
         return self.replace(**changed)
 
     def rows(self, rows: slice | Tensor, lead: torch.Size) -> "RowLoss":
-        """Returns the loss of these rows only. `lead` is the shape (...) of the logits (..., V)."""
+        """The loss of these rows of logits (*lead, V) only."""
 
         def chunk(t: Tensor) -> Tensor:
             some = t.reshape(lead.numel(), *t.shape[len(lead) :])[rows]
@@ -336,10 +272,7 @@ def one(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def rows_in(lead: torch.Size) -> int:
-    """The number of rows of logits with the shape (*lead, V). The sizes in `lead` can be symbolic.
-
-    Size.numel() would replace a symbolic size of torch.compile by a constant.
-    """
+    """The number of rows. Size.numel() would make a symbolic size of torch.compile a constant."""
     return math.prod(lead)
 
 
@@ -347,10 +280,9 @@ _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def ignored_value(dtype: torch.dtype) -> int:
-    """The value of an output in ignored rows: -1 for signed integers like argmax, otherwise 0."""
+    """-1 for signed integers like argmax, otherwise 0."""
     return -1 if dtype in _SIGNED else 0
 
 
 def flat_rows(t: Tensor, lead: torch.Size) -> Tensor:
-    """Flattens the leading dimensions `lead` of t to one dimension of N rows."""
     return t.reshape(rows_in(lead), *t.shape[len(lead) :])

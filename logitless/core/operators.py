@@ -1,11 +1,9 @@
 """Registers losses as PyTorch operators, for torch.compile, dispatch modes and opcheck.
 
-Each RowLoss has two operators. `logitless::<name>` returns the outputs and the tensors that
-backward needs. `logitless::<name>_gradient` returns the gradient of the logits. The arguments of an
-operator are the fields of the loss and of its structs (contract.py). If a tensor that backward
-needs is None, the operator returns an empty tensor instead, because an operator cannot return None.
-For torch.func, each operator also has an autograd.Function. heads/operators.py defines the
-operators of losses over a head.
+`logitless::<name>` returns the outputs of a RowLoss and the tensors that backward needs (an empty
+one for None, which an operator cannot return); `logitless::<name>_gradient` returns the gradient of
+the logits. The arguments are the fields of the loss and of its structs. For torch.func, each
+operator also has an autograd.Function. Losses over a head have others (heads/operators.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +19,7 @@ from .call import check_values, in_func
 from .choose_backend import backend_of
 from .invariant import refuse_operator
 
-# Maps each field of a loss to arguments of the operator, written as in a PyTorch schema. A struct
-# becomes one argument per field of the struct.
+# The arguments of the operator for each field of a loss, as a schema: one per field of a struct.
 _ARGUMENTS = {
     "reading": "SymInt vocab, Tensor? label, Tensor? ids, Tensor? class_weight,"
     " Tensor? row_temperature, float? temperature, float? softcap, int? ignore_index, str wants",
@@ -34,7 +31,7 @@ _ARGUMENTS = {
     "label_name": "str label_name",
 }
 _STRUCTS: dict[str, Any] = {"reading": Reading, "slots": Slots, "pair": Pair}
-# The field `invariant` of a `Reading` is not an argument of the operators.
+# without Reading.invariant, which operators do not support
 _FIELDS = {
     Reading: tuple(name for name in Reading._fields if name != "invariant"),
     Slots: Slots._fields,
@@ -45,7 +42,6 @@ library = torch.library.Library("logitless", "DEF")
 
 
 def arguments_of(loss) -> tuple:
-    """Converts a loss to the arguments of its operator."""
     arguments = []
     for name in OPERATORS[type(loss)].fields:
         value = getattr(loss, name)
@@ -59,7 +55,6 @@ def arguments_of(loss) -> tuple:
 
 
 def loss_of(kind: type, arguments: Sequence):
-    """Builds a loss from the arguments of its operator."""
     values, rest = [], iter(arguments)
     for name in OPERATORS[kind].fields:
         struct = _STRUCTS.get(name)
@@ -74,18 +69,14 @@ def loss_of(kind: type, arguments: Sequence):
 
 
 def outputs_of(loss) -> tuple[str, ...]:
-    """Returns the names of the outputs of a loss."""
     return loss.reading.wants if loss.multiple_outputs else ("value", *loss.extras)
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns int64 for the outputs "argmax" and "rank", and `dtype` for all other outputs."""
     return torch.int64 if name in ("argmax", "rank") else dtype
 
 
 class Operator:
-    """The operators of a RowLoss and of its gradient, and the autograd.Functions for torch.func."""
-
     def __init__(self, kind: type, name: str, count: int):
         self.kind, self.name, self.count = kind, name, count
         self.fields = tuple(field.name for field in fields(kind))
@@ -110,9 +101,8 @@ class Operator:
         check_values(loss)
         outputs, saved = loss.forward(backend_of(x), x)
         saved = [x.new_empty(0) if t is None else t for t in saved]
-        # An operator must not return a tensor that another call also returns. A saved tensor with
-        # one row can be a cached constant that several calls share. So saved tensors with one row
-        # are cloned.
+        # An operator must not return a tensor that another call also returns, and a saved
+        # tensor of one row can be a cached constant.
         saved = [t.clone() if t.shape[:1] == (1,) else t for t in saved]
         return [*outputs, *saved]
 
@@ -157,8 +147,6 @@ class Operator:
 
 
 def _func_nodes(operator: Operator) -> tuple[type, type]:
-    """Returns two autograd.Functions for torch.func: the operator, and its gradient."""
-
     class InFunc(torch.autograd.Function):
         @staticmethod
         def forward(x, *arguments):
@@ -198,7 +186,7 @@ OPERATORS: dict[type, Operator] = {}
 
 
 def operator(name: str, *, saved: int) -> Callable[[type], type]:
-    """Registers a RowLoss as an operator. `saved` is the number of tensors that forward saves."""
+    """Registers a RowLoss. `saved` is the number of tensors that forward saves."""
 
     def register(kind: type) -> type:
         OPERATORS[kind] = Operator(kind, name, saved)
@@ -208,7 +196,6 @@ def operator(name: str, *, saved: int) -> Callable[[type], type]:
 
 
 def call(loss, x: Tensor) -> tuple[Tensor, ...]:
-    """Calls the operator of a loss over logits, and returns the outputs."""
     op, arguments = OPERATORS[type(loss)], arguments_of(loss)
     if not torch.compiler.is_compiling() and in_func():
         outputs = op.in_func.apply(x, *arguments)

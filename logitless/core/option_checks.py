@@ -38,7 +38,6 @@ def temperature(value: Any) -> None:
 
 
 def proposal(value: Any) -> None:
-    """Checks the exponent that `capture_sampled` applies to probabilities before it draws ids."""
     between("proposal", value, LEAST, MOST)
 
 
@@ -56,14 +55,13 @@ def fraction(name: str, value: Any) -> None:
 
 
 def skew(value: Any) -> None:
-    """Checks the α of the skewed KL. With α = 1, the divergence would be 0 for every student."""
+    # With 1, the divergence would be 0 for every student.
     _number("skew", value)
     if not 0 <= value < 1:
         raise ValueError(f"skew must be in [0, 1), got {value}.")
 
 
 def factor(name: str, value: Any) -> None:
-    """Checks `ce_weight` or `kd_weight`, the factors of the two terms of a loss."""
     between(name, value, -MOST, MOST)
 
 
@@ -75,7 +73,6 @@ def ignore_index(value: Any) -> None:
 
 
 def workspace(value: Any) -> None:
-    """Checks `workspace`, the largest number of bytes of logits that a head keeps in memory."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise TypeError(f"workspace must be an int, in bytes, got {value!r}.")
     if value is not None and value <= 0:
@@ -83,10 +80,6 @@ def workspace(value: Any) -> None:
 
 
 def logits_dtype(value: Any) -> None:
-    """Checks the option `logits_dtype`, the dtype of the logits.
-
-    heads/checks.py also compares this dtype with the dtype of the hidden states.
-    """
     if value is not None and value not in LOGITS_DTYPES:
         names = ", ".join(map(str, LOGITS_DTYPES))
         raise ValueError(f"logits_dtype must be one of {names} or None, got {value!r}.")
@@ -98,8 +91,7 @@ SUPPORTS = ("truncate", "renorm_teacher", "renorm", "tail")
 DIRECTIONS = ("forward", "reverse")
 ACCUMULATE = ("auto", "fp32", "weight")
 
-# The checks that can run before the logits are known. The modules of nn.py run these checks in
-# __init__.
+# The checks that need no logits; the modules of nn.py run them in __init__.
 RULES: dict[str, Callable[[Any], Any]] = {
     "temperature": lambda value: isinstance(value, Tensor) or temperature(value),
     "softcap": softcap,
@@ -128,21 +120,18 @@ RULES: dict[str, Callable[[Any], Any]] = {
 
 
 def check(**given: Any) -> None:
-    """Raises if the value of an option is not legal."""
     for name, value in given.items():
         if name in RULES:
             RULES[name](value)
 
 
 def taken_from(other: Callable) -> list[str]:
-    """Returns the names of a class's arguments, or of a function's keyword-only arguments."""
     of_class = isinstance(other, type)
     kinds = inspect.signature(other).parameters.values()
     return [p.name for p in kinds if p.kind is p.KEYWORD_ONLY or of_class]
 
 
 def called(function: Callable, args: tuple) -> str:
-    """Returns the name of the function, or the name of the class if the function is `__init__`."""
     return type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
 
 

@@ -1,21 +1,13 @@
-"""Defines `Source`, the base class of all sources of logits.
+"""`Source`, the base class of everything that represents logits (..., V) and is no plain tensor.
 
-`source_of` converts logits to a Source. evaluate.py evaluates a loss over a plain tensor. Any other
-object that represents logits (..., V) is a `Source`. Examples are a head whose logits are not
-materialised (heads/linear.py), lazy logits (lazy/logits.py), one rank's shard of the vocabulary
-(parallel/shard.py), and a user's own subclass. The public functions check the shapes, dtypes and
-devices of their arguments. Then they build a RowLoss, and pass the loss to the method `evaluate` of
-the source. The rest of the library treats all sources alike.
+A head whose logits are not materialised (heads/linear.py), lazy logits (lazy/logits.py), one rank's
+shard of the vocabulary (parallel/shard.py), and a user's own subclass are sources. A public
+function builds a RowLoss and passes it to `source.evaluate`; the rest of the library treats all
+sources alike. LinearLogits and VocabShard are thin public wrappers (`Logits`) around a Source.
 
-Users construct LinearLogits and VocabShard, which are subclasses of `Logits`. The class `Logits`
-has only the members that users need. The attribute `_source` of a `Logits` is the Source that
-evaluates losses.
-
-A source computes logits for some rows at a time, and calls `forward` and `backward` of the loss for
-these rows. `loss.rows(rows, lead)` returns the loss of only these rows. The source reduces the
-values of all rows with `loss.reduce`. A source that has only some columns of each row calls the
-backend's `partial`, which returns the `Partials` of these columns. The source then merges the
-`Partials` of all columns, and calls the backend's `finish`.
+A source computes logits for some rows at a time (`loss.rows`), calls the loss's `forward` and
+`backward`, and reduces all values with `loss.reduce`. One with only some columns of each row
+instead merges the `Partials` of all columns, and calls the backend's `finish`.
 """
 
 import math
@@ -34,8 +26,7 @@ F = TypeVar("F", bound=Callable)
 class Logits:
     """Base class of the public classes that represent logits (..., V)."""
 
-    # Every loss reads these attributes several times. Reading a slot takes less time than reading a
-    # property, and help() lists slots too.
+    # Every loss reads these several times. Slots are faster than properties, and in help().
     __slots__ = ("_source", "device", "dtype", "requires_grad", "shape")
     shape: torch.Size
     """The shape (..., V) of the logits."""
@@ -75,12 +66,7 @@ class Source:
         return len(self.shape)
 
     def evaluate(self, loss: Any, reduction: str, row_weight: Tensor | None) -> Any:
-        """Evaluates a RowLoss. The result is weighted, reduced and differentiable.
-
-        The result is one number per row for reduction "none", and a scalar for "sum" and "mean".
-        For a RowLoss with multiple outputs, the result is a tuple. For a RowLoss with extras, the
-        result is (value, *extras), where each of the extras has one number per row.
-        """
+        """Evaluates a RowLoss, with the result of `evaluate` in evaluate.py."""
         raise NotImplementedError
 
     def evaluate_in_place(self, loss: Any, reduction: str, row_weight: Tensor | None) -> Any:
@@ -88,35 +74,23 @@ class Source:
         return self.evaluate(loss, reduction, row_weight)
 
     def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
-        """Returns the results of a capture for all rows. capture.py defines the captures."""
+        """Returns the results of a capture (capture.py) for all rows."""
         raise NotImplementedError
 
     def materialize(self, rows: slice | Tensor | None = None) -> Tensor:
-        """Returns the differentiable logits, as a tensor of shape (..., V).
-
-        With `rows`, the result holds only the logits of these rows, without a gradient.
-        """
+        """Returns the differentiable logits (..., V), or those of `rows` without a gradient."""
         raise NotImplementedError
 
     def as_teacher(self) -> Any:
-        """Returns these logits without a gradient.
-
-        The result is a Tensor, or an object with the method `materialize(rows)`.
-        """
+        """These logits without a gradient: a Tensor, or an object with `materialize(rows)`."""
         return self.materialize(slice(None)).view(self.shape)
 
     def in_columns(self, shard: Any) -> "Source":
-        """Returns a source that represents all columns, but computes only the columns of this rank.
-
-        `shard` is the `Shard` (parallel/shard.py) that wraps this source.
-        """
+        """Returns a source of all columns that computes only this rank's, given its `Shard`."""
         raise TypeError(f"source must be logits or a LinearLogits, got {type(self).__name__}.")
 
     def ranks_of_call(self) -> Any:
-        """Returns the ranks that share these logits; None if the logits are not sharded.
-
-        All ranks that hold shards of the same logits must make the same calls.
-        """
+        """Returns the ranks that share these logits, and so must make the same calls, or None."""
         return None
 
     def describe(self) -> str:
@@ -125,12 +99,12 @@ class Source:
 
 
 def is_dtensor(t: Any) -> bool:
-    # The class is compared first, because hasattr takes longer.
+    # the class first: hasattr takes longer
     return t.__class__ not in (Tensor, Parameter) and hasattr(t, "placements")
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether any of the tensors requires a gradient. The loop is faster than any()."""
+    # a loop, because any() is slower
     for t in tensors:  # noqa: SIM110
         if t is not None and t.requires_grad:
             return True
@@ -138,27 +112,23 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def without_wrapper(logits: Any) -> Any:
-    """Returns the Source of a LinearLogits or VocabShard. Other logits are returned unchanged."""
     return logits._source if isinstance(logits, Logits) else logits
 
 
-# The functions that are decorated with `converts`, for example in parallel/.
 _CONVERTERS: list[Callable[[Any], "Source | None"]] = []
 
 
 def converts(function: F) -> F:
-    """Registers a function that converts logits to a Source.
+    """Registers a function that converts logits to a Source, or returns None for others.
 
-    The function is called in two cases: for a Source whose attribute `spread` is True, and for
-    logits that are neither a Source nor a plain tensor. The function must return None for logits
-    that it cannot convert.
+    It sees a Source that is `spread`, and logits that are neither a Source nor a plain tensor.
     """
     _CONVERTERS.append(function)
     return function
 
 
 def source_of(logits: Any) -> "Source | None":
-    """Returns the Source that evaluates a loss over these logits, or None for a plain tensor."""
+    """Returns the Source of these logits, or None for a plain tensor."""
     if logits.__class__ is Tensor:
         return None
     if isinstance(logits, Logits):
@@ -173,18 +143,15 @@ def source_of(logits: Any) -> "Source | None":
 
 
 def is_source(logits: Any) -> bool:
-    """Whether `logits` is a Tensor, a DTensor, a Logits or a Source."""
     return isinstance(logits, (Tensor, Logits, Source))
 
 
 def ranks_of_call(logits: Any) -> Any:
-    """Returns the ranks that share these logits; None if the logits are not sharded."""
     logits = without_wrapper(logits)
     return logits.ranks_of_call() if isinstance(logits, Source) else None
 
 
 def is_over_ranks(logits: Any) -> bool:
-    """Whether the logits are sharded over ranks, as in a VocabShard or a DTensor."""
     logits = without_wrapper(logits)
     over_ranks = isinstance(logits, Source) and logits.over_ranks
     return over_ranks or is_dtensor(logits)
@@ -194,45 +161,37 @@ def is_over_ranks(logits: Any) -> bool:
 
 
 def is_dense(t: Any) -> bool:
-    """Whether t is a tensor whose values are in memory."""
+    """Whether t is a tensor whose values are in memory, and no source."""
     return isinstance(t, Tensor) and not isinstance(t, Source)
 
 
 def teacher_of(teacher: Any, student: Any) -> Any:
-    """Returns the teacher without gradients, as a Tensor or an object with `materialize(rows)`."""
+    """Returns the teacher without gradients, as in `as_teacher`."""
     if not isinstance(teacher, (Logits, Source)):
         return teacher.detach()
     source: Any = source_of(teacher)
     if isinstance(student, (Logits, Source)):
         return source.as_teacher()
-    # The student's logits are all in memory, so the teacher's logits are also computed at once.
+    # The student's logits exist in memory, so the teacher's may too.
     return source.materialize(slice(None)).view(student.shape)
 
 
 def teacher_rows(teacher: Any, rows: slice | Tensor) -> Tensor:
-    """Returns these rows of a dense teacher's logits or probabilities, as a tensor (n, V)."""
+    """Returns these rows of a dense teacher, as a tensor (n, V)."""
     if is_dense(teacher):
         return teacher.reshape(math.prod(teacher.shape[:-1]), teacher.shape[-1])[rows]
     return teacher.materialize(rows)
 
 
 def teacher_columns(teacher: Any, start: int, width: int) -> Any:
-    """Returns the columns [start, start + width) of a dense teacher that has all columns."""
     return teacher.narrow(-1, start, width)
 
 
 def flat_teacher(teacher: Any) -> tuple[tuple[Tensor | None, ...], Any]:
-    """Returns the tensors of a dense teacher, and the teacher without tensors.
-
-    If the teacher is a plain Tensor, the second result is None.
-    """
+    """Returns the teacher's tensors, and the teacher without them (None if it is a Tensor)."""
     return ((teacher,), None) if is_dense(teacher) else teacher.flatten()
 
 
 def scaled_teacher(teacher: Any, factor: float) -> Any:
-    """Returns a dense teacher with the logits of `teacher` times `factor`.
-
-    The result is None if the teacher is a Tensor, because the product would need a copy of the
-    tensor.
-    """
+    """Returns a dense teacher with `factor` times the logits; None for a Tensor, to save a copy."""
     return None if is_dense(teacher) else teacher.times(factor)

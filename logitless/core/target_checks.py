@@ -1,8 +1,4 @@
-"""Checks of targets and ids. Targets and ids are integers in [0, V), one or K per row.
-
-All checks read only shapes and dtypes, except `in_range`, which reads values. call.py explains when
-the checks run.
-"""
+"""Checks of targets and ids: integers in [0, V), one or K per row. Only `in_range` reads values."""
 
 from typing import Any
 
@@ -12,15 +8,11 @@ from .tensor_checks import _integer, _rows, _same_device, _shape
 
 
 def target(t: Any, x: Tensor) -> None:
-    """Checks a target with one class per row."""
     classes("target", t, x)
 
 
 def classes(name: str, t: Any, x: Tensor) -> None:
-    """Checks the dtype and device of t, and that t has one class per row.
-
-    The error messages also say where logitless differs from F.cross_entropy.
-    """
+    """Checks t, with one class per row. The errors name the differences to F.cross_entropy."""
     if isinstance(t, Tensor) and t.is_floating_point():
         raise TypeError(
             f"{name} must hold integers, got {t.dtype}; soft_cross_entropy takes probabilities."
@@ -37,7 +29,6 @@ def classes(name: str, t: Any, x: Tensor) -> None:
 
 
 def ids(t: Any, x: Tensor) -> None:
-    """Checks `ids`, which holds one id per row, or K ids per row in the last dimension."""
     _integer("ids", t)
     if t.shape != x.shape[:-1] and t.shape[:-1] != x.shape[:-1]:
         one, several = _shape(x.shape[:-1]), ", ".join([*map(str, x.shape[:-1]), "K"])
@@ -49,7 +40,6 @@ def ids(t: Any, x: Tensor) -> None:
 
 
 def has_first_id(t: Tensor | None, x: Tensor) -> None:
-    """Checks that every row has an id. The statistic "rank" needs an id."""
     if t is None:
         raise ValueError("ids must be given if rank=True, got None.")
     if t.dim() == len(x.shape) and t.shape[-1] == 0:
@@ -57,7 +47,6 @@ def has_first_id(t: Tensor | None, x: Tensor) -> None:
 
 
 def ids_of_rows(name: str, t: Any, x: Tensor) -> None:
-    """Checks the dtype, shape and device of t. t must have K ids per row in the last dimension."""
     _integer(name, t)
     if t.dim() != len(x.shape) or t.shape[:-1] != x.shape[:-1]:
         several = ", ".join([*map(str, x.shape[:-1]), "K"])
@@ -68,7 +57,7 @@ def ids_of_rows(name: str, t: Any, x: Tensor) -> None:
 
 
 def negatives(t: Any, x: Tensor) -> None:
-    """Checks `negatives`: K ids that all rows share, or K ids per row in the last dimension."""
+    """K ids that all rows share, or K ids per row."""
     _integer("negatives", t)
     shared = t.dim() == 1
     if not shared and (t.dim() != len(x.shape) or t.shape[:-1] != x.shape[:-1]):
@@ -86,11 +75,7 @@ def in_range(
     ids: Tensor, V: int, counts: Tensor | None, name: str, ignore_index: int | None,
     place: str = "row",
 ) -> None:  # fmt: skip
-    """Raises if an id is outside [0, V). Ids for which the mask `counts` is False are not checked.
-
-    The error message names the position of the id. `place` is a word for this position, such as
-    "row".
-    """
+    """Raises, with its position, if an id outside [0, V) is selected by the mask `counts`."""
     bad = (ids < 0) | (ids >= V)
     if counts is not None:
         bad &= counts

@@ -1,8 +1,6 @@
 """Checks of arguments, with error messages of the form `<argument> must <rule>, got <value>.`
 
-All checks read only shapes and dtypes, except `in_bounds`, which reads values. option_checks.py
-checks numbers, target_checks.py checks targets and ids, and targets/sparse_checks.py checks
-SparseTargets. call.py explains when the checks run.
+All checks read only shapes and dtypes, except `in_bounds`. call.py explains when they run.
 """
 
 import os
@@ -27,7 +25,6 @@ def one_of(name: str, value: Any, legal: Sequence[str]) -> None:
 
 
 def logits(x: Any, name: str = "logits") -> None:
-    """Checks that x is a tensor or another source of logits, with at least one column."""
     some_logits(x, name)
     if x.shape[-1] == 0:
         raise ValueError(
@@ -36,7 +33,7 @@ def logits(x: Any, name: str = "logits") -> None:
 
 
 def some_logits(x: Any, name: str) -> None:
-    """Checks the type, dtype and number of dimensions of logits. The logits can have 0 columns."""
+    # may have 0 columns, as a shard
     if not is_source(x):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}.")
     if is_dtensor(x):
@@ -48,7 +45,6 @@ def some_logits(x: Any, name: str) -> None:
 
 
 def placed(name: str, x: Any, dim: int) -> None:
-    """Checks that a DTensor is replicated, or has a single placement Shard(dim)."""
     sharded = [p for p in x.placements if not p.is_replicate()]
     if sharded and (len(sharded) > 1 or not is_shard(sharded[0], dim)):
         raise TypeError(
@@ -58,7 +54,7 @@ def placed(name: str, x: Any, dim: int) -> None:
 
 
 def is_shard(placement: Any, dim: int) -> bool:
-    """Whether the placement is Shard(dim), and not a subclass of Shard."""
+    # a subclass of Shard has other columns
     return type(placement).__name__ == "Shard" and placement.dim == dim
 
 
@@ -96,10 +92,6 @@ def _rows(name: str, t: Tensor, x: Tensor) -> None:
 
 
 def in_bounds(temperature: Tensor, live: Tensor | None, least: float, most: float) -> None:
-    """Raises if a temperature is out of bounds. Ignored rows are not checked.
-
-    The error message names the row.
-    """
     bad = ~((temperature >= least) & (temperature <= most))
     bad = bad if live is None else bad & live
     if bool(bad.any()):
@@ -170,10 +162,7 @@ def constant(name: str, t: Tensor) -> None:
 
 
 def overwritable(x: Tensor, owner: Tensor) -> None:
-    """Checks that inplace=True can overwrite x.
-
-    Raises if retain_grad was called for x, or if two elements of x share memory.
-    """
+    """Raises if retain_grad was called for x, or if two elements of x share memory."""
     if any(t.retains_grad and not t.is_leaf for t in (x, owner)):
         raise ValueError(
             "logits must not retain grad (retain_grad was called) if inplace=True, because the "
@@ -234,13 +223,11 @@ def no_head_in_func() -> None:
 
 
 def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
-    """Checks that a teacher's logits or probabilities t match the student's logits x."""
     logits(t, name)
     if is_dtensor(t) and not is_dtensor(x):
         raise TypeError(f"{name} must be a plain Tensor like {of}, got a DTensor.")
     _same_shape(name, t, x, of)
-    # requires_grad is checked only for a Tensor, because a teacher's head always computes its
-    # logits without a gradient.
+    # A teacher's head computes logits without a gradient, so only a Tensor can require one.
     if isinstance(t, Tensor) and t.requires_grad:
         raise ValueError(
             f"{name} must not require grad, because losses compute no gradient for {name}; pass "
@@ -249,10 +236,7 @@ def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
 
 
 def _mask(t: Any) -> None:
-    """Checks a mask of rows, or a mask of a teacher's ids.
-
-    The mask holds booleans, or the numbers 0 and 1.
-    """
+    # of rows, or of a teacher's ids
     if not isinstance(t, Tensor):
         raise TypeError(f"mask must be a Tensor, got {type(t).__name__}.")
     if t.is_complex():
@@ -284,7 +268,6 @@ def _floating(name: str, t: Any) -> None:
 
 
 def slots(name: str, t: Any, of: str, x: Tensor) -> None:
-    """Checks that t holds floating-point numbers and has the shape and the device of x."""
     _floating(name, t)
     _same_shape(name, t, x, of)
 
@@ -320,7 +303,6 @@ def how_many(k: Any, x: Tensor) -> None:
 
 
 def draws(n: Any, x: Tensor) -> None:
-    """Checks n, the number of draws per row, and checks the number of columns of x."""
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"n must be an int, got {n!r}.")
     if not 1 <= n <= MOST_DRAWS:
@@ -332,7 +314,6 @@ def draws(n: Any, x: Tensor) -> None:
 
 
 def generator(where: Any, x: Tensor) -> None:
-    """Checks `where`, the device of a generator. None means the default generator."""
     if where is None:
         return
     if not isinstance(where, torch.device):
@@ -344,7 +325,7 @@ def generator(where: Any, x: Tensor) -> None:
 
 
 def beside_groups(name: str, t: Any, x: Any, dim: int, sizes: Sequence[int]) -> None:
-    """Checks a tensor whose dimension `dim` has one entry per group of rows of x."""
+    """Checks that dimension `dim` of t has one entry per group of rows of x."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}.")
     if t.dim() <= dim or t.shape[dim] not in sizes:
