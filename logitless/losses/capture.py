@@ -1,9 +1,4 @@
-"""Captures the targets of a sparse teacher from the teacher's logits.
-
-`capture_topk` captures the most probable ids of each row, and `capture_sampled` captures ids that
-are drawn at random. `topk_distill` (sparse_teacher.py) computes a loss against the captured
-targets.
-"""
+"""Captures the targets of a sparse teacher, for `topk_distill`, from the teacher's logits."""
 
 from collections.abc import Callable
 
@@ -26,11 +21,10 @@ def capture_topk(
 ) -> SparseTargets:
     """Returns the k most probable ids per row, and their exact log-probabilities.
 
-    The result also holds the log of the tail mass, which is the probability of all other ids.
-
-    The ids are sorted by descending probability. Ids of equal probability are sorted in ascending
-    order. The results have no gradient. On a GPU, the function reads the logits only once if k is
-    at most 256. For k above 256, torch.topk runs on one chunk of rows at a time.
+    For logits (..., V), `ids` and `logprobs` of the result have shape (..., k), by descending
+    probability, with equal probabilities in ascending order of ids. `tail` (...) is the log of the
+    mass of all other ids. They have no gradient. On a GPU, the logits are read only once if k is
+    at most 256; for larger k, torch.topk runs on one chunk of rows at a time.
 
     >>> capture_topk(torch.tensor([[0.0, 2.0, 1.0]]), 2).ids
     tensor([[1, 2]])
@@ -53,35 +47,31 @@ def capture_sampled(
 ) -> SparseTargets:
     """Draws n ids per row with replacement, and returns the distinct ids and their weights.
 
-    Let p = softmax(z), with z = softcap · tanh(logits / softcap) / temperature. The probability of
-    a draw is p^proposal, divided by the sum of p^proposal over the row. The weight of an id is
-    proportional to count · p^(1 - proposal), where `count` is the number of draws of the id. The
-    weights of a row add up to 1. The field `logprobs` of the result holds the logs of the weights.
-    With proposal=1, the weight is count / n. With `proposal` < 1, rare ids are drawn more often
-    than with proposal=1.
+    Let p = softmax(z), with z = softcap · tanh(logits / softcap) / temperature. A draw takes an id
+    with a probability proportional to p^proposal, so `proposal` < 1 draws rare ids more often than
+    1. The weight of an id is proportional to count · p^(1 - proposal), where `count` is the number
+    of its draws; for proposal=1, it is count / n. The weights of a row add up to 1, and the field
+    `logprobs` of the result holds their logs.
 
-    With proposal=1, the expected value of the weights is p. Therefore, the gradient of
+    With proposal=1, the expected value of the weights is p, so the gradient of
     `topk_distill(..., divergence="forward_kl", support="truncate")` is an unbiased estimate of the
     gradient of the forward KL over the whole vocabulary. With any other `proposal`, the weights are
-    divided by their sum, so the estimate has a bias of order 1 / n.
+    divided by their sum, which gives the estimate a bias of order 1 / n.
 
-    The result has n slots per row. The ids are in ascending order. The slots after the last
-    distinct id are masked, and hold the id 0. The targets have no tail. If all logits of a row are
-    -inf, all slots of this row are masked. If a logit of a row is NaN or +inf, this row has one
-    unmasked slot, whose log-weight is NaN. An id with p = 0 is never drawn. An id is also never
-    drawn if its p^proposal is below 2^-41 times the largest p^proposal of the row.
+    The result has n slots per row and no tail. The ids are in ascending order; the slots after the
+    last distinct id are masked, and hold the id 0. An id with p = 0 is never drawn, nor one whose
+    p^proposal is below 2^-41 times the largest of the row. A row whose logits are all -inf has only
+    masked slots; a row with a logit NaN or +inf has one unmasked slot, whose log-weight is NaN.
 
-    `generator` must be on the device of the logits. The function draws n sorted uniform numbers per
-    row from the generator, and each number determines one id. Equal logits and equal generators
-    give equal ids, even if the columns are sharded over ranks. The ranks of a VocabShard use the
-    uniform numbers of the first rank. If two GEMMs round the logits differently, a draw can differ
-    if its uniform number is close to the boundary between two ids. The uniform numbers of a row
-    depend on the position of the row in the batch.
+    `generator` must be on the device of the logits. It draws n sorted uniform numbers per row,
+    which depend on the row's position in the batch, and each number determines one id. So equal
+    logits and equal generators give equal ids, even if the columns are sharded over ranks (the
+    ranks of a VocabShard use the numbers of the first rank). Only a number close to the boundary
+    between two ids can select the other one if another GEMM rounds the logits differently.
 
     On a GPU, one pass over the logits computes the max and the sums of each row, and a second pass
-    reads only the blocks of 512 columns that contain a draw.
-
-    torch.compile breaks the graph at this function, so fullgraph=True raises an error.
+    reads only the blocks of 512 columns that contain a draw. torch.compile breaks the graph at this
+    function, so fullgraph=True raises an error.
 
     >>> targets = capture_sampled(teacher_logits, 50)
     >>> loss = topk_distill(logits, targets, divergence="forward_kl", support="truncate")

@@ -1,9 +1,7 @@
 """Checks the arguments of the public functions. The error messages are in core/*_checks.py.
 
-`check_once` (core/call.py) calls the checks in this file with the arguments of a public function.
-The first argument of each check is the logits. If the vocabulary is sharded over ranks,
-`check_once` gets the process group from the logits. With LOGITLESS_CHECK=1, an error on one rank is
-then raised on all ranks.
+`check_once` (core/call.py) calls them. The first argument is the logits: with LOGITLESS_CHECK=1,
+all ranks that share them raise an error of one rank.
 """
 
 import operator
@@ -50,7 +48,6 @@ def row_loss(logits, row_weight, reduction, *rows) -> None:
 
 
 def dimension_or_counts(groups) -> int | tuple[int, ...]:
-    """Returns the `groups` of group_loss as an int or as a tuple of ints."""
     if isinstance(groups, Tensor):
         raise TypeError(
             "groups must be a dimension or a list of ints, got a Tensor, whose values would make"
@@ -132,7 +129,7 @@ def sampled_softmax(
     hidden, weight, target, negatives, log_q, target_log_q, bias, temperature, remove_hits,
     ignore_index, mask, reduction, row_weight, sparse_grad, workspace, casts,
 ) -> None:  # fmt: skip
-    """Checks the arguments of sampled_softmax. `casts` is True if autocast is on."""
+    # `casts`: autocast is on
     head_checks.table(hidden, weight, bias, casts)
     target_checks.target(target, hidden)
     target_checks.negatives(negatives, hidden)
@@ -163,11 +160,7 @@ def no_func(name: str) -> None:
 def dense_teacher(
     student, teacher, names, weight, blend, temperature, softcap, mask, row_weight, reduction
 ) -> None:  # fmt: skip
-    """Checks the arguments of a loss against a dense teacher.
-
-    `blend` is the value of the option `beta` or `label_smoothing`. `names` holds the names of the
-    student, of the teacher, and of this option, for error messages.
-    """
+    """`blend` is the option `beta` or `label_smoothing`. `names`: student, teacher, this option."""
     tensor_checks.logits(student, names[0])
     tensor_checks.dense_teacher(names[1], teacher, names[0], student)
     tensor_checks.class_weight(weight, student)
@@ -180,7 +173,6 @@ def dense_teacher(
 
 
 def kl_div(student, direction, skew) -> None:
-    """Checks the options that only `kl_div` has."""
     tensor_checks.one_of("direction", direction, option_checks.DIRECTIONS)
     option_checks.skew(skew)
 
@@ -235,11 +227,7 @@ def capture_topk(logits, k, temperature, softcap) -> None:
 
 
 def capture_sampled(logits, n, proposal, where, temperature, softcap) -> None:
-    """Checks the arguments of capture_sampled.
-
-    If the argument `generator` is a torch.Generator, `where` is its device. Otherwise, `where` is
-    the argument `generator` itself.
-    """
+    """`where` is the device of the argument `generator`, or the argument if it is no Generator."""
     tensor_checks.logits(logits)
     tensor_checks.draws(n, logits)
     option_checks.proposal(proposal)

@@ -24,7 +24,7 @@ from .statistics import SCORES, Scores
 @operator("cross_entropy", saved=2)
 @dataclass(eq=False)
 class CrossEntropy(RowLoss):
-    """Cross-entropy against one class id per row. The ids are stored in `reading.label`."""
+    """Cross-entropy against one class id per row, the label."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -50,10 +50,8 @@ class CrossEntropy(RowLoss):
     def value_and_gradient(self, backend, x, factor, into):
         if self.label_smoothing or self.z_loss or backend.one_pass is None:
             return super().value_and_gradient(backend, x, factor, into)
-        # Here, the loss of a row is -v[target] · log p[target], with class weights v. So the
-        # coefficients of the gradient are known before the logits are read, and one pass can
-        # compute loss and gradient. `one_pass` returns None if one pass is not possible, for
-        # example because the rows are too long.
+        # Here, the loss is -v[target] · log p[target]: the coefficients are known before the logits
+        # are read, so one pass computes loss and gradient, unless the rows are too long (None).
         if self.is_nll:
             coefficients = of_one["nll", x.device, torch.float32]
         else:
@@ -89,10 +87,9 @@ class CrossEntropy(RowLoss):
 @operator("cross_entropy_and_scores", saved=2)
 @dataclass(eq=False)
 class ScoredCrossEntropy(CrossEntropy):
-    """Cross-entropy whose `extras` are the scores of each row. The scores have no gradient.
+    """Cross-entropy whose `extras` are the scores of each row.
 
-    This loss does not use the kernel that computes loss and gradient in one pass, because that
-    kernel computes no scores.
+    The kernel that computes loss and gradient in one pass computes no scores, so it is not used.
     """
 
     extras: ClassVar[tuple[str, ...]] = SCORES
@@ -112,8 +109,6 @@ class ScoredCrossEntropy(CrossEntropy):
 @operator("cross_entropy_scores_and_rank", saved=2)
 @dataclass(eq=False)
 class RankedCrossEntropy(ScoredCrossEntropy):
-    """Cross-entropy whose `extras` are the scores and the rank of each row."""
-
     extras: ClassVar[tuple[str, ...]] = Scores._fields
 
 
@@ -133,37 +128,31 @@ def cross_entropy(
     row_weight: Tensor | None = None,
     inplace: bool = False,
 ) -> Tensor:
-    """Computes the cross-entropy of p = softmax(z) against class ids.
+    """Computes the cross-entropy of softmax(z) against one class id per row.
 
-    The logits of the softmax are z = softcap · tanh(logits / softcap) / temperature. The result is
-    a scalar, or one number per row for reduction="none". Let ε be label_smoothing, and let v be the
-    class weights (1 without `weight`). With lse = log Σ e^z, the loss of a row is
+    `logits` has shape (..., V), and `target` (...) holds integers. The result is a scalar, or (...)
+    for reduction="none", in fp32 (fp64 for fp64 logits). `weight` (V,) holds class weights v (1 if
+    None), `mask` and `row_weight` have shape (...), and `temperature` is one number or (...). With
+    z = softcap · tanh(logits / softcap) / temperature, p = softmax(z), lse = log Σ e^z and ε =
+    label_smoothing, the loss of a row is
 
         row_weight · [ (1-ε) v[target] (-log p[target]) + ε/V Σ_i v_i (-log p_i) + z_loss · lse² ]
 
-    "mean" divides the sum by the number of rows that are not ignored. With class weights v, "mean"
-    divides by the sum of v[target] over the rows that are not ignored, as in F.cross_entropy. A row
-    is ignored if its target is ignore_index or its entry in `mask` is False. An ignored row is not
-    read, and its loss and gradient are 0. If all rows are ignored, the mean is 0. A target outside
-    [0, V) raises an error on a CPU. On a GPU, a target outside [0, V) makes the loss of its row
-    NaN. With LOGITLESS_CHECK=1, this target raises an error instead.
+    A row is ignored if its target is ignore_index or its entry in `mask` is False: it is not read,
+    and its loss and gradient are 0. "mean" divides by the number of the other rows or, with class
+    weights, by their sum of v[target], as in F.cross_entropy. If all rows are ignored, it is 0.
 
-    `logits` has shape (..., V), and `weight` has shape (V,). `target`, `mask` and `row_weight` have
-    shape (...). Targets are integers. The loss is fp32 (fp64 for fp64 logits). The vocabulary is
-    always the last dimension. For logits of shape (N, V, ...), as in F.cross_entropy, pass
-    logits.movedim(1, -1). If another dimension of the logits also has size V, a wrong order of
-    dimensions is not detected, and the loss is wrong.
+    For logits of shape (N, V, ...), as in F.cross_entropy, pass logits.movedim(1, -1). If another
+    dimension also has size V, a wrong order is not detected, and the loss is wrong. A target
+    outside [0, V) raises an IndexError on a CPU, and on a GPU with LOGITLESS_CHECK=1; without it,
+    the loss of its row is NaN. `temperature` and `softcap` must be in [1e-12, 1e12], and `z_loss`
+    at most 1e12, because fp32 would overflow outside these limits.
 
-    `temperature` and `softcap` must be in [1e-12, 1e12], and `z_loss` must be at most 1e12, because
-    fp32 would overflow outside these limits.
-
-    inplace=True saves the memory of the gradient, because the gradient overwrites the logits in
-    forward. If another operation saved the logits before this call, the backward of that operation
-    raises an error. If an operation uses the logits after this call, a backward through that
-    operation raises an error too. Such a later use raises no error if the logits are a leaf or a
-    slice of a larger tensor. With inplace=True, a second backward raises an error. If no gradient
-    is needed, inplace=True does not overwrite the logits. Under torch.compile, inplace=True has no
-    effect, because the compiler plans memory itself.
+    inplace=True saves the memory of the gradient, which then overwrites the logits in forward if a
+    gradient is needed. A second backward raises an error, and so does the backward of another
+    operation that saved the logits before this call, or that uses them afterwards. Only if the
+    logits are a leaf, or a slice of a larger tensor, such a later use is not detected. Under
+    torch.compile, the option has no effect, because the compiler plans memory itself.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)
@@ -190,7 +179,7 @@ def cross_entropy(
     source = logits
     if signature is not None and logits.__class__ is not Tensor:
         source = without_wrapper(logits)
-        # No plan is kept for a subclass of HeadLogits, which can override `evaluate`.
+        # A subclass of HeadLogits can override `evaluate`, so it keeps no plan.
         if type(source) is HeadLogits and getattr(logits, "head", None) is source.head:
             loss = loss.replace(signature=signature)
     run = evaluate_in_place if inplace else evaluate
@@ -216,19 +205,15 @@ def cross_entropy_and_scores(
 ) -> tuple[Tensor, Scores]:
     """Computes the cross-entropy, and the scores of each row, in the same pass over the logits.
 
-    The result is (loss, scores). The loss and its gradient are the same as in `cross_entropy` with
-    the same options. The scores are the results of the function `score`: log p[target], entropy,
-    logsumexp and argmax of each row. The scores use the temperature and the softcap of the loss.
-    Class weights, row weights, label smoothing and z_loss change the loss, but not the scores. In
-    an ignored row, argmax and rank are -1, and the other scores are 0. With rank=True, the scores
-    include the rank of the target, as in `row_stats`.
+    The result is (loss, scores): the loss of `cross_entropy` with the same options, and a `Scores`,
+    as `score` returns it for the same temperature and softcap: log p[target], entropy, logsumexp
+    and argmax of each row, and with rank=True also the rank of the target. Class weights, row
+    weights, label smoothing and z_loss change the loss, but not the scores. In an ignored row,
+    argmax and rank are -1, and the other scores are 0.
 
-    The scores are detached, so no gradient flows through the scores. For a loss that differentiates
-    log p or the entropy, use `score` or `row_loss`. Over a LinearLogits, a mean or sum takes three
-    GEMMs, as in `cross_entropy`.
-
-    inplace=True has the same meaning as in `cross_entropy`. The scores are computed before the
-    gradient overwrites the logits.
+    The scores are detached; for a loss that differentiates log p or the entropy, use `score` or
+    `row_loss`. Over a LinearLogits, a mean or sum takes three GEMMs, as in `cross_entropy`. With
+    inplace=True, the scores are computed before the gradient overwrites the logits.
 
     >>> loss, scores = cross_entropy_and_scores(logits, target)
     >>> loss.backward()
@@ -270,12 +255,11 @@ def linear_cross_entropy(
     low_rank: tuple[Tensor, Tensor] | None = None,
     **options,
 ) -> Tensor:
-    """Computes the cross-entropy of the logits hidden (..., D) @ weight (V, D).T + bias.
+    """Computes the cross-entropy of the logits hidden (..., D) @ weight (V, D).T + bias (V,).
 
     Large logits are never materialised as a whole. `class_weight` is the option `weight` of
-    `cross_entropy`, and `options` are the other options of `cross_entropy`. The options
-    `workspace`, `logits_dtype`, `accumulate`, `main_grad`, `drop_ignored` and `low_rank` have the
-    same meaning as in LinearLogits.
+    `cross_entropy`, and `options` are its other options. `workspace`, `logits_dtype`, `accumulate`,
+    `main_grad`, `drop_ignored` and `low_rank` are those of LinearLogits.
 
     >>> linear_cross_entropy(hidden, head.weight, target)
     """

@@ -1,8 +1,7 @@
 """Losses against a dense teacher, which has logits or probabilities for the whole vocabulary.
 
-Each loss computes one number per row. Most losses take one pass over the logits of student and
-teacher. JSD, TVD and the skewed KL take two passes. The gradient is the only new tensor with V
-columns.
+They take one pass over the logits of student and teacher (JSD, TVD and the skewed KL: two), and the
+gradient is the only new tensor with V columns.
 """
 
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from . import checks
 @operator("dense_teacher", saved=1)
 @dataclass(eq=False)
 class Dense(RowLoss):
-    """A loss that compares each row of the student with the same row of a dense teacher."""
-
     structs: ClassVar[tuple[str, ...]] = ("reading", "pair")
 
     pair: Pair
@@ -58,9 +55,8 @@ class Dense(RowLoss):
         loss = super().fold_scale(scale, softcap)
         if loss is None or scale == 1 or self.pair.kind == "soft":
             return loss
-        # In `loss`, the temperature is divided by `scale`. This temperature also applies to the
-        # teacher. So the teacher's logits are divided by `scale` too, and the teacher's softmax
-        # does not change.
+        # The temperature of `loss` is divided by `scale`, also for the teacher. To keep the
+        # teacher's softmax, its logits are divided too.
         teacher = scaled_teacher(self.pair.teacher, 1 / scale)
         if teacher is None:
             return None
@@ -87,31 +83,25 @@ def kl_div(
     """Computes the KL divergence between student and teacher logits of shape (..., V).
 
     Let p = softmax(teacher / T) and q = softmax(z), with z = softcap · tanh(student / softcap) / T.
+    The softcap applies only to the student.
 
         direction="forward" computes Σ p log(p / q), which penalises small q where p is large.
         direction="reverse" computes Σ q log(q / p), which penalises large q where p is small.
 
-    For forward KL, a class with p = 0 adds 0 to the loss, and a class with p > 0 and q = 0 makes
-    the loss +inf. For reverse KL, a class with q = 0 adds 0, and a class with q > 0 and p = 0 makes
-    the loss +inf.
-
-    With skew=α, the function computes the skewed KL divergence of DistiLLM. The distribution in
-    the denominator is replaced by a mixture of p and q:
+    A class whose first factor (p, or q in reverse) is 0 adds 0 to the loss; otherwise, a 0 in the
+    denominator makes the loss +inf. With skew=α, the denominator is a mixture, as in DistiLLM with
+    α = 0.1. Then the loss is finite, at most -log α, and student and teacher are read twice:
 
         direction="forward" computes Σ p log(p / (α p + (1-α) q)).
         direction="reverse" computes Σ q log(q / (α q + (1-α) p)).
 
-    The skewed KL is at most -log α, so the loss is finite even if p or q is 0. DistiLLM uses
-    α = 0.1. The skewed KL reads student and teacher twice, as `jsd` does.
-
-    The softcap applies only to the student. With `t_squared=True`, the value and the gradient are
+    `temperature` (T) is one number, or one per row. With `t_squared=True`, value and gradient are
     multiplied by T², so that the gradient does not shrink as T grows.
 
-    `temperature` (T) is one number, or a tensor with one number per row. Rows for which `mask` is
-    False are not read, and their loss and gradient are 0. `row_weight` holds one number per row.
-    The loss of each row is multiplied by this number. "mean" divides the sum by the number of rows
-    that `mask` does not exclude. The teacher gets no gradient. The loss is fp32 (fp64 for an fp64
-    student).
+    The result is a scalar, or one number per row for reduction="none", in fp32 (fp64 for an fp64
+    student). `row_weight` (...) multiplies the loss of each row. Rows for which `mask` (...) is
+    False are not read, and their loss and gradient are 0; "mean" divides by the number of the other
+    rows. The teacher gets no gradient.
 
     >>> kl_div(torch.zeros(1, 4), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]),
     ...        direction="forward")
@@ -139,14 +129,13 @@ def jsd(
 ) -> Tensor:
     """Computes the generalised Jensen-Shannon divergence between student and teacher.
 
-    Let p be the distribution of the teacher and q the distribution of the student, as in `kl_div`.
-    Let M = βp + (1-β)q. The divergence is
+    With the teacher's p and the student's q of `kl_div`, and M = βp + (1-β)q, the divergence is
 
         β Σ p log(p / M) + (1-β) Σ q log(q / M)
 
-    The divergence is never negative, and is finite if p and q contain no NaN. The formula
-    approaches 0 as β approaches 0 or 1. However, beta=0 selects the forward KL divergence, and
-    beta=1 selects the reverse KL divergence. The other options are the same as in `kl_div`.
+    It is never negative, and finite if p and q contain no NaN. As β approaches 0 or 1, the formula
+    approaches 0; but beta=0 selects the forward KL divergence, and beta=1 the reverse. The other
+    options are those of `kl_div`.
 
     >>> jsd(torch.tensor([[0.0, -torch.inf]]), torch.tensor([[-torch.inf, 0.0]]))
     tensor(0.6931)
@@ -170,20 +159,18 @@ def tvd(
 ) -> Tensor:
     """Computes the total variation distance between student and teacher logits (..., V).
 
-    Let p be the distribution of the teacher and q the distribution of the student, as in `kl_div`.
-    The distance is
+    With the teacher's p and the student's q of `kl_div`, the distance is
 
         ½ Σ |p - q|
 
-    The distance is in [0, 1]. For a class with p = q, the derivative of |p - q| is taken as 0. So
-    the gradient is 0 if student and teacher are equal. The options are the same as in `kl_div`. As
-    the temperature T grows, the gradient shrinks only in proportion to 1/T. So t_squared=True is
-    rarely useful.
+    It is in [0, 1]. Where p = q, the derivative of |p - q| is taken as 0, so the gradient is 0 if
+    student and teacher are equal. The options are those of `kl_div`; t_squared=True is rarely
+    useful, because the gradient shrinks only in proportion to 1/T as the temperature T grows.
 
     Speculative sampling accepts a token of the draft model with the probability 1 - TVD. If d is
     `ll.tvd(draft, target, reduction="none")`, then `-torch.log1p(-d.clamp(max=1 - 1e-6))` is
-    -log(acceptance rate) per row. If the distance of a row is rounded to 1, the acceptance rate is
-    0. Without the clamp, the loss of this row would be infinite, and its gradient would be NaN.
+    -log(acceptance rate) per row. Without the clamp, a distance that is rounded to 1 would make the
+    loss infinite and its gradient NaN.
 
     >>> tvd(torch.zeros(1, 4), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]))
     tensor(0.5000)
@@ -208,14 +195,14 @@ def soft_cross_entropy(
 ) -> Tensor:
     """Computes the cross-entropy against class probabilities (..., V), as F.cross_entropy does.
 
-    Let q = softmax(z), with z = softcap · tanh(logits / softcap) / temperature. Let ε be
-    label_smoothing, and let v be the class weights (1 without `weight`). The loss of a row is
+    With q = softmax(z), z = softcap · tanh(logits / softcap) / temperature, ε = label_smoothing and
+    class weights v from `weight` (V,) (1 if None), the loss of a row is
 
         row_weight · Σ_i v_i ((1-ε) probs_i + ε/V) (-log q_i)
 
     A class of probability 0 adds 0 to the loss, even if its logit is -inf. "mean" divides by the
     number of rows that `mask` does not exclude, even with class weights. `probs` gets no gradient.
-    `weight` has shape (V,). The other options are the same as in `kl_div`.
+    The other options are those of `kl_div`.
 
     >>> soft_cross_entropy(torch.zeros(1, 4), torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
     tensor(1.3863)
@@ -230,7 +217,6 @@ def _compared(
     student, teacher, kind, blend, temperature, softcap, t_squared, mask, row_weight, reduction,
     weight=None, names=("student", "teacher", "beta"),
 ) -> Tensor:  # fmt: skip
-    """Checks the arguments and computes the weighted and reduced loss."""
     call.check_once(
         checks.dense_teacher, student, teacher, names, weight, blend, temperature, softcap, mask,
         row_weight, reduction,

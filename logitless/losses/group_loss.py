@@ -123,10 +123,9 @@ def _live_groups(reading: Reading, groups: Groups, device: torch.device) -> Tens
 class GroupFormula(Formula):
     """A loss that a user's function computes from the statistics of whole groups.
 
-    The row_inputs have their dimension of groups first (their dimension of rows, if they have one
-    entry per row of packed sequences). Evaluated over a whole batch, statistics have the shape of
-    its rows. `of_groups` makes the loss of one chunk of a head, whose statistics are those of its
-    `present` rows, flat and by group.
+    The row_inputs have their dimension of groups first (of rows, if packed sequences have one entry
+    per row). Over a whole batch, statistics have the shape of its rows. `of_groups` makes the loss
+    of one chunk of a head, whose statistics are those of its `present` rows, flat and by group.
     """
 
     caller: ClassVar[str] = "group_loss"
@@ -182,7 +181,7 @@ class GroupFormula(Formula):
     def of_groups(
         self, rows: Any, lead: torch.Size, some: slice, present: Tensor | None
     ) -> "GroupFormula":
-        """Returns the loss of some groups, whose rows that are not left out are `rows`."""
+        """The loss of some groups, whose rows that are not left out are `rows`."""
         plain: Any = RowLoss.rows(self.replace(row_inputs=()), rows, lead)
         inputs = (t[self.place(i, some)] for i, t in enumerate(self.row_inputs))
         inputs = tuple(t.detach().requires_grad_(t.requires_grad) for t in inputs)

@@ -1,11 +1,7 @@
-"""Scores of a softmax that is restricted to K kept ids per row.
+"""Scores of a softmax over K kept ids per row, as samplers with top-k, top-p or min-p draw from.
 
-A sampler with top-k, top-p or min-p keeps some ids of each row, and draws the token from the
-softmax over the kept ids. `kept_scores` computes the log-probability of the token and the entropy
-under this restricted softmax. `evaluate` computes the logits at the kept ids. If requested,
-`evaluate` also computes the log-probabilities of the kept ids under the softmax over all ids. The
-logits and the log-probabilities have shape (..., K). Ordinary PyTorch operations compute the scores
-from these results, so that autograd can differentiate the scores.
+`evaluate` computes the kept logits (..., K), and on request their log-probabilities under the
+softmax over all ids. Ordinary PyTorch operations compute the scores from these.
 """
 
 from dataclasses import dataclass
@@ -37,7 +33,7 @@ class KeptScores(NamedTuple):
 @operator("kept_statistics", saved=1)
 @dataclass(eq=False)
 class KeptStatistics(SlotRead):
-    """A `SlotRead` whose labels are checked as class ids. No statistic uses the labels."""
+    """A `SlotRead` whose labels are only checked, as class ids."""
 
     labels_are_ids: ClassVar[bool] = True
     names: ClassVar[Any] = ("target", f"kept (except {EMPTY} for an empty slot)")
@@ -46,11 +42,10 @@ class KeptStatistics(SlotRead):
 @operator("kept_logits", saved=1)
 @dataclass(eq=False)
 class KeptLogits(KeptStatistics):
-    """Computes z - max z at the ids. Here, max z is the maximum of z over the ids of the row.
+    """z - max z over the ids of each row; no other logits are read.
 
-    No other logits are read. The maximum is subtracted before the division by the temperature. So
-    the differences are exact even if all logits of a row are large. Backward treats the maximum as
-    a constant, because subtracting a constant from all logits of a row does not change the scores.
+    The max is subtracted before the division by the temperature, so that the differences are exact
+    for large logits. Backward treats it as a constant, which changes no score.
     """
 
     def forward(self, backend, x):
@@ -68,7 +63,6 @@ class KeptLogits(KeptStatistics):
         return [self.reading.ids.shape, self.reading.ids.shape]
 
     def _over_temperature(self, t: Tensor) -> Tensor:
-        """Returns `t` (..., K) divided by the temperature of each row, as a new tensor."""
         temperature = self.reading.any_temperature
         if temperature is None:
             return t.clone()
@@ -91,24 +85,20 @@ def kept_scores(
 ) -> KeptScores:
     """Computes log q[target] and the entropy of q, the softmax over the kept ids of each row.
 
-    The logits of the softmax are z = softcap · tanh(logits / softcap) / temperature, for logits of
-    shape (..., V). `kept` holds K ids per row. The shape of `kept` is (..., K), and its dtype can
-    be any integer dtype. The id -1 marks an empty slot. A repeated id counts once. To get the
-    distribution of a top-k or top-p sampler, pass the ids that the sampler kept as `kept`, and pass
-    the sampler's temperature.
+    The softmax is over z = softcap · tanh(logits / softcap) / temperature, for logits (..., V).
+    `kept` (..., K) holds integer ids; -1 marks an empty slot, and a repeated id counts once. For
+    the distribution of a top-k or top-p sampler, pass the ids that it kept, and its temperature.
 
-    If the target is not a kept id, logprob is -inf, and the gradient of logprob is 0. The same
-    holds if the logit of the target is -inf. If all slots are empty, or all kept logits are -inf,
-    logprob is -inf and the entropy is 0. The gradient of all scores is then 0.
+    With mass=True, log_mass is log Σ p over the kept ids, where p is the softmax over all V ids, so
+    log p[target] is logprob + log_mass. Otherwise, log_mass is None, and only the kept logits are
+    read. The scores are fp32, or fp64 for fp64 logits.
 
-    With mass=True, log_mass is log Σ p over the kept ids, where p is the softmax over all V ids. So
-    log p[target] is logprob + log_mass. Without `mass`, log_mass is None, and only the kept logits
-    are read.
-
-    A row is ignored if its target is ignore_index or its entry in `mask` is False. An ignored row
-    is not read, and its scores and gradient are 0. The scores are fp32, or fp64 for fp64 logits. An
-    id outside [0, V) raises an error on a CPU. On a GPU, an id outside [0, V) makes the scores of
-    its row NaN. With LOGITLESS_CHECK=1, this id raises an error instead.
+    If the target is not a kept id, or its logit is -inf, logprob is -inf, without a gradient. If
+    all slots are empty, or all kept logits are -inf, logprob is -inf, the entropy is 0, and no
+    score has a gradient. A row is ignored if its target is ignore_index or its entry in `mask` is
+    False: it is not read, and its scores and gradient are 0. An id outside [0, V) raises an
+    IndexError on a CPU, and on a GPU with LOGITLESS_CHECK=1; without it, the scores of its row are
+    NaN.
 
     >>> kept_scores(torch.zeros(1, 4), torch.tensor([2]), torch.tensor([[0, 2, -1]])).logprob
     tensor([-0.6931])
@@ -119,7 +109,7 @@ def kept_scores(
     label = call.as_ids(target, ignore_index, mask)
     ids = call.as_ids(kept)
     if call.reads_values(ids) and not call.under_transform() and ranks_of_call(logits) is None:
-        # `_distinct` replaces the id NO_ID, so the error of `evaluate` would name another number.
+        # `_distinct` replaces NO_ID, so the error of `evaluate` would name another number
         wrong = (ids == NO_ID) & (label != ignore_index).unsqueeze(-1)
         target_checks.in_range(ids, logits.shape[-1], wrong, KeptStatistics.names[1], None)
     ids = _distinct(ids, label, logits.shape[-1])
@@ -134,21 +124,19 @@ def kept_scores(
 
 
 def _distinct(ids: Tensor, label: Tensor, vocab: int) -> Tensor:
-    """Replaces ids by NO_ID in empty slots, and in slots that repeat an earlier id of the row.
+    """Writes NO_ID to empty slots, and to those that repeat an earlier id of the row.
 
-    If the label of a row is outside [0, V), all ids of the row are replaced by an invalid id. So
-    the scores of the row are NaN on a GPU, where no error is raised.
+    A label outside [0, V) makes all ids of its row invalid, so that its scores are NaN on a GPU.
     """
     if ids.shape[-1] == 0:
         ids = ids.new_full((*ids.shape[:-1], 1), EMPTY)
     in_order, order = ids.sort(dim=-1, stable=True)
     again = torch.nn.functional.pad(in_order[..., 1:] == in_order[..., :-1], (1, 0))
     repeated = torch.zeros_like(again).scatter(-1, order, again)
-    # If `kept` contains the number `NO_ID`, this number is an invalid id. It is replaced by another
-    # invalid id, because the second line below marks empty slots with `NO_ID`.
+    # The user's own NO_ID stays invalid, though the next line marks empty slots with this number.
     ids = torch.where(ids == NO_ID, EMPTY - 1, ids)
     ids = torch.where(repeated | (ids == EMPTY), NO_ID, ids)
-    # `bad` can be True for ignored rows too, but ignored rows are not read.
+    # also True for some ignored rows, which are not read
     bad = (label < 0) | (label >= vocab)
     return torch.where(bad.unsqueeze(-1), vocab, ids)
 
@@ -158,9 +146,8 @@ def _scores(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns logprob, entropy and log_mass, from z and log p at the ids (..., K).
 
-    Adding a constant to all z of a row does not change the scores. If z is -inf at all ids of a
-    row, z and log p of this row are replaced by 0. The gradient of z and log p is then 0 instead of
-    NaN.
+    A constant added to the z of a row changes no score. If all z of a row are -inf, z and log p are
+    replaced by 0, so that their gradient is 0 instead of NaN.
     """
     real = ids != NO_ID
     some = (real & (z != -torch.inf)).any(-1)  # a NaN in z also makes `some` True
@@ -170,10 +157,8 @@ def _scores(
 
     z = at_ids(z)
     if logprobs is not None:
-        # Within a row, z and log p differ only by a constant. So the softmax of z and the softmax
-        # of log p are both q. Large values have larger rounding errors. So q is computed from z if
-        # the maximum of z is closer to 0 than the maximum of log p. Otherwise, q is computed from
-        # log p.
+        # z and log p differ by a constant, so both have the softmax q. The one whose maximum is
+        # closer to 0 has smaller rounding errors.
         logprobs = at_ids(logprobs)
         top_z, top_p = (t.detach().amax(-1, keepdim=True).abs() for t in (z, logprobs))
         z = torch.where(top_p < top_z, logprobs, z)
@@ -182,7 +167,7 @@ def _scores(
     logprob = torch.where(is_target | log_q.isnan(), log_q, 0.0).sum(-1)
     found = some & is_target.any(-1) & (logprob > -torch.inf) | logprob.isnan()
     logprob = torch.where(found, logprob, -torch.inf)
-    # log q is replaced by 0 where q is 0, because 0 · -inf would be NaN.
+    # 0 · -inf would be NaN where q is 0
     terms = log_q.exp() * torch.where(log_q == -torch.inf, 0.0, log_q)
     entropy = torch.where(some, 0.0 - terms.sum(-1), 0.0)  # `0.0 - sum` avoids an entropy of -0.0
     if logprobs is None:

@@ -39,28 +39,24 @@ def row_loss(
     """Computes a user-defined loss over row statistics, as fast as the built-in losses.
 
     The result is a scalar, or one number per row for reduction="none". `formula(stats, *rows)` gets
-    the statistics of n rows as a RowStats. Each statistic has shape (n,), or (n, K) for K ids per
-    row. The formula also gets the same n rows of each tensor in `rows`. The tensors in `rows` hold
-    one or several numbers per row, and can require gradients. The formula returns a tensor of shape
-    (n,), with one number per row. If the formula uses other tensors, for example from its closure,
-    these tensors get no gradient.
+    n rows at a time: their statistics as a RowStats, each of shape (n,), or (n, K) for K ids per
+    row, and the same n rows of each tensor in `rows`, which has one or several numbers per row, and
+    can require gradients. It returns a tensor (n,), one number per row. Other tensors that it uses,
+    for example from its closure, get no gradient.
 
-    The formula can also return a tuple (loss, *more) of tensors of shape (n,), for example to
-    compute metrics. If the formula returns a tuple, the result of row_loss is a tuple (loss, *more)
-    too. In the result of row_loss, each tensor of `more` has one number per row. The tensors of
-    `more` are detached and keep their dtypes. `row_weight` and the reduction do not apply to these
-    tensors. In ignored rows, a tensor of `more` is -1 if its dtype is a signed integer, and 0
-    otherwise.
+    The formula can also return a tuple (loss, *more) of tensors (n,), for example to compute
+    metrics. Then row_loss returns a tuple too, whose tensors of `more` have one number per row, are
+    detached, and keep their dtypes; `row_weight` and the reduction do not apply to them. In ignored
+    rows, they are -1 if their dtype is a signed integer, and 0 otherwise.
 
-    The formula can be called several times, each time for some of the rows. So the formula must not
-    mix rows, for example by a mean over rows, or by sorting rows. With LOGITLESS_CHECK=1, row_loss
-    calls the formula for two rows together and for each row alone, and raises an error if the
-    results differ.
+    The formula can be called several times, each time for some of the rows, so it must not mix
+    rows, for example by a mean over rows or a sort. With LOGITLESS_CHECK=1, row_loss calls it for
+    two rows together and for each alone, and raises a ValueError if the results differ.
 
-    `ids`, `entropy`, `total`, `argmax`, `rank`, `ignore_index` and `mask` have the same meaning as
-    in `row_stats`. `row_weight` holds one number per row. The loss of each row is multiplied by
-    this number. "mean" divides the sum by the number of rows that are not ignored, even with a
-    row_weight. Over a LinearLogits, a mean or sum takes three GEMMs (four in fp16).
+    `ids`, `entropy`, `total`, `argmax`, `rank`, `ignore_index` and `mask` are those of `row_stats`.
+    `row_weight` (...) multiplies the loss of each row. "mean" divides by the number of rows that
+    are not ignored, even with a row_weight. Over a LinearLogits, a mean or sum takes three GEMMs
+    (four in fp16).
 
     >>> def grpo(stats, old, advantage):
     ...     ratio = (stats.logprob - old).exp()
@@ -81,15 +77,10 @@ def row_loss(
 
 @dataclass(eq=False)
 class Formula(RowLoss):
-    """A loss that a user's function computes from row statistics and from `row_inputs`.
-
-    The `row_inputs` are tensors that the user passes, with one or several numbers per row. The
-    function gets n rows of each tensor, in shape (n,) or (n, k). The number n can differ between
-    calls.
-    """
+    """A loss that a user's function computes from row statistics and the user's row_inputs."""
 
     names: ClassVar[tuple[str, str]] = ("ids", "ids")
-    # The name of the public function, and of what has one result, in error messages.
+    # the public function, and what has one result, in error messages
     caller: ClassVar[str] = "row_loss"
     unit: ClassVar[str] = "row"
     reads: ClassVar[type[Read]] = Read  # the statistics under a compiler
@@ -102,14 +93,11 @@ class Formula(RowLoss):
     differentiable: bool = True  # whether the loss from `function` must require grad
 
     def first_argument(self, statistics: dict[str, Tensor], row_inputs) -> tuple[Any, Sequence]:
-        """Returns the arguments of the function: the first argument, and the row_inputs."""
+        """Returns the first argument of the function, and the row_inputs."""
         return RowStats(**statistics), row_inputs
 
     def hints(self, argument: Any) -> list[str]:
-        """Returns one hint for each field of `argument` whose value is None.
-
-        Each hint names the option that requests the field.
-        """
+        """Names each field of `argument` that is None, with the option that requests it."""
         by = {"picked": "ids", "logprob": "ids"}
         names = [name for name, t in argument._asdict().items() if t is None]
         to = self.caller
@@ -131,11 +119,7 @@ class Formula(RowLoss):
     def apply(
         self, statistics: dict[str, Tensor], row_inputs, lead: torch.Size, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Calls the function. Returns the loss and the extras of each row.
-
-        The loss of an ignored row is 0. The extras of an ignored row are 0, or -1 if their dtype is
-        a signed integer.
-        """
+        """Returns the loss and the extras of each row. In ignored rows, the loss is 0."""
         ignored = self.reading.ignored_rows()
         ignored = None if ignored is None else ignored.reshape(-1)
         flat = {name: flat_rows(t, lead) for name, t in statistics.items()}
@@ -195,8 +179,7 @@ class Formula(RowLoss):
                     f"compute only a metric, call {self.caller} under torch.no_grad()."
                 )
             if value.requires_grad:
-                # A value depends only on its own row or group. So one backward of the sum of all
-                # values computes the gradients of all rows.
+                # No value depends on another row or group: one backward of the sum gives all.
                 gradients = torch.autograd.grad(value.sum(), wanted, allow_unused=True)
         gradients = iter(gradients)
         d_leaves = [next(gradients) if t.requires_grad else None for t in leaves]
@@ -245,10 +228,7 @@ def constant_where(ignored: Tensor | None, t: Tensor) -> Tensor:
 
 
 def _times_rows(d: Tensor, scale: Tensor, ignored: Tensor | None) -> Tensor:
-    """Returns `d` multiplied by `scale`, which is one number, or one number per row.
-
-    The result is 0 in ignored rows.
-    """
+    """d · scale (one number, or one per row), and 0 in ignored rows."""
     rows = scale.numel() if scale.dim() else None
     rows = rows if ignored is None else ignored.numel()
     if rows is None:
@@ -260,10 +240,7 @@ def _times_rows(d: Tensor, scale: Tensor, ignored: Tensor | None) -> Tensor:
 
 
 def _checked(results: Any, unit: str, count: int, hint: str) -> tuple[Tensor, ...]:
-    """Checks the results of a formula, and returns them as a tuple (loss, *extras).
-
-    Results of groups, beside the loss, can have further dimensions.
-    """
+    """Checks the results of a formula: (loss, *extras). Extras of groups can be (count, ...)."""
     several = isinstance(results, tuple)
     if several and len(results) < 2:
         raise ValueError(

@@ -1,10 +1,8 @@
-"""Cross-entropy over the target and some sampled rows of a table, for recommenders.
+"""Cross-entropy over the target and K sampled rows (negatives) of a table, for recommenders.
 
-A catalogue of items is a table (V, D). The table can be too large for a softmax over all items. The
-sampled softmax compares the target with K other items, which are called negatives. If all rows
-share the negatives, the negatives form a head with K columns, and the code in heads/ computes the
-loss chunk by chunk. If each row has its own negatives, the backend gathers rows of the table and
-computes K + 1 dot products per row. Then `cross_entropy` computes the loss from these dot products.
+Negatives that all rows share form a head with K columns, and heads/ computes the loss chunk by
+chunk. If each row has its own, the backend gathers rows of the table for K + 1 dot products per
+row, and `cross_entropy` computes the loss from these.
 """
 
 from dataclasses import dataclass
@@ -52,39 +50,32 @@ def sampled_softmax(
     """Computes the cross-entropy of the target, with a softmax over the target and K negatives.
 
     `hidden` (..., D) holds one state per row. `weight` (V, D) and `bias` (V,) are the table of all
-    items. `target` (...) holds one item per row. `negatives` has shape (K,) if all rows share K
-    items. `negatives` has shape (..., K) if each row has its own K items. The logit of the negative
-    j in row i is
+    items, and `target` (...) holds one item per row. `negatives` holds K items, as (K,) if all rows
+    share them, or (..., K) if each row has its own. The logit of the negative j in row i is
 
         z_ij = (hidden_i · weight_j + bias_j) / temperature - log_q_j
 
-    `log_q` has the shape of `negatives`. The logit of the target has the same formula, with
-    `target_log_q` instead of `log_q`. `target_log_q` has the shape of `target`. If `log_q` or
-    `target_log_q` is None, its value is 0. The loss of a row is
+    and that of the target is the same with `target_log_q`. `log_q` has the shape of `negatives`,
+    and `target_log_q` that of `target`; None means 0. The loss of a row is
 
         row_weight · (log (e^z_target + Σ e^z_negative) - z_target)
 
-    Suppose that the sampler draws the K negatives independently, and draws item j with probability
-    q_j. To correct for the sampling, pass `log_q` = log(K · q) and remove_hits=True, and do not
-    pass `target_log_q`. Then the sum of exponentials is an unbiased estimate of the sum over all V
-    items.
+    To correct for a sampler that draws the K negatives independently, item j with probability q_j,
+    pass `log_q` = log(K · q) and remove_hits=True, but no `target_log_q`. Then the sum of
+    exponentials is an unbiased estimate of the sum over all V items. remove_hits=True leaves hits,
+    which are negatives equal to the target of the row, out of the sum. A negative that occurs
+    several times counts several times.
 
-    A hit is a negative that is equal to the target of the row. With remove_hits=True, hits are left
-    out of the sum. A negative that occurs several times counts several times.
+    The logits and the loss are fp32 (fp64 for fp64 inputs), and the gradients of `hidden`, `weight`
+    and `bias` are exact. With sparse_grad=True, the gradient of the weight is a sparse COO tensor
+    with only the rows of the targets and negatives, as torch.optim.SparseAdam and
+    torch.optim.Adagrad accept it. For shared negatives, `workspace` bounds the bytes of logits in
+    memory, as in LinearLogits.
 
-    The gradients of `hidden`, `weight` and `bias` are exact. With sparse_grad=True, the gradient of
-    the weight is a sparse COO tensor, which holds only the rows of the targets and negatives.
-    torch.optim.SparseAdam and torch.optim.Adagrad accept this gradient. The gradient of the bias is
-    dense. For shared negatives, `workspace` bounds the bytes of logits in memory, as in
-    LinearLogits. The logits and the loss are fp32 (fp64 for fp64 inputs).
-
-    A row is ignored if its target is ignore_index or its entry in `mask` is False. The loss and the
-    gradient of an ignored row are 0. "mean" divides by the number of rows that are not ignored. On
-    a CPU, an id outside [0, V) raises an error. On a GPU, an id outside [0, V) raises an error only
-    with LOGITLESS_CHECK=1. Without LOGITLESS_CHECK=1, the loss of a row is NaN if its target is
-    outside [0, V). The loss is also NaN if one of the row's own negatives is outside [0, V). If a
-    shared negative is outside [0, V), the losses of all rows are NaN.
-
+    A row is ignored if its target is ignore_index or its entry in `mask` is False; its loss and
+    gradient are 0. "mean" divides by the number of rows that are not ignored. An id outside [0, V)
+    raises an IndexError on a CPU, and on a GPU with LOGITLESS_CHECK=1. Without it, the loss is NaN:
+    of the row for a target or a row's own negative, and of all rows for a shared negative.
     torch.compile breaks the graph at this function, so fullgraph=True raises an error.
 
     >>> negatives = torch.randint(0, len(items.weight), (8192,))
@@ -117,7 +108,7 @@ def _flat(t: Tensor | None) -> Tensor | None:
 
 @dataclass
 class _Sample:
-    """The arguments of sampled_softmax. Their leading dimensions are flattened to N rows."""
+    """The arguments of sampled_softmax, with the leading dimensions flattened to N rows."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
@@ -134,7 +125,6 @@ class _Sample:
 
     @property
     def full(self) -> torch.dtype:
-        """The dtype of logits and losses."""
         return PRECISION[torch.promote_types(self.hidden.dtype, self.weight.dtype)]
 
     @property
@@ -142,7 +132,6 @@ class _Sample:
         return self.target == self.ignore_index
 
     def check_values(self) -> None:
-        """Raises an error if a row that is not ignored has a target or negative outside [0, V)."""
         if not call.reads_values(self.target):
             return
         V, live = len(self.weight), ~self.ignored
@@ -162,11 +151,11 @@ class _Sample:
 
 @dataclass(eq=False)
 class SharedNegatives(Formula):
-    """Computes the loss of each row from the logits of the shared negatives and of the target.
+    """The loss of each row, from the logits of the shared negatives and of the target.
 
-    The column of a row's hit is stored as the row's label. The label is NO_HIT if the row has no
-    hit. Forward writes -inf to the logit of the hit. Backward does not write to the logits, which
-    autograd can have saved: it writes 0 to the gradient of the hit.
+    A row's label is the column of its hit, or NO_HIT. Forward writes -inf to the logit of the hit.
+    Backward may not write to the logits, which autograd can have saved: it writes 0 to the gradient
+    of the hit.
     """
 
     caller: ClassVar[str] = "sampled_softmax"
@@ -184,14 +173,13 @@ class SharedNegatives(Formula):
         return super().traced(x.scatter(*self.at_hits(x, -torch.inf)), call)
 
     def at_hits(self, t: Tensor, value: float) -> tuple[int, Tensor, Tensor]:
-        """Returns the arguments of a scatter that writes `value` to each row's hit in t (N, K)."""
+        """The arguments of a scatter that writes `value` to each row's hit in t (N, K)."""
         column = self.reading.label.reshape(-1, 1)
         at = column.clamp_min(0).long()
         return 1, at, t.gather(1, at).masked_fill(column >= 0, value)
 
 
 def shared_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> Tensor:
-    """Returns the loss for negatives (K,) that all rows share."""
     sample.check_values()
     s, full, rows = sample, sample.full, len(sample.target)
     with without_autocast(s.hidden.device):
@@ -199,12 +187,10 @@ def shared_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> T
         ids, log_q, column = _distinct(ids, log_q, s.target, full) if s.remove_hits else (
             ids, log_q, torch.full_like(s.target, NO_HIT)
         )  # fmt: skip
-        # One call gathers the table's rows for targets and negatives, so that backward computes
-        # only one gradient of the table.
+        # targets and negatives at once, so that backward computes only one gradient of the table
         wanted = torch.cat((s.target, ids))
         bad = s.is_bad(wanted)
-        # An id outside [0, V) is replaced by the first negative. So a sparse gradient of the table
-        # has entries only for the targets and negatives.
+        # An invalid id becomes the first negative, so a sparse gradient has no further entries.
         wanted = torch.where(bad, ids[0].clamp(0, len(s.weight) - 1), wanted)
         bias = None if s.bias is None else _bias_of(s.bias, wanted, full)
         table = _TableRows.apply(s.weight, wanted, s.weight.dtype, s.sparse_grad)
@@ -217,8 +203,7 @@ def shared_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> T
     hidden = s.hidden
     if autocasts(hidden.device):
         hidden, others = cast_by_autocast(hidden), cast_by_autocast(others)
-    # The logits are fp32. So the head accepts a bias in fp32, and `log_q` is not rounded to 16
-    # bits.
+    # With fp32 logits, the head accepts an fp32 bias, and `log_q` is not rounded to 16 bits.
     wide = None if full == hidden.dtype else full
     head = Head(hidden, others, extra, workspace=s.workspace, logits_dtype=wide)
     logits = HeadLogits(head)
@@ -233,19 +218,14 @@ def shared_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> T
 
 
 def _loss_of_row(stats, z: Tensor) -> Tensor:
-    """Returns log (e^z + e^lse) - z, where lse is the logsumexp of the negatives."""
+    """log (e^z + e^lse) - z, with the logsumexp of the negatives."""
     return torch.logaddexp(stats.lse - z, torch.zeros_like(z))
 
 
 def _target_logits(s: _Sample, own: Tensor, bias: Tensor | None, bad: Tensor) -> Tensor:
-    """Returns the logit of each row's target as a tensor (N,), with 0 in ignored rows.
-
-    `own` (N, D) holds the target's row of the table.
-    """
+    """The logits (N,) of the targets, from their rows `own` (N, D) of the table; 0 if ignored."""
     ignored = s.ignored
-    # In an ignored row, backward multiplies a gradient of 0 by the hidden state. If the hidden
-    # state is not finite, the product is NaN. `masked_fill` keeps this NaN out of the gradient of
-    # the table.
+    # In an ignored row, a gradient of 0 times a hidden state that is not finite would be NaN.
     own = own.to(s.full).masked_fill(ignored.unsqueeze(-1), 0.0)
     z = (s.hidden.to(s.full) * own).sum(-1)
     z = z if bias is None else z + bias
@@ -260,10 +240,8 @@ def _distinct(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the sorted negatives, their log_q, and the column of each row's hit (or NO_HIT).
 
-    If an id occurs several times, the first column of the id gets the whole mass Σ e^(-log_q). In
-    the other columns of the id, log_q is inf, so the logits are -inf. So each row has at most one
-    hit. The number of columns does not depend on the number of distinct ids, so the host does not
-    wait.
+    The first column of an id gets the mass Σ e^(-log_q) of all its columns, the others the logit
+    -inf, so each row has at most one hit. The number of columns stays, so the host does not wait.
     """
     ids, order = ids.sort(stable=True)
     log_q = torch.zeros_like(ids, dtype=full) if log_q is None else log_q.to(full)[order]
@@ -279,7 +257,6 @@ def _distinct(
 
 
 def per_row_loss(sample: _Sample, reduction: str, row_weight: Tensor | None) -> Tensor:
-    """Returns the loss for negatives (..., K), where each row has its own negatives."""
     sample.check_values()
     s, full, rows = sample, sample.full, len(sample.target)
     with without_autocast(s.hidden.device):
@@ -311,16 +288,14 @@ def _or_zeros(t: Tensor | None, shape: torch.Size, dtype: torch.dtype, device) -
 
 
 def _bias_of(bias: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the bias of each id, in the shape of `ids`."""
     return _TableRows.apply(bias.unsqueeze(-1), ids.reshape(-1), dtype, False).view(ids.shape)
 
 
 class _TableRows(Node):
-    """Gathers rows of a table (V, D), and casts the rows to `dtype`. `ids` (n,) selects the rows.
+    """Gathers the rows `ids` (n,) of a table (V, D), and casts them to `dtype`.
 
-    Backward adds the gradients of equal ids in fp32 (fp64 for fp64 tables), and rounds each sum
-    once. The backward of F.embedding adds gradients in 16 bits. A 16-bit sum stops growing after a
-    few hundred equal ids.
+    Backward adds the gradients of equal ids in fp32 or fp64, and rounds once. F.embedding adds in
+    16 bits, where a sum stops growing after a few hundred equal ids.
     """
 
     @staticmethod
@@ -335,7 +310,7 @@ class _TableRows(Node):
         Node.refuse_vmap((upstream,))
         (ids,) = ctx.saved_tensors
         with torch.no_grad():
-            # d_table is the gradient of Σ_i upstream[i] · table[ids[i]] with respect to the table.
+            # the gradient of Σ_i upstream[i] · table[ids[i]]
             pairs, ones = ids.unsqueeze(-1), torch.ones_like(upstream[:, :1])
             _, d_table = ctx.backend.row_dots_gradients(
                 upstream, ctx.table, pairs, ones, (False, True), ctx.sparse
@@ -346,10 +321,7 @@ class _TableRows(Node):
 
 
 class _RowDots(Node):
-    """Computes dot products of hidden states (N, D) and rows of a table (V, D).
-
-    `ids` (N, M) selects M rows of the table for each hidden state.
-    """
+    """Dot products of each hidden state (N, D) with M rows `ids` (N, M) of a table (V, D)."""
 
     @staticmethod
     def forward(ctx, hidden, weight, ids, sparse):

@@ -1,10 +1,7 @@
-"""`slot_loss` computes a user-defined divergence for a teacher with K ids per row.
+"""`slot_loss` computes a user-defined divergence for a teacher with K ids (slots) per row.
 
-A slot is one of the K positions of a row. The user's formula gets the log-probabilities of student
-and teacher at each slot. The formula can also get two tails: the log of the student's probability
-mass outside the slots, and the log of the teacher's mass outside the slots. The student's numbers
-are row statistics. So `slot_loss` is a `row_loss` whose formula gets the statistics of the student
-together with the targets of the teacher.
+The student's numbers are row statistics, so it is a `row_loss` whose formula gets them together
+with the teacher's targets.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,18 +23,13 @@ from .statistics import Read, SlotRead
 
 Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
 
-# If the probabilities of student and teacher are both 0, both log-probabilities are set to
-# `NOTHING`. `NOTHING` is finite, so that the difference of the two log-probabilities is 0 instead
-# of NaN. exp(NOTHING) is 0. Even exp(NOTHING / 100) is 0 in fp64, so a formula can divide the
-# log-probabilities by up to 100.
+# Both log-probabilities where student and teacher are 0. Finite, so that their difference is 0
+# instead of NaN; even exp(NOTHING / 100) is 0 in fp64, so a formula can divide by up to 100.
 NOTHING = -1e5
 
 
 class SlotProbs(NamedTuple):
-    """The log-probabilities of student and teacher in n rows, in fp32 (fp64 for fp64 logits).
-
-    Only `student` and `student_tail` have a gradient.
-    """
+    """Log-probabilities of student and teacher in n rows; only the student's have a gradient."""
 
     student: Tensor  # (n, K)  log q at the ids
     teacher: Tensor  # (n, K)  log p at the ids
@@ -50,8 +42,7 @@ class SlotProbs(NamedTuple):
 class SlotFormula(Formula):
     """A `Formula` whose function gets a SlotProbs.
 
-    The row_inputs are the mask of the slots, the teacher's log-probabilities, the teacher's tail if
-    requested, and then the tensors in `rows`.
+    The row_inputs are the mask of the slots, the teacher's log p, its tail on request, and `rows`.
     """
 
     names: ClassVar[tuple[str, str]] = ("labels", "targets.ids")
@@ -69,8 +60,7 @@ class SlotFormula(Formula):
         student_tail = teacher_tail = None
         if "tail" in statistics:
             student_tail, (teacher_tail, *rows) = statistics["tail"], rows
-            # A tiny mass of the teacher outside the ids can be a rounding error. If the student's
-            # mass outside the ids is 0, this tiny mass is set to 0 too.
+            # A tiny mass of the teacher can be a rounding error, where the student's is 0.
             small = (student_tail == -torch.inf) & (teacher_tail < LOG_ROUNDING)
             teacher_tail = torch.where(small, -torch.inf, teacher_tail)
             student_tail, teacher_tail = _compared(student_tail, teacher_tail, some)
@@ -88,11 +78,9 @@ class SlotFormula(Formula):
 
 
 def _compared(student: Tensor, teacher: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the log-probabilities of student and teacher.
+    """Sets both log-probabilities to NOTHING where `real` is False, or both probabilities are 0.
 
-    `real` is False in masked slots and in ignored rows. If `real` is False, or if both
-    probabilities are 0, both log-probabilities are set to `NOTHING`. If the student's probability
-    is 0, the student's log-probability is detached, because its gradient could be 0 · inf = NaN.
+    Where the student's probability is 0, it is detached: its gradient could be 0 · inf = NaN.
     """
     teacher = teacher.to(student.dtype)
     gone = student == -torch.inf
@@ -121,34 +109,30 @@ def slot_loss(
 
     The result is a scalar, or one number per row for reduction="none". Let p be the teacher's
     probabilities, and let q = softmax(z), with z = softcap · tanh(logits / softcap) / temperature.
-    `formula(slots, *rows)` gets these numbers for n rows, in fp32 (fp64 for fp64 logits):
+    `formula(slots, *rows)` gets n rows at a time, in fp32 (fp64 for fp64 logits):
 
-        slots.student is log q at the ids, of shape (n, K).
-        slots.teacher is log p at the ids, of shape (n, K).
-        slots.student_tail is the log of the mass of q outside the ids, of shape (n,).
-        slots.teacher_tail is the log of the mass of p outside the ids, of shape (n,). This tail is
-        targets.tail, or log(1 - Σ p) if targets.tail is None.
-        With tail=False, both tails are None, and the loss takes less time.
-        slots.mask is True for unmasked slots, and has shape (n, K).
+        slots.student       (n, K)  log q at the ids
+        slots.teacher       (n, K)  log p at the ids
+        slots.student_tail  (n,)    the log of the mass of q outside the ids
+        slots.teacher_tail  (n,)    targets.tail, or log(1 - Σ p) if it is None
+        slots.mask          (n, K)  True for unmasked slots
 
-    The formula returns a tensor of shape (n,), with one number per row, or a tuple (loss, *more) as
-    in `row_loss`. The formula also gets the same n rows of each tensor in `rows`. The tensors in
-    `rows` can require gradients. All other tensors that the formula uses, including the targets,
-    get no gradient. The formula can be called several times, each time for some of the rows. So the
-    formula must not mix rows.
+    With tail=False, both tails are None, and the loss takes less time. The formula also gets the
+    same n rows of each tensor in `rows`, which can require gradients, and returns n numbers, one
+    per row, or a tuple (loss, *more) as in `row_loss`. It can be called several times, each time
+    for some of the rows, so it must not mix rows. All other tensors that it uses, including the
+    targets, get no gradient.
 
-    In a masked slot, log q and log p are the same finite number, whose exp is 0. So masked slots
-    add 0 to most divergences. Masked slots would change the result of some formulas, such as a
-    ranking of slots. Such a formula must use slots.mask. If p and q of a slot are both 0, log q and
-    log p have the same values as in a masked slot. If both masses outside the ids are 0, the tails
-    have these values too. If only p is 0, log p is -inf, and if only q is 0, log q is -inf. If q is
-    0, log q has no gradient.
+    In a masked slot, and where p and q are both 0, log q and log p are the same finite number,
+    whose exp is 0. So masked slots add 0 to most divergences; a formula that they would change,
+    such as a ranking of slots, must use slots.mask. The same holds for the tails if both masses
+    are 0. If only one of p and q is 0, its log is -inf. Where q is 0, log q has no gradient.
 
     A row is ignored if its label is ignore_index or its entry in `mask` is False. If all ids of a
-    row are masked, the loss and the gradients of this row are 0. `row_weight` multiplies the loss
-    of each row. "mean" divides by the number of rows that are not ignored, even with a row_weight.
-    Over a LinearLogits, a mean or sum takes three GEMMs. Ids outside [0, V) have the same effect as
-    in `topk_distill`.
+    row are masked, its loss and gradients are 0. `row_weight` (...) multiplies the loss of each
+    row, and "mean" divides by the number of rows that are not ignored, even with a row_weight. Over
+    a LinearLogits, a mean or sum takes three GEMMs. Ids outside [0, V) have the same effect as in
+    `topk_distill`.
 
     >>> def forward_and_reverse(slots, share):
     ...     p, q = slots.teacher.exp(), slots.student.exp()
@@ -189,7 +173,6 @@ def slot_loss(
 
 
 def _teacher_tail(targets: SparseTargets, real: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the log of the teacher's mass outside the unmasked slots."""
     if targets.tail is not None:
         return targets.tail.detach()
     logprobs = torch.where(real, targets.logprobs.detach().to(dtype), -torch.inf)

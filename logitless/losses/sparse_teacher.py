@@ -1,13 +1,9 @@
 """Distillation from a sparse teacher, which has probabilities for K ids per row.
 
-A loss compares the probabilities p of the teacher at the ids with the probabilities q = softmax(z)
-of the student. Here, z are the logits after softcap and temperature. `support` selects which
-probabilities are compared. `divergence` selects the formula of the comparison, such as forward KL.
-The arguments `support` and `divergence` are required. The loss needs at most three statistics of a
-row: the student's log-probabilities at the ids, the student's mass outside the ids, and the label's
-log-probability at temperature 1. One pass over the logits computes the statistics, and another pass
-computes the gradient. For support="tail", forward reads a row a second time if the student's mass
-outside the ids is small.
+The loss needs at most three statistics: the student's log-probabilities at the ids, its mass
+outside the ids, and the label's log-probability at temperature 1. One pass over the logits computes
+them, and another the gradient. For support="tail", forward reads a row a second time if the
+student's mass outside the ids is small.
 """
 
 from dataclasses import dataclass
@@ -29,7 +25,7 @@ from . import checks
 @operator("sparse_teacher", saved=3)
 @dataclass(eq=False)
 class Sparse(RowLoss):
-    """A loss against a teacher with K ids per row. The student's softmax is over the whole row."""
+    """A loss against K ids per row, with the student's softmax over the whole row."""
 
     structs: ClassVar[tuple[str, ...]] = ("reading", "slots")
     names: ClassVar[tuple[str, str]] = ("labels", "targets.ids")
@@ -85,7 +81,7 @@ class Sparse(RowLoss):
 @operator("sparse_teacher_at_ids", saved=2)
 @dataclass(eq=False)
 class AtIds(Sparse):
-    """A `Sparse` loss with the student's softmax over the ids. No other logits are read."""
+    """With the student's softmax over the ids alone. No other logits are read."""
 
     def forward(self, backend, x):
         picked = backend.gather(x, self.reading)
@@ -105,7 +101,7 @@ class AtIds(Sparse):
 @operator("gathered_teacher", saved=1)
 @dataclass(eq=False)
 class Gathered(Sparse):
-    """A `Sparse` loss over logits that are already gathered at the K ids of each row."""
+    """Over logits that are already gathered at the K ids of each row."""
 
     saves_gradient: ClassVar[bool] = True
 
@@ -137,11 +133,10 @@ def gathered_kl(
 ) -> Tensor:
     """Computes Σ p (log p - log q) from logits (..., K) gathered at the teacher's K ids.
 
-    A slot is one of the K positions of a row. The student's q is the softmax of student_logits /
-    temperature over all K slots. The teacher's p = exp(teacher_logprobs) is not normalised. A slot
-    is masked if its entry in `mask` is False or 0. Masked slots are left out of the sum. With
-    renormalise=True, masked slots are also left out of the softmax. The loss of a row whose slots
-    are all masked is 0. "mean" divides by the number of rows.
+    The student's q is the softmax of student_logits / temperature over all K slots. The teacher's p
+    = exp(teacher_logprobs) is not normalised. A slot whose entry in `mask` is False or 0 is left
+    out of the sum, and with renormalise=True also out of the softmax. A row whose slots are all
+    masked has loss 0, and "mean" divides by the number of all rows.
 
     >>> gathered_kl(logits.gather(-1, targets.ids), targets.logprobs, reduction="mean")
     """
@@ -153,9 +148,7 @@ def gathered_kl(
     full = PRECISION[student_logits.dtype]
     by_row, number = reading.squared(full) if t_squared else (None, 1.0)
     if reduction == "mean" and row_weight is None and not call.under_transform():
-        # No row is ignored, so the mean divides by the number of all rows. The mean is computed as
-        # a sum, and `kd_weight` includes the factor 1 / (number of rows). So the saved gradient
-        # already contains this factor.
+        # No row is ignored: a sum with 1 / rows in kd_weight, and so in the saved gradient.
         number, reduction = number / max(rows_in(student_logits.shape[:-1]), 1), "sum"
     slots = Slots(
         _constant(teacher_logprobs), None if mask is None else call.as_bool(mask), None, by_row,
@@ -188,34 +181,25 @@ def topk_distill(
 
     The result is a scalar, or one number per row for reduction="none". Let p be the teacher's
     probabilities, and let q = softmax(z), with z = softcap · tanh(logits / softcap) / temperature.
-    P is the sum of p over the unmasked ids, and Q is the sum of q over the unmasked ids. `support`
-    selects which probabilities are compared.
+    P and Q are their sums over the unmasked ids. `support` selects what is compared at the ids:
 
-        "truncate" compares p and q at the ids.
-        "renorm_teacher" compares p/P and q at the ids.
-        "renorm" compares p/P and q/Q at the ids. "renorm" without cross-entropy reads only the
-        logits at the ids.
-        "tail" compares p and q at the ids, and also the masses outside the ids. The log of the
-        teacher's mass outside the ids is targets.tail. If targets.tail is None, the teacher's mass
-        outside the ids is 1 - P.
+        "truncate"        p and q
+        "renorm_teacher"  p/P and q
+        "renorm"          p/P and q/Q; without cross-entropy, only the logits at the ids are read
+        "tail"            p and q, and also the masses outside the ids; the teacher's is given by
+                          its log targets.tail, or is 1 - P if that is None
 
-    `divergence` selects the formula:
+    `divergence` selects the formula: "forward_kl" is Σ p log(p/q), "reverse_kl" is Σ q log(q/p),
+    "jsd" is the formula of the function `jsd` with β = beta, and "tvd" is Σ |p - q| / 2. The page
+    docs/distillation.md compares divergences and supports.
 
-        "forward_kl" is Σ p log(p/q).
-        "reverse_kl" is Σ q log(q/p).
-        "jsd" is the formula of the function `jsd`.
-        "tvd" is Σ |p - q| / 2.
+    The loss of a row is kd_weight times the divergence (t_squared=True multiplies the divergence by
+    temperature²) plus, with `labels` (...), ce_weight times the cross-entropy at temperature 1. A
+    row is ignored if its label is ignore_index or its entry in `mask` is False. If all ids of a row
+    are masked, its divergence is 0. "mean" divides by the number of rows that are not ignored.
 
-    docs/distillation.md compares the divergences and the supports.
-
-    t_squared=True multiplies the divergence by temperature². The loss of a row is kd_weight times
-    the divergence. With `labels`, the loss of a row also contains ce_weight times the cross-entropy
-    at temperature 1. A row is ignored if its label is ignore_index or its entry in `mask` is False.
-    The divergence of a row whose ids are all masked is 0. "mean" divides by the number of rows that
-    are not ignored.
-
-    An unmasked id outside [0, V) raises an error on a CPU. On a GPU, an unmasked id outside [0, V)
-    makes the loss of its row NaN. With LOGITLESS_CHECK=1, this id raises an error instead.
+    An unmasked id outside [0, V) raises an IndexError on a CPU, and on a GPU with
+    LOGITLESS_CHECK=1; without it, the loss of its row is NaN.
 
     >>> topk_distill(logits, targets, divergence="forward_kl", support="tail", temperature=2.0,
     ...              t_squared=True, labels=labels, ce_weight=0.5, kd_weight=0.5)

@@ -2,17 +2,10 @@
 
     m = max z,    s = Σ e^(z-m),    w = Σ (z-m) e^(z-m),    t = z[ids],    c = Σ z
 
-Here, z are the logits after softcap and temperature. If the columns of a row are split into
-disjoint sets, the five numbers of the row can be computed from the five numbers of each set.
-`Partial` holds (m, s, w) of some columns, and `merge` merges two `Partial`s. `row_stats` computes
-the statistics of whole rows in one pass over the logits. `row_stats` is differentiable. All losses
-over row statistics have the same backward formula:
-
-    dz_i = p_i (a + b log p_i) + Σ_k g_k [i = id_k] + g_c,    where p_i = e^(z_i - lse)
-
-The backend computes the coefficients a, b, g_k and g_c from the gradients of the statistics. The
-formulas are in RULES (eager/stats_coefficients.py). row_loss.py turns any formula over the
-statistics into a loss.
+Those of disjoint sets of columns can be merged, as `merge` shows for (m, s, w). All losses over row
+statistics share the backward formula of contract.py, whose coefficients the backend computes from
+the gradients of the statistics (RULES in eager/stats_coefficients.py). row_loss.py turns any
+formula over the statistics into a loss.
 """
 
 from dataclasses import dataclass
@@ -66,14 +59,12 @@ def merge(left: Partial, right: Partial) -> Partial:
     """Merges the `Partial`s of two disjoint sets of columns.
 
     `merge` is associative and commutative, with the empty `Partial` (-inf, 0, 0) as its identity.
-    The merged m is detached, and gradients flow only through s and w. The gradients of s and w are
-    also correct if `left.m` and `right.m` are equal.
+    The merged m is detached; gradients flow through s and w, also if `left.m` equals `right.m`.
     """
     m = torch.maximum(left.m, right.m).detach()
     s, w = torch.zeros_like(m), torch.zeros_like(m)
     for part in (left, right):
-        # `d` is part.m - m. For an empty `Partial`, `d` is set to 0. `d` is also set to 0 if part.m
-        # and m are the same infinity, because inf - inf would be NaN.
+        # 0 for an empty `Partial`, and where both are the same infinity: inf - inf would be NaN
         stays = (part.s == 0) | (m.isinf() & (part.m == m))
         d = torch.where(stays, 0.0, part.m - m).clamp_min(-1e38)
         s = s + part.s * d.exp()
@@ -90,8 +81,7 @@ class Read(RowLoss):
 
     label_name: str = "ids"  # the name of the label in error messages
 
-    # The statistics that get a gradient; None if all of them do. Without annotation, because the
-    # operator must not have one more argument.
+    # The statistics that get a gradient; None: all. Not annotated: no argument of the operator.
     gradient = None
 
     def has_gradient(self, name: str) -> bool:
@@ -125,8 +115,7 @@ class Read(RowLoss):
             if d_x is not None:
                 return d_x
         if len(gradients) == 1 and reading.ids is None:
-            # If only one statistic has a gradient, its coefficients can be constants. `of_one`
-            # returns these constants, and the backend multiplies the constants by the gradient.
+            # the constant coefficients of one statistic, which the backend multiplies by `gain`
             ((name, gain),) = gradients.items()
             found = of_one.beside(state, name, state.device, state.dtype)
             if found is not None:
@@ -146,8 +135,6 @@ class Read(RowLoss):
 @operator("slot_statistics", saved=1)
 @dataclass(eq=False)
 class SlotRead(Read):
-    """A Read of slots. An empty slot has the id NO_ID."""
-
     @property
     def real_ids(self):
         return self.reading.ids != NO_ID
@@ -169,28 +156,21 @@ def row_stats(
 ) -> RowStats:
     """Computes the row statistics of logits (..., V) in one pass over the logits.
 
-    The logits of the softmax are z = softcap · tanh(logits / softcap) / temperature. The statistic
-    lse = log Σ e^z is always computed. If `ids` holds one or K ids per row, the statistics `picked`
-    = z[ids] and `logprob` = log softmax(z)[ids] are computed too. The flag `entropy` requests the
-    entropy in nats, `total` requests the sum Σ z, and `argmax` requests the argmax.
+    The logits of the softmax are z = softcap · tanh(logits / softcap) / temperature, with one
+    temperature, or one per row. The statistic lse = log Σ e^z is always computed, and with `ids`,
+    one (...) or K (..., K) per row, `picked` = z[ids] and `logprob` = log softmax(z)[ids]. The
+    flags request the `entropy` in nats, the `total` Σ z, the `argmax`, and the `rank` of the id.
+    Logits are fp16, bf16, fp32 or fp64. Statistics are fp32 (fp64 for fp64 logits), argmax and rank
+    int64, and gradients have the dtype of the logits.
 
-    The flag `rank` requests the rank of the row's id. If there are K ids per row, the rank of the
-    first id is computed. `rank` needs `ids`. The rank is the number of logits of the row that are
-    strictly greater than the logit of the id. So the rank of an argmax is 0. The dtype of the rank
-    is int64. The recall at k is 1 if rank < k, the reciprocal rank is 1 / (1 + rank), and the NDCG
-    of one relevant item is 1 / log2(2 + rank). The logits are compared after the softcap and before
-    the division by the temperature, so equal logits stay equal. A logit that is NaN counts as
-    greater than the logit of the id. If the logit of the id is NaN, the rank is V. On a GPU, an id
-    outside [0, V) raises no error, and its rank is V too. The logits of a 16-bit head are rounded
-    to 16 bits. So a slightly greater logit can become equal to the logit of the id. The rank is
-    then too small. For metrics, pass logits_dtype=torch.float32 to LinearLogits.
+    The rank is the number of logits of the row strictly above that of the id (the first of K), so
+    the rank of an argmax is 0. Logits are compared after the softcap and before the temperature,
+    and NaN counts as above; it is V if the id's logit is NaN or, on a GPU, if the id is outside
+    [0, V). A 16-bit head can round a slightly greater logit to that of the id, which makes the rank
+    too small: for metrics, pass logits_dtype=torch.float32 to LinearLogits.
 
-    Logits are fp16, bf16, fp32 or fp64. The temperature is one number, or a tensor with one number
-    per row. Statistics are fp32 (fp64 for fp64 logits), and gradients have the dtype of the logits.
-    A row is ignored if its entry in `mask` is False. A row is also ignored if its id is
-    ignore_index. If there are K ids per row, only the first id of the row is compared with
-    ignore_index. An ignored row is not read. The statistics and the gradient of an ignored row are
-    0, and its argmax and rank are -1.
+    A row is ignored if its entry in `mask` is False, or if its id (the first of K) is ignore_index.
+    It is not read: its statistics and gradient are 0, and its argmax and rank are -1.
 
     >>> stats = row_stats(logits, entropy=True)
     >>> (1e-4 * stats.lse.square() - 0.01 * stats.entropy).mean().backward()
@@ -208,7 +188,6 @@ def row_stats(
 def stats_reading(
     logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax, rank
 ) -> Reading:
-    """Returns a `Reading`, which lists the statistics that the arguments of row_stats request."""
     optional = {"entropy": entropy, "total": total, "argmax": argmax, "rank": rank}
     wants = ["lse", *(name for name, wanted in optional.items() if wanted)]
     wants += [] if ids is None else ["picked", "logprob"]
@@ -220,10 +199,9 @@ NO_CLASS = -(2**31)  # used as ignore_index if only a mask is given; never a val
 
 
 def _label_and_ids(logits, ids, ignore_index, mask) -> dict:
-    """Returns the fields `label`, `ids` and `ignore_index` of a `Reading`.
+    """The fields `label`, `ids` and `ignore_index` of a `Reading`.
 
-    If `ids` holds one id per row, the ids are stored as labels. If there are no ids, or if there
-    are K ids per row, the labels only mark ignored rows.
+    One id per row is stored as the label. Otherwise, labels only mark ignored rows.
     """
     if ids is not None and ids.dim() < len(logits.shape):
         if ignore_index is None and mask is not None:
@@ -249,9 +227,7 @@ class Scores(NamedTuple):
     entropy: Tensor  # (...)  -Σ p log p, in nats
     lse: Tensor  # (...)      log Σ e^z
     argmax: Tensor  # (...)   int64; -1 for ignored rows
-    # (...), int64, the number of logits that are greater than the target's logit; -1 for ignored
-    # rows. None if the rank was not requested.
-    rank: Tensor | None = None
+    rank: Tensor | None = None  # (...)  int64, logits above the target's; -1 for ignored rows
 
 
 SCORES = ("logprob", "entropy", "lse", "argmax")  # the scores that are always computed
@@ -267,11 +243,9 @@ def logsumexp(
 ) -> Tensor:
     """Returns log Σ e^z over the last dimension of logits (..., V), in fp32 or fp64.
 
-    Here, z = softcap · tanh(logits / softcap) / temperature.
-
-    If all logits of a row are -inf, the result is -inf and the gradient is 0. If a logit is +inf,
-    the result is +inf. A row whose entry in `mask` is False is not read, and its result and
-    gradient are 0.
+    Here, z = softcap · tanh(logits / softcap) / temperature. A row whose logits are all -inf has
+    the result -inf and gradient 0; a logit +inf gives +inf. A row whose entry in `mask` is False is
+    not read, and its result and gradient are 0.
 
     >>> logsumexp(torch.tensor([[0.0, 0.0]]))
     tensor([0.6931])
@@ -289,12 +263,11 @@ def token_logprobs(
     ignore_index: int | None = -100,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Returns log softmax(z)[ids] for one or K ids per row. The result has the shape of `ids`.
+    """Returns log softmax(z)[ids] for one or K ids per row, in the shape of `ids`.
 
-    Here, z = softcap · tanh(logits / softcap) / temperature. The K ids of a row can include the
-    same id several times. A row is ignored if its entry in `mask` is False. A row is also ignored
-    if its id is ignore_index. If there are K ids per row, only the first id of the row is compared
-    with ignore_index. The results and the gradient of an ignored row are 0.
+    Here, z = softcap · tanh(logits / softcap) / temperature, for logits (..., V). The K ids of a
+    row can repeat. A row is ignored if its entry in `mask` is False, or if its id (the first of K)
+    is ignore_index: its results and gradient are 0.
 
     >>> token_logprobs(torch.zeros(1, 4), torch.tensor([2]))
     tensor([-1.3863])
@@ -316,9 +289,8 @@ def entropy(
     """Computes the entropy of softmax(z) in nats, for logits of shape (..., V).
 
     Here, z = softcap · tanh(logits / softcap) / temperature. The entropy stays exact if a large
-    constant is added to all logits of a row.
-
-    A row whose entry in `mask` is False is not read, and its entropy and gradient are 0.
+    constant is added to all logits of a row. A row whose entry in `mask` is False is not read, and
+    its entropy and gradient are 0.
 
     >>> entropy(torch.zeros(1, 4))
     tensor([1.3863])
@@ -345,13 +317,13 @@ def score(
 ) -> Scores:
     """Computes log p[target], entropy, logsumexp and argmax of logits (..., V) in one pass.
 
-    Let p = softmax(z), with z = softcap · tanh(logits / softcap) / temperature. A row is ignored if
-    its target is ignore_index or its entry in `mask` is False. An ignored row is not read. In an
-    ignored row, argmax and rank are -1, and the other scores are 0. With rank=True, the scores
-    include the rank of the target, as in `row_stats`. `gradient` names the scores that get a
-    gradient; the others are detached. By default, these are logprob, entropy and lse. A
-    LinearLogits whose weight needs no gradient takes two GEMMs for one such score, and three for
-    several.
+    Let p = softmax(z), with z = softcap · tanh(logits / softcap) / temperature. With rank=True, the
+    scores include the rank of the target, as in `row_stats`. `gradient` names the scores that get a
+    gradient, by default logprob, entropy and lse; the others are detached. A LinearLogits whose
+    weight needs no gradient takes two GEMMs for one such score, and three for several.
+
+    A row is ignored if its target is ignore_index or its entry in `mask` is False: it is not read,
+    its argmax and rank are -1, and its other scores 0.
 
     >>> new = score(logits, target).logprob
     >>> ratio = (new - old).exp()  # PPO, GRPO

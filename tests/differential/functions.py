@@ -401,7 +401,6 @@ NOT_LOSSES = {  # public, and not called on logits: what they are tested by inst
     "KeptScores": "what kept_scores returns",
     "sampled_softmax": "of rows of a table: tests/losses/test_sampled_softmax.py",
     "nn.SampledSoftmaxLoss": "of rows of a table: tests/losses/test_sampled_softmax.py",
-    "group_loss": "of groups of rows: tests/losses/test_group_loss.py",
     "impl": "chosen by every case",
     "invariant": "of bits: tests/core/test_invariant.py",
     "fuse": "of a model: tests/lazy/test_fuse.py; its logits are those of nn.FusedHead",
