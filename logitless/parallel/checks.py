@@ -1,7 +1,4 @@
-"""Checks the arguments of functions over a vocabulary that is sharded over ranks.
-
-Error messages have the same form as in core/tensor_checks.py.
-"""
+"""Checks the arguments of functions over a vocabulary that is sharded over ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +10,7 @@ from ..core.source import Source
 
 
 def mean(loss_sum: Any, count: Any) -> None:
-    """Checks the arguments of `global_mean`. The value of a `count` on a GPU is not checked."""
+    # The value of a `count` on a GPU is not checked, because the host would wait.
     if not isinstance(loss_sum, Tensor) or not loss_sum.is_floating_point() or loss_sum.dim():
         got = type(loss_sum).__name__
         if isinstance(loss_sum, Tensor):
@@ -32,7 +29,6 @@ def mean(loss_sum: Any, count: Any) -> None:
 
 
 def shard(source: Any, start: Any, vocab: Any, sequence_parallel: Any) -> None:
-    """Checks the arguments of a VocabShard."""
     _checks.some_logits(source, "source")
     if has_all_columns(source):
         raise TypeError(
@@ -55,7 +51,7 @@ def shard(source: Any, start: Any, vocab: Any, sequence_parallel: Any) -> None:
 
 
 def has_all_columns(source: Any) -> bool:
-    """Whether losses over `source` already use the columns of all ranks, as for a VocabShard."""
+    """Whether losses over `source` already use the columns of all ranks, as with a VocabShard."""
     return isinstance(source, Source) and source.ranks_of_call() is not None
 
 
@@ -83,10 +79,7 @@ def tiles(starts: Sequence[int], widths: Sequence[int], vocab: int | None) -> No
 
 
 def inside(start: int, width: int, vocab: int) -> None:
-    """Checks that this rank's columns are inside the vocabulary.
-
-    The check needs no data of other ranks.
-    """
+    """Checks that this rank's columns are inside the vocabulary, without data of other ranks."""
     if start + width > vocab:
         raise ValueError(
             f"start must be at most {vocab - width}, so that {width} columns end within vocab"
@@ -95,7 +88,6 @@ def inside(start: int, width: int, vocab: int) -> None:
 
 
 def chunk(width: int, chunk: int) -> None:
-    """Checks that this rank's shard of a DTensor has the width that torch.chunk gives."""
     if width != chunk:
         raise ValueError(
             f"a sharded DTensor must have {chunk} columns on this rank, as after torch.chunk,"
@@ -112,7 +104,7 @@ def same_columns(teacher: Any, student: Any) -> None:
 
 
 def replicated(t: Any) -> None:
-    """Checks that a DTensor argument other than the logits, such as labels, is replicated."""
+    """`t` is a DTensor other than the logits, such as labels."""
     if not all(p.is_replicate() for p in t.placements):
         raise TypeError(
             "tensors other than the logits must be plain tensors or "
@@ -121,7 +113,7 @@ def replicated(t: Any) -> None:
 
 
 def same_call(said: Sequence[str]) -> None:
-    """Raises an error if the texts of the ranks differ. `said` holds one text per rank."""
+    """`said` holds one text per rank."""
     for rank, words in enumerate(said):
         if words != said[0]:
             raise ValueError(

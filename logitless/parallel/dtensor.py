@@ -1,8 +1,7 @@
 """Converts DTensor logits, and LinearLogits of DTensors, to logits of this rank.
 
-Logits that are sharded on the vocabulary become a VocabShard. Replicated logits become an ordinary
-tensor. Logits with any other placement raise an error. Gradients are DTensors with the placements
-of the inputs.
+Logits that are sharded on the vocabulary become a VocabShard, and replicated ones a plain tensor.
+Gradients are DTensors with the placements of the inputs.
 """
 
 from typing import Any
@@ -28,16 +27,13 @@ from .shard import Shard
 
 
 def local(t, grad_placements=None) -> Tensor:
-    """Returns this rank's shard of a DTensor. Waits if a collective is still writing the shard."""
+    """This rank's shard of a DTensor, after a collective that may still be writing it."""
     shard = t.to_local(grad_placements=grad_placements)
     return _Arrived.apply(shard) if hasattr(shard, "wait") else shard  # pyright: ignore
 
 
 class _Arrived(Node):
-    """Waits until a collective has written the shard.
-
-    A kernel does not wait for the collective.
-    """
+    """Waits until a collective has written the shard, because a kernel does not."""
 
     @staticmethod
     def forward(ctx, pending):
@@ -49,10 +45,9 @@ class _Arrived(Node):
 
 
 def shard_of(source: Any, mesh: Any, dim: int, vocab: int) -> Shard:
-    """Returns this rank's `Shard` of a vocabulary that is sharded over dimension `dim` of a mesh.
+    """This rank's `Shard` of a vocabulary that is sharded over dimension `dim` of a mesh.
 
-    DTensor splits a dimension in the same way as `torch.chunk`, so each rank's columns are known
-    without communication.
+    DTensor splits as `torch.chunk` does, so each rank's columns are known without communication.
     """
     most = -(-vocab // mesh.size(dim))
     start = min(mesh.get_local_rank(dim) * most, vocab)
@@ -62,10 +57,7 @@ def shard_of(source: Any, mesh: Any, dim: int, vocab: int) -> Shard:
 
 @converts
 def source_of_dtensor(logits: Any) -> Source | None:
-    """Returns the source for DTensor logits, or for a LinearLogits of DTensors.
-
-    Returns None for all other logits.
-    """
+    """The source for DTensor logits, or a LinearLogits of DTensors; None for all others."""
     if is_dtensor(logits):
         return DTensorLogits(logits)
     return shard_of_head(logits.head) if isinstance(logits, HeadLogits) else None
@@ -80,7 +72,7 @@ class DTensorLogits(Source):
         self.requires_grad = x.requires_grad
 
     def local(self) -> "Shard | Tensor":
-        """Returns this rank's columns, or the whole logits if the logits are replicated."""
+        """This rank's columns, or the whole logits if they are replicated."""
         x = self.x
         tensor_checks.placed("logits", x, x.dim() - 1)
         sharded = [dim for dim, place in enumerate(x.placements) if not place.is_replicate()]
@@ -125,12 +117,11 @@ def _whole(t: Tensor | None) -> Tensor | None:
 
 
 def hidden_of_all(hidden, weight) -> Tensor:
-    """All-gathers the hidden states of all tokens over the ranks that hold shards of the weight.
+    """All-gathers the hidden states over the ranks that hold shards of the weight.
 
-    The gradient of the result has the placement `Partial`, so DTensor sums the gradients of all
-    ranks.
+    The gradient of the result is `Partial`, so DTensor sums the gradients of all ranks.
     """
-    # This import is local, because importing torch.distributed.tensor takes half a second.
+    # not at the head: importing torch.distributed.tensor takes half a second
     from torch.distributed.tensor import Partial, Replicate
 
     def placed(kind: type) -> list:
@@ -141,7 +132,7 @@ def hidden_of_all(hidden, weight) -> Tensor:
 
 
 def shard_of_head(head: Any) -> Shard:
-    """Returns this rank's `Shard` of a head. Weight and bias are DTensors, sharded by rows."""
+    """This rank's `Shard` of a head whose weight and bias are DTensors, sharded by rows."""
     hidden, weight, bias, _ = head.tensors
     (dim,) = [i for i, place in enumerate(weight.placements) if not place.is_replicate()]
     tokens = not hidden.placements[dim].is_replicate()

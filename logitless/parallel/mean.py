@@ -14,13 +14,12 @@ def global_mean(
 ) -> Tensor:
     """Computes the mean loss per token over all ranks of a group: (Σ loss_sum) / (Σ count).
 
-    `global_mean` gives every token the same weight. In contrast, an average of the ranks' means
-    would give every rank the same weight, even if ranks have different numbers of tokens.
-    `loss_sum` is this rank's sum (reduction="sum"), and `count` is this rank's number of tokens
-    that are not ignored. The result is the same on all ranks. The gradient on a rank covers only
-    the rows of this rank. Pass averaged=True if gradients are averaged over the group afterwards,
-    as DDP and FSDP do. Pass averaged=False if gradients are summed. If all counts are 0, the mean
-    is 0.
+    Every token has the same weight, where an average of the ranks' means would weigh ranks with few
+    tokens as much as others. `loss_sum` is this rank's sum, a scalar tensor (reduction="sum"), and
+    `count` its number of tokens that are not ignored. The result is the same on all ranks (0 if all
+    counts are 0), and the gradient on a rank covers only its own rows. Pass averaged=True if
+    gradients are averaged over the group afterwards, as DDP and FSDP do, and False if they are
+    summed. `group` is a process group or a DeviceMesh of one dimension, by default all ranks.
 
     >>> loss = global_mean(cross_entropy(logits, target, reduction="sum"), (target != -100).sum())
     """

@@ -1,10 +1,9 @@
 """A backend for logits whose columns are sharded over ranks.
 
-`ColumnBackend` has the functions of a backend (core/backend.py), so every RowLoss works without
-changes. Every function that reads logits first computes the partial statistics of this rank's
-columns. The function then gathers the partial statistics of all ranks, and merges them into
-statistics of whole rows. Gradients need no communication, because the underlying backend computes
-the gradient of this rank's columns from the statistics of whole rows.
+`ColumnBackend` has the functions of a backend (core/backend.py), so every RowLoss works unchanged.
+A function that reads logits computes the partial statistics of this rank's columns, gathers those
+of all ranks, and merges them to statistics of whole rows. From these, each rank computes the
+gradient of its own columns, without communication.
 """
 
 from collections.abc import Callable
@@ -36,16 +35,13 @@ BAD = -1  # marks an id outside the vocabulary; NO_ID marks an id in another ran
 class ColumnBackend:
     """A backend for the columns [start, start + width) of a vocabulary.
 
-    `gather` is an all-gather. Each rank passes a tensor of shape (N, F). Every rank gets a tensor
-    of shape (ranks, N, F), which stacks the tensors of all ranks. The methods for statistics and
-    for top-k ids call `gather` once. JSD, TVD and the statistic "rank" call `gather` twice. The
-    methods for gradients do not communicate.
+    `gather` is an all-gather of tensors (N, F) to (ranks, N, F). Statistics and top-k ids call it
+    once, JSD, TVD and the statistic "rank" twice, and gradients never.
     """
 
-    # Loss and gradient cannot be computed in one pass over the logits, because a gradient needs the
-    # statistics of all ranks.
+    # a gradient needs the statistics of all ranks
     one_pass = None
-    # `stats_gradient` has no argument `start`, and so needs logits with all columns.
+    # has no argument `start`, and so needs all columns
     stats_gradient = None
 
     def __init__(
@@ -58,14 +54,12 @@ class ColumnBackend:
         widest: int = 0,  # the largest number of columns on any rank
     ):
         self.backend, self.join = backend, gather
-        # `all_reduce` or `reduce_scatter` sums the gradient of the hidden states over ranks. At
-        # most one of these two attributes is set. If logitless does not sum this gradient,
-        # `all_reduce` and `reduce_scatter` are None.
+        # At most one is set: it sums the gradient of the hidden states over ranks.
         self.all_reduce: Callable[[Tensor], Any] | None = None
         self.reduce_scatter: Callable[[Tensor], Any] | None = None
         self.start, self.width, self.vocab, self.widest = start, width, vocab, widest
 
-        # The underlying backend provides the functions that read no logits.
+        # what reads no logits
         self.slots, self.reduce, self.share = backend.slots, backend.reduce, backend.share
         self.scale_, self.merge = backend.scale_, backend.merge
         self.scale_two_, self.zero_ignored = backend.scale_two_, backend.zero_ignored
@@ -78,10 +72,9 @@ class ColumnBackend:
         self.accumulate = getattr(backend, "accumulate", None)
 
     def hidden_sum(self, total: Tensor, chunks: int) -> "AllRows | OwnRows | None":
-        """Returns an object that sums the gradient of the hidden states over ranks.
+        """What sums the gradient of the hidden states over ranks into `total`, chunk by chunk.
 
-        This object writes the gradient of each chunk into `total`. Returns None if logitless does
-        not sum this gradient over ranks.
+        None if logitless does not sum it.
         """
         if self.all_reduce is not None:
             return AllRows(self.all_reduce, total)
@@ -90,7 +83,7 @@ class ColumnBackend:
         return None
 
     def read(self, x: Tensor, reading: Reading) -> Statistics:
-        """Returns statistics of whole rows. `x` holds only this rank's columns."""
+        """Statistics of whole rows. x holds only this rank's columns."""
         lead, wants = x.shape[:-1], reading.wants
         part = self.partial(x, reading)
         tail = self._tail(x, reading, part) if "tail" in wants else None
@@ -107,7 +100,6 @@ class ColumnBackend:
         return found._replace(state=state, tail=tail.view(lead).clone())
 
     def finish(self, part: Partials, reading: Reading, shape=None) -> Statistics:
-        """Returns statistics of whole rows, merged from the partial statistics of all ranks."""
         whole, _ = self._joined(part, reading)
         return self.backend.finish(whole, reading, shape)
 
@@ -122,16 +114,15 @@ class ColumnBackend:
         sent += [] if more is None else [more]
         got = self.join(torch.cat(sent, 1) if len(sent) > 1 else sent[0])
         state, rest = got[..., :fields], got[..., fields:]
-        # Only one rank has the column of an id. The other ranks contribute 0 to the sum.
+        # Only one rank has the column of an id, and all others add 0, here and in `gather`.
         picked = rest[..., :K].sum(0) if K else part.picked
         return Partials(state.transpose(0, 1), picked), rest[..., K:]
 
     def _rank(self, x: Tensor, reading: Reading, whole: Partials) -> Tensor:
-        """Returns the statistic "rank" of each row, as a tensor (N,).
+        """The statistic "rank" (N,), from the ids' logits in `whole`.
 
-        `whole` holds the logit of each row's label, or of the row's first id. Each rank counts how
-        many logits in its own columns are greater than this logit. Then a second all-gather
-        collects the counts, and the counts are summed.
+        Each rank counts the greater logits in its own columns, and a second all-gather collects the
+        counts.
         """
         if whole.picked is None:
             first, y0 = reading.label, whole.state[..., contract.Y_LABEL].sum(1)
@@ -148,25 +139,18 @@ class ColumnBackend:
     def gradient(
         self, x, reading, state, coefficients, upstream, factor=None, into=None, start=0
     ) -> Tensor:
-        """Returns the gradient of x, without communication.
-
-        `start` is the index of x's first column within this rank's columns.
-        """
+        # `start` is the index of x's first column within this rank's columns.
         if x.shape[-1] == 0:
             return torch.empty_like(x) if into is None else into
         start = self.start + (start or 0)
         return self.backend.gradient(x, reading, state, coefficients, upstream, factor, into, start)
 
     def gather(self, x: Tensor, reading: Reading) -> Tensor:
-        """Returns the logits of the columns `reading.ids`, after the softcap.
-
-        The columns can belong to any rank.
-        """
+        """The logits of the columns `reading.ids`, of any rank, after the softcap."""
         ids = self._columns(reading.ids)
         picked = torch.zeros(ids.shape, device=x.device, dtype=PRECISION[x.dtype])
         if self.width:
             picked = torch.where(ids >= 0, self.backend.gather(x, self.here(reading)), picked)
-        # Only one rank has the column of an id. The other ranks contribute 0 to the sum.
         whole = self.join(picked.view(-1, 1)).sum(0).view(ids.shape)
         whole = torch.where((ids == BAD) | (reading.ids == NO_ID), torch.nan, whole)
         live = live_rows(reading)
@@ -179,10 +163,7 @@ class ColumnBackend:
         return self.backend.gather_gradient(x, here, picked, g, upstream, factor, into)
 
     def pair_read(self, x: Tensor, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
-        """Returns the loss per row over the columns of all ranks, and the state for backward.
-
-        JSD and TVD call `gather` twice.
-        """
+        """The loss per row over the columns of all ranks, and the state for backward."""
         lead, rows = x.shape[:-1], x.shape[:-1].numel()
         here = self._pair_reading(reading)
         part = torch.zeros((rows, PAIR_STATE), device=x.device, dtype=PRECISION[x.dtype])
@@ -211,10 +192,7 @@ class ColumnBackend:
         return self.backend.pair_gradient(x, here, pair, state, upstream, factor, into)
 
     def _pair_reading(self, reading: Reading) -> Reading:
-        """Restricts `reading` to this rank's columns. The field `vocab` does not change.
-
-        Label smoothing needs the size of the whole vocabulary.
-        """
+        # Label smoothing needs the size of the whole vocabulary.
         return self.here(reading)._replace(vocab=reading.vocab)
 
     def topk(
@@ -225,12 +203,7 @@ class ColumnBackend:
         softcap: float | None,
         invariant: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the k most probable ids per row, their log-probabilities, and the log tail.
-
-        The log tail is the log of the softmax mass of all other ids. Each rank sends its k largest
-        logits of each row. The k largest logits of the whole row are among the logits that the
-        ranks send.
-        """
+        """Each rank sends its k largest logits of a row; those of the whole row are among them."""
         lead, rows, own = x.shape[:-1], x.shape[:-1].numel(), min(k, self.width)
         part = torch.full((rows, 2 * k + 1), -torch.inf, device=x.device, dtype=PRECISION[x.dtype])
         nowhere = torch.full((rows, k), contract.NOWHERE, device=x.device)
@@ -240,11 +213,9 @@ class ColumnBackend:
             top = x.gather(-1, ids).view(rows, own)
             part[:, :own] = top
             part[:, k : k + own] = contract.as_bits(ids.view(rows, own) + self.start, part.dtype)
-            # Let z be this rank's logits after softcap and temperature, and let s be
-            # Σ e^(z - max z). Then logprobs[..., 0] is -log s. `rest` is log Σ e^(z - max z) over
-            # the columns outside `ids`. `tail` is the log of the softmax mass of the same columns.
-            # So `rest` is `tail` + log s. If `tail` is -inf, `rest` is -inf too. Then log s is not
-            # used, because log s is NaN if the largest logit is +inf.
+            # With s = Σ e^(z - max z) of this rank's z, logprobs[..., 0] is -log s, and `rest`, log
+            # Σ e^(z - max z) outside `ids`, is tail + log s. If tail is -inf, so is `rest`; log s
+            # is not used then, because it is NaN if the largest logit is +inf.
             rest = torch.where(tail == -torch.inf, tail, tail - logprobs[..., 0]).view(rows)
             y, _ = capped(top[:, 0], softcap)
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)
@@ -252,20 +223,14 @@ class ColumnBackend:
         return ids.view(*lead, k), logprobs.view(*lead, k), tail.view(lead)
 
     def sampled(self, x: Tensor, uniforms: Tensor, how: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the distinct ids that are drawn, their log-weights, and a mask.
+        """Draws with the uniform numbers of the first rank, since generators can differ.
 
-        The ranks use the uniform numbers of the first rank, because the random generators of the
-        ranks can be in different states. The ranks gather the max and the mass of each row. Then
-        each rank finds the draws in its own columns.
+        The ranks gather the max and the mass of each row, and each finds the draws in its columns.
         """
         return self.backend.sampled(x, self.join(uniforms)[0], how, self.join, self.start)
 
     def here(self, reading: Reading) -> Reading:
-        """Returns `reading` restricted to this rank's columns.
-
-        In the result, `ids` holds column numbers of this rank instead of vocabulary ids (see
-        `_columns`). The label stays an id of the whole vocabulary.
-        """
+        """`reading` for this rank: `ids` holds its columns, but `label` stays a vocabulary id."""
         weight = reading.class_weight
         if weight is not None:
             weight = weight[self.start : self.start + self.width]
@@ -273,19 +238,13 @@ class ColumnBackend:
         return reading._replace(vocab=self.width, ids=ids, class_weight=weight)
 
     def _columns(self, ids: Tensor) -> Tensor:
-        """Converts ids to columns of this rank.
-
-        Ids of other ranks' columns become `NO_ID`. Ids outside the vocabulary become `BAD`.
-        """
+        """This rank's columns, NO_ID for ids of other ranks, and BAD outside the vocabulary."""
         at = ids.long() - self.start
         elsewhere = ((ids >= 0) & (ids < self.vocab)) | (ids == NO_ID)
         return torch.where((at >= 0) & (at < self.width), at, torch.where(elsewhere, NO_ID, BAD))
 
     def partial(self, x: Tensor, reading: Reading, start: int = 0) -> Partials:
-        """Returns the partial statistics of each row over the columns of x.
-
-        `start` is the index of x's first column within this rank's columns.
-        """
+        """Partial statistics; `start` is the first column of x within this rank's columns."""
         if x.shape[-1]:
             return self.backend.partial(x, reading, self.start + start)
         rows, dtype = x.shape[:-1].numel(), PRECISION[x.dtype]
@@ -298,11 +257,10 @@ class ColumnBackend:
         return Partials(state, state.new_zeros((rows, reading.ids.shape[-1])))
 
     def _tail(self, x: Tensor, reading: Reading, part: Partials) -> Tensor:
-        """Returns `shift` and `tail` for each row, as a tensor of shape (N, 2).
+        """`shift` and `tail` of each row, as (N, 2), for this rank's logits y after the softcap.
 
-        Let y be this rank's logits after the softcap. `shift` is the largest y, or 0 if the largest
-        y is infinite. `tail` is log Σ e^((y - shift) / T) over the columns outside `reading.ids`,
-        where T is the temperature.
+        `shift` is the largest y, or 0 if it is infinite. `tail` is log Σ e^((y - shift) / T) over
+        the columns outside `reading.ids`, with temperature T.
         """
         if self.width == 0:
             empty = part.state[:, 0, :2].clone()
@@ -316,10 +274,7 @@ class ColumnBackend:
         return torch.stack((found.state[:, contract.SHIFT], tail), 1)
 
     def _joined_tail(self, tails: Tensor, reading: Reading, found: Statistics) -> Tensor:
-        """Returns, for each row, the log of the softmax mass outside `reading.ids`.
-
-        `tails` holds the results of `_tail` on all ranks.
-        """
+        """The log of each row's mass outside `reading.ids`, from the `_tail` of all ranks."""
         state, ids = found.state, reading.ids
         shift, tail = tails.unbind(-1)
         moved = shift - state[:, contract.SHIFT]
@@ -334,10 +289,9 @@ class ColumnBackend:
 
 
 class AllRows:
-    """Sums the gradient of the hidden states over ranks. Every rank gets the sums of all rows.
+    """Sums the gradient of the hidden states over ranks; every rank gets all rows.
 
-    For each chunk of rows, this rank starts one all-reduce, which runs while this rank computes the
-    weight's gradient.
+    The all-reduce of a chunk of rows runs while this rank computes the weight's gradient.
     """
 
     def __init__(self, all_reduce: Callable[[Tensor], Any], total: Tensor):
@@ -354,7 +308,7 @@ class AllRows:
 
 
 class OwnRows:
-    """Sums the gradient of the hidden states over ranks. Each rank gets the sums of its own rows.
+    """Sums the gradient of the hidden states over ranks; each gets its own rows.
 
     One reduce-scatter starts after the last chunk of rows.
     """
@@ -370,7 +324,7 @@ class OwnRows:
             self.local = self.reduce_scatter(self.total)
 
     def result(self) -> Tensor:
-        # If there were no chunks, the reduce-scatter has not started yet, and starts here.
+        # without chunks, the reduce-scatter starts here
         local = self.reduce_scatter(self.total) if self.local is None else self.local
         return local.wait()
 
@@ -381,7 +335,7 @@ def _largest(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns k ids per row, their log-probabilities, and the log mass of all other columns."""
+    """k ids per row, their log-probabilities, and the log mass of all other columns."""
     x, bits, rest = parts.transpose(0, 1).split((k, k, 1), -1)
     rest, first = rest.squeeze(-1), capped(x[..., 0], softcap)[0]
     x, ids = x.flatten(1), contract.of_bits(bits).flatten(1).long()

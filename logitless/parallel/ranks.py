@@ -12,10 +12,7 @@ from . import checks
 
 
 def _either(*names: str) -> Any:
-    """Looks up the names in torch.distributed, and returns the first function that exists.
-
-    The result is None if PyTorch was built without torch.distributed.
-    """
+    """The first that exists in torch.distributed; None if PyTorch was built without it."""
     return next((getattr(dist, name) for name in names if hasattr(dist, name)), None)
 
 
@@ -24,24 +21,19 @@ _reduce_scatter = _either("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 class Ranks:
-    """The ranks that share a vocabulary, and the collectives between them."""
-
     device = torch.device("cpu")  # the device of the tensors that `agree` gathers
 
     def __init__(self, group: "dist.ProcessGroup | None" = None):
         self.group = dist.group.WORLD if group is None else group
         self.index, self.count = dist.get_rank(group), dist.get_world_size(group)
         checks.member(self.index)
-        # gloo supports few collectives on a GPU, so GPU tensors are copied to the CPU.
+        # gloo supports few collectives on a GPU, so GPU tensors go over the CPU
         self.by_cpu = dist.get_backend(group) == "gloo"
         if not self.by_cpu:
             self.device = torch.accelerator.current_accelerator() or self.device
 
     def gather(self, t: Tensor) -> Tensor:
-        """All-gathers the tensor `t` of each rank.
-
-        The result has a new first dimension for the ranks.
-        """
+        """All-gathers `t`, with a new first dimension for the ranks."""
         gathered = torch.empty((self.count, *t.shape), device=t.device, dtype=t.dtype)
         if t.numel() == 0:
             return gathered
@@ -64,11 +56,10 @@ class Ranks:
         )
 
     def shift(self, tensors: Sequence[Tensor], rows: int, tag: int = 0) -> "_Arrivals":
-        """Starts to send tensors to the next rank, and to receive tensors from the previous rank.
+        """Starts to send tensors to the next rank, and to receive from the previous one.
 
-        wait() returns the received tensors. `rows` is the number of rows of each received tensor. A
-        shift of k tensors uses the tags from `tag` to `tag + k - 1`. Shifts that run at the same
-        time must use different tags.
+        wait() returns the received tensors, of `rows` rows each. k tensors use the tags from `tag`
+        to `tag + k - 1`, and shifts that run at the same time must use different tags.
         """
         if self.by_cpu and any(t.is_cuda for t in tensors):
             moved = self.shift([t.cpu() for t in tensors], rows, tag).wait()
@@ -100,10 +91,9 @@ class Ranks:
         checks.same_call([bytes(text[:size]).decode() for text, size in pairs])
 
     def refuse(self, error: Exception) -> None:
-        """Sends an error of this rank to the ranks that wait in `agree`.
+        """Sends an error of this rank to the ranks that wait in `agree`, which then raise.
 
-        The other ranks then raise an error. On this rank, the error of `agree` is suppressed,
-        because the caller raises the original error.
+        Here, the error of `agree` is suppressed, because the caller raises the original one.
         """
         with contextlib.suppress(ValueError):
             self.agree(f"{type(error).__name__}: {error}")
@@ -134,7 +124,7 @@ class _Done:
 
 
 class _Slice(NamedTuple):
-    """A tensor whose values are complete after wait()."""
+    """`local` is complete after wait()."""
 
     local: Tensor
     work: Any = _Done()
@@ -145,7 +135,7 @@ class _Slice(NamedTuple):
 
 
 class _Arrivals(NamedTuple):
-    """Tensors that a rank receives. The values of these tensors are complete after wait()."""
+    """The received tensors are complete after wait()."""
 
     received: list[Tensor]
     works: Sequence[Any]
@@ -158,10 +148,9 @@ class _Arrivals(NamedTuple):
 
 
 def ranks_of(group) -> Ranks:
-    """Returns the ranks of a process group or of a DeviceMesh of one dimension.
+    """The ranks of a process group, or of a DeviceMesh of one dimension.
 
-    If `group` is None, the function uses the default process group. If torch.distributed is not
-    initialised, None means a single process.
+    None is the default process group, or a single process without torch.distributed.
     """
     if isinstance(group, Ranks):
         return group

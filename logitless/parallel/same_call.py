@@ -1,9 +1,8 @@
-"""Checks that all ranks make the same call. The checks run only with LOGITLESS_CHECK=1.
+"""Checks that all ranks make the same call, with LOGITLESS_CHECK=1.
 
-Before a collective of logitless, the ranks exchange a text that describes the public call. If the
-texts differ, all ranks raise an error. Otherwise, a rank could wait for a collective that another
-rank never starts. If the arguments on a rank are invalid, this rank sends the text of its error
-instead, and all ranks raise an error.
+Before a collective, the ranks exchange a text that describes the public call, or the error of
+invalid arguments. If the texts differ, all ranks raise, instead of waiting for a collective that
+another rank never starts.
 """
 
 import zlib
@@ -18,11 +17,9 @@ from ..core.source import is_dense, is_source
 
 
 def text_of_shard(source: Any, start: Any, vocab: Any, sequence_parallel: bool) -> str:
-    """Returns a text that describes a VocabShard. The text must be the same on all ranks.
+    """Describes a VocabShard by what must be equal on all ranks.
 
-    The text leaves out the width and the value of `start`, because these numbers can differ between
-    ranks. The text states whether `start` is given, because it is an error if only some ranks pass
-    `start`.
+    The width and the value of `start` can differ, but not whether `start` is given.
     """
     options = {"start": start is not None, "vocab": vocab, "sequence_parallel": sequence_parallel}
     return f"VocabShard of {_of_source(source)}, {options}"
@@ -60,7 +57,7 @@ def _of_source(source: Any) -> str:
 
 
 def _of_option(value: Any) -> Any:
-    """Describes an option by its value, a formula by its name, and a tuple by its items."""
+    # formulas by name
     if isinstance(value, tuple):
         return [_of_option(one) for one in value]
     plain = isinstance(value, (str, int, float))
@@ -68,10 +65,7 @@ def _of_option(value: Any) -> Any:
 
 
 def _of_tensor(t: Any) -> Any:
-    """Describes a tensor by shape, dtype and a checksum of its values.
-
-    If a teacher is a shard or a head instead of a tensor, the teacher is described by its type.
-    """
+    """Shape, dtype and a checksum of a tensor; the type of a teacher that is a shard or a head."""
     if not isinstance(t, Tensor):
         return None if t is None else type(t).__name__
     values = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
