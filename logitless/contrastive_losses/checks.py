@@ -1,7 +1,4 @@
-"""Checks of the arguments of contrastive losses.
-
-Error messages have the same form as in core/tensor_checks.py.
-"""
+"""Checks of the arguments of contrastive losses."""
 
 from typing import Any
 
@@ -23,7 +20,7 @@ def contrastive(
     a, b, scale, symmetric, positives, mask, first_labels, second_labels, ignore_index, reduction,
     averaged, workspace,
 ) -> None:  # fmt: skip
-    """Checks the arguments of `contrastive`, except the shape of the mask."""
+    # the shape of the mask is checked by `pair_mask`
     embeddings(a, b)
     number("scale", scale, a)
     tensor_checks.yes_or_no("symmetric", symmetric)
@@ -48,7 +45,6 @@ def contrastive(
 
 
 def sigmoid(a, b, scale, bias, positives, reduction, averaged, workspace) -> None:
-    """Checks the arguments of `sigmoid_contrastive`."""
     embeddings(a, b)
     number("scale", scale, a)
     number("bias", bias, a)
@@ -81,7 +77,6 @@ def embeddings(a: Any, b: Any) -> None:
 
 
 def number(name: str, value: Any, a: Tensor) -> None:
-    """Checks that `scale` or `bias` is a number, or a floating-point tensor with one number."""
     if isinstance(value, Tensor):
         _floating(name, value)
         if value.numel() != 1:
@@ -92,7 +87,6 @@ def number(name: str, value: Any, a: Tensor) -> None:
 
 
 def module_scale(scale: Any, max_scale: Any) -> None:
-    """Checks the options `scale` and `max_scale` of a module. `max_scale` can be None."""
     for name, value in (("scale", scale), ("max_scale", max_scale)):
         if name == "scale" or value is not None:
             option_checks.between(name, value, option_checks.LEAST, option_checks.MOST)
@@ -104,7 +98,7 @@ def module_scale(scale: Any, max_scale: Any) -> None:
 
 
 def group(value: Any) -> None:
-    """Checks a process group. A DeviceMesh has a method `get_group`."""
+    # A DeviceMesh has a method `get_group`.
     if not (value is None or isinstance(value, _GROUPS) or hasattr(value, "get_group")):
         raise TypeError(f"group must be a process group, a DeviceMesh or None, got {value!r}.")
 
@@ -129,7 +123,7 @@ def positive_columns(a: Tensor, b: Tensor, positives: Any) -> None:
 
 
 def pair_mask(mask: Tensor, a: Tensor, total: int) -> None:
-    """Checks a mask. `total` is the number of rows of `b` on all ranks."""
+    # `total` is the number of rows of `b` on all ranks.
     if mask.dtype != torch.bool:
         raise TypeError(
             f"mask must be torch.bool, True for pairs that are left out, got {mask.dtype}."
@@ -143,7 +137,7 @@ def pair_mask(mask: Tensor, a: Tensor, total: int) -> None:
 
 
 def split_labels(labels: Any) -> tuple[Any, Any]:
-    """Returns the labels of `a` and of `b`. `labels` is None, one tensor, or a pair of tensors."""
+    """`labels` is None, one tensor for both, or a pair (labels of a, labels of b)."""
     if labels is None or isinstance(labels, Tensor):
         return labels, labels
     if isinstance(labels, (tuple, list)) and len(labels) == 2:
@@ -171,10 +165,7 @@ def options(reduction: Any, averaged: Any, workspace: Any) -> None:
 def positive_ids(
     positives: Tensor | None, b: Tensor, ignore_index: int | None = None
 ) -> Tensor | None:
-    """Returns the positives as int64. Raises an error for a positive outside [0, len(b)).
-
-    On a GPU, the positives are read only with LOGITLESS_CHECK=1.
-    """
+    """The positives as int64. A GPU's are compared with len(b) only with LOGITLESS_CHECK=1."""
     if positives is None:
         return None
     positives = call.as_ids(positives, ignore_index).long()
@@ -185,7 +176,6 @@ def positive_ids(
 
 
 def supported(name: str) -> None:
-    """Raises an error inside `ll.invariant()` and inside transforms of torch.func."""
     if is_invariant():
         raise RuntimeError(
             f"{name} must not be called inside ll.invariant(), because the loss of a pair depends"

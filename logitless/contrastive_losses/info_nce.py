@@ -1,18 +1,14 @@
 """InfoNCE, the cross-entropy of each row against the other rows of a batch, as in CLIP.
 
-The first pass computes the similarities in chunks, and keeps two numbers per row. For the symmetric
-loss, the first pass also keeps two numbers per column. The second pass computes the similarities
-again, overwrites each chunk with its gradient, and adds the chunk's contributions to the gradients
-of `a` and `b`. The two passes take four GEMMs.
+The first pass computes the similarities in chunks, and keeps two numbers per row (if symmetric,
+also per column). The second pass computes them again, overwrites each chunk with its gradient, and
+adds its contributions to the gradients of `a` and `b`: four GEMMs.
 
-In one process, forward computes the gradients of a mean or a sum. The symmetric loss takes both
-passes. The second pass takes the chunks in reverse order, because the last chunk of the first pass
-is still in memory. With symmetric=False, the gradient needs only the statistics of rows, and each
-chunk contains whole rows. So one pass with three GEMMs is enough.
-
-Otherwise, backward runs the second pass. With reduction="none", the upstream gradients are known
-only in backward. Over several ranks, the statistics of a row are complete only after the last step
-of the ring.
+In one process, forward computes the gradients of a mean or sum. Both passes are needed if the loss
+is symmetric, the second in reverse, because the last chunk is still in memory. In one direction,
+the gradient needs only the statistics of whole rows: one pass, three GEMMs. Otherwise, backward
+runs the second pass: for "none", the upstream gradients are known only there, and over several
+ranks, a row is complete only after the last step of the ring.
 """
 
 from collections.abc import Sequence
@@ -49,43 +45,41 @@ def contrastive(
 ) -> Tensor:
     """Computes InfoNCE, the contrastive loss of CLIP and of retrieval with in-batch negatives.
 
-    Let z = scale · a bᵀ be the logits of all pairs. The loss of row i is the cross-entropy
+    With the logits z = scale · a bᵀ of all pairs, for `a` (N, D) and `b` (M, D), the loss of row i
+    is the cross-entropy
 
         log Σ_j e^(z_ij) - z_ip      where p is the positive of row i
 
-    With symmetric=True, `a` and `b` must have the same number of rows, and the positive of row i is
-    column i. The loss of pair i is the mean of the cross-entropies of row i and of column i. With
-    symmetric=False, the loss has one direction, and `b` can have more rows than `a`. For example,
-    the additional rows can be hard negatives. `positives` (N,) holds the index of the positive in
-    `b` for each row of `a`. By default, the positive of row i is row i of `b`. A row whose positive
-    is `ignore_index` does not count.
+    With symmetric=True, as in CLIP, the positive of row i is column i, N = M, and the loss of pair
+    i is the mean of the cross-entropies of row i and of column i. With symmetric=False, the loss
+    has one direction, and `b` can have more rows, such as hard negatives. `positives` (N,) then
+    holds the index of each row's positive in `b`, by default i; a row whose positive is
+    `ignore_index` does not count.
 
-    `scale` is 1 / temperature. Pass a number, or a tensor with one number. The tensor can require a
-    gradient. The function does not normalise `a` and `b`. For cosine similarities, normalise `a`
-    and `b` before the call.
+    `scale` is 1 / temperature: a number, or a tensor with one number, which can require a gradient.
+    The embeddings are not normalised; for cosine similarities, normalise them before the call.
 
-    Some pairs are not real negatives, and should be left out of the sum over j. `mask` (N, M) is
-    True for pairs that are left out. With `labels`, all pairs with equal labels are left out, and
-    no mask is in memory. `labels` is one integer tensor for the rows of `a` and of `b`, or a pair
-    of such tensors. A pair of a row and its positive is never left out.
+    To leave pairs that are no real negatives out of the sum over j, pass `mask` (N, M), which is
+    True for these pairs, or `labels`, which leaves out all pairs with equal labels without a mask
+    in memory: one integer tensor for the rows of `a` and of `b`, or a pair of such tensors. The
+    pair of a row and its positive always stays.
 
     `reduction` is "mean", "sum", or "none" for one loss per row. The loss is fp32 (fp64 for fp64
-    embeddings). Neither the logits nor their gradient are materialised. `workspace` bounds the
-    bytes of logits in memory. Forward and backward together take at most four GEMMs. In one
-    process, a mean or sum with symmetric=False takes three GEMMs. Forward then computes the
-    gradients too, unless gradients are disabled. So use torch.no_grad() for evaluation.
+    embeddings). Neither the logits nor their gradient are materialised, and `workspace` bounds the
+    bytes of logits in memory. Forward and backward together take four GEMMs. In one process, the
+    forward of a mean or sum computes the gradients too, so use torch.no_grad() for evaluation; with
+    symmetric=False, these take three GEMMs.
 
-    If `group` is a process group or a DeviceMesh, each rank passes its own rows of `a` and `b`. The
-    rows of `b` on all ranks are negatives of each row of `a`. With reduction="mean" or "sum", the
-    loss includes the rows of all ranks, and has the same value on all ranks. `positives` holds
-    indices of this rank's rows of `b`. `mask` has one column for every row of `b` on all ranks, in
-    the order of the ranks. Every rank must call `backward`. Each rank gets the gradients of its own
-    rows of `a` and `b`, and its own part of the gradient of `scale`. DDP and FSDP average gradients
-    over ranks. With averaged=True, the gradients of a mean or sum are therefore multiplied by the
-    number of ranks. With averaged=False, the sum of the ranks' gradients is the gradient of the
-    loss.
+    With `group`, a process group or a DeviceMesh, each rank passes its own rows of `a` and `b`, and
+    the rows of `b` on all ranks are negatives. A mean or sum includes the rows of all ranks, and is
+    the same on all ranks. `positives` are indices of this rank's rows of `b`; `mask` has a column
+    for every row of `b` on all ranks, in the order of the ranks. Every rank must call `backward`,
+    and gets the gradients of its own rows, and its own part of that of `scale`. With averaged=True,
+    gradients of a mean or sum are multiplied by the number of ranks, because DDP and FSDP average
+    them; with averaged=False, their sum over ranks is the gradient of the loss.
 
-    torch.compile breaks the graph at this function, so fullgraph=True raises an error.
+    A call inside `ll.invariant()` or torch.func raises an error. torch.compile breaks the graph at
+    this function, so fullgraph=True raises one too.
 
     >>> contrastive(torch.eye(3), torch.eye(3), scale=2.0)
     tensor(0.2395)
@@ -130,8 +124,6 @@ def _evaluate(
 
 
 class How(NamedTuple):
-    """The options of a call of `contrastive`."""
-
     ring: Ring
     symmetric: bool
     ignore_index: int
@@ -142,7 +134,7 @@ class How(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The gradients of the sum of all losses. `_scaled` multiplies these gradients by factors."""
+    """The gradients of the sum of all losses, before `_scaled`."""
 
     a: Tensor | None
     b: Tensor | None
@@ -150,7 +142,7 @@ class Sums(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """The tensors of a call: the embeddings, the scale, and the tensors that select pairs."""
+    """The tensors of a call."""
 
     a: Tensor
     b: Tensor
@@ -166,7 +158,7 @@ class Pairs(NamedTuple):
     def of(a, b, scale, positives, mask, of_a, of_b, how: How) -> "Pairs":
         ignored = bad = None
         if positives is not None:
-            # Ignored rows of `a` are replaced by 0, because their embeddings can be inf or NaN.
+            # ignored rows of `a` become 0, because they can be inf or NaN
             ignored = positives == how.ignore_index
             positives = torch.where(ignored, -1, positives.long())
             bad = (positives < 0) | (positives >= len(b))
@@ -176,9 +168,7 @@ class Pairs(NamedTuple):
         return Pairs(a, b, scale, positives, ignored, bad, mask, labels, how.ring)
 
     def block(self, owner: int, labels: Sequence[Tensor]) -> Block:
-        """Returns the `Block` that pairs this rank's rows of `a` with the rows of `b` on rank
-        `owner`.
-        """
+        """Pairs this rank's rows of `a` with the rows of `b` on rank `owner`."""
         own, mask = owner == self.ring.index, self.mask
         if mask is not None:
             start = self.ring.columns_before(owner)
@@ -231,7 +221,7 @@ class _Contrastive(Node):
 
 
 def _of_counted(upstream: Tensor, pairs: Pairs) -> Tensor:
-    """Returns `upstream` (N,) with 0 in ignored rows, where inf · 0 would be NaN."""
+    """`upstream` (N,) with 0 in ignored rows, where inf · 0 would be NaN."""
     if pairs.ignored is not None:
         upstream = torch.where(pairs.ignored, 0.0, upstream)
     return upstream.contiguous()
@@ -240,10 +230,9 @@ def _of_counted(upstream: Tensor, pairs: Pairs) -> Tensor:
 def _losses(
     similarities: Similarities, pairs: Pairs, how: How, needs: Sequence[bool] | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Sums | None]:
-    """Returns the loss of each row, the normalisers of rows and columns, and the gradients.
+    """The loss of each row, the normalisers of rows and columns, and the gradients.
 
-    If the loss has one direction, the normalisers of columns are None. If `needs` is None, the
-    gradients are None.
+    The normalisers of columns are None in one direction, and the gradients if `needs` is None.
     """
     backend, gradients = similarities.backend, None
     rows, columns = (_no_logits(len(t), pairs.scale) for t in (pairs.a, pairs.b))
@@ -285,11 +274,10 @@ def _losses(
 def _finished(
     backend: Any, rows: Tensor, of_positives: Tensor, pairs: Pairs, at: slice
 ) -> tuple[Tensor, Tensor]:
-    """Returns the losses and the normalisers of some rows.
+    """The losses and the normalisers of some rows.
 
-    The loss of an ignored row is 0. Both numbers of its normaliser are inf, so that the row's
-    gradient is 0 even if all its pairs are left out. If the positive of a row is out of range, the
-    loss and the normaliser of this row are NaN.
+    In an ignored row, the loss is 0 and the normaliser inf, so that the gradient is 0 even if all
+    pairs are left out. If the positive is out of range, both are NaN.
     """
     loss, lse = backend.contrastive_finish(rows[at], of_positives[at], pairs.scale)
     if pairs.bad is not None and pairs.ignored is not None:
@@ -301,10 +289,7 @@ def _finished(
 
 
 def _reduced(losses: Tensor, ignored: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
-    """Returns the sum or mean of the losses of all ranks, and the factor that multiplies each loss.
-
-    The factor is 1 for a sum, and 1 / count for a mean.
-    """
+    """The sum or mean of the losses of all ranks, and the factor (1, or 1 / count) of each loss."""
     count = torch.full((), len(losses), device=losses.device, dtype=torch.float64)
     if ignored is not None:
         count = (~ignored).sum().double()
@@ -322,7 +307,7 @@ def _sums(
     by_row: Tensor | None,  # (N,), the upstream gradient, or None for ones
     needs: Sequence[bool],  # whether `a`, `b`, `scale` and the other arguments need a gradient
 ) -> Sums:
-    """Runs the second pass, and returns the gradients of `a`, `b` and `scale`."""
+    """The second pass: the gradients of `a`, `b` and `scale`."""
     for_a, for_b, for_scale, *_ = needs
     backend, gradients = similarities.backend, Gradients(similarities, for_a)
     d_scale = torch.zeros_like(pairs.scale) if for_scale else None
@@ -352,7 +337,6 @@ def _sums(
 def _scaled(
     sums: Sums, pairs: Pairs, how: How, share: Tensor | None, upstream: Tensor, scale: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Computes the gradients of `a`, `b` and `scale` from the sums over all pairs."""
     factor = pairs.scale.new_full((), 0.5 if how.symmetric else 1.0)
     if share is not None:
         factor = factor * share * upstream
@@ -369,7 +353,7 @@ def _scaled(
 
 
 def _no_logits(count: int, like: Tensor) -> Tensor:
-    """Returns the initial states of `count` rows, with the max -inf and the sum 0."""
+    """The initial states of `count` rows, with the max -inf and the sum 0."""
     state = like.new_zeros((count, 2))
     state[:, 0] = -torch.inf
     return state

@@ -1,4 +1,4 @@
-"""The contrastive losses as `nn.Module`s. The scale and the bias of a loss can be trained."""
+"""The contrastive losses as `nn.Module`s, whose scale and bias can be trained."""
 
 import math
 
@@ -13,7 +13,7 @@ from .sigmoid import sigmoid_contrastive
 
 
 class _Group:
-    """Holds a process group. A process group cannot be copied, so all copies share one group."""
+    """A process group, which cannot be copied; all copies of a module share it."""
 
     def __init__(self, group):
         self.group = group
@@ -31,7 +31,7 @@ class _Group:
 
 
 class _ContrastiveModule(nn.Module):
-    """Base class of contrastive losses. The scale is exp(log_scale), and can be trained."""
+    """The scale is exp(log_scale), and can be trained."""
 
     log_scale: Tensor
 
@@ -50,7 +50,7 @@ class _ContrastiveModule(nn.Module):
         self._number("log_scale", math.log(scale))
 
     def _number(self, name: str, value: float) -> None:
-        """Registers one number as a parameter, or as a buffer if the module is not trainable."""
+        """A parameter, or a buffer if the module is not trainable."""
         number = torch.tensor(value, dtype=torch.float32)
         if self.trainable:
             self.register_parameter(name, nn.Parameter(number))
@@ -58,10 +58,9 @@ class _ContrastiveModule(nn.Module):
             self.register_buffer(name, number)
 
     def _scale(self) -> Tensor:
-        """Returns the scale exp(log_scale), which is at most max_scale.
+        """exp(log_scale), at most max_scale.
 
-        As in CLIP, the parameter log_scale is clamped in place. So a later step of the optimiser
-        can reduce the scale again.
+        As in CLIP, log_scale is clamped in place, so that a later step can reduce the scale again.
         """
         if self.max_scale is not None:
             with torch.no_grad():
@@ -80,11 +79,10 @@ class _ContrastiveModule(nn.Module):
 class ContrastiveLoss(_ContrastiveModule):
     """`logitless.contrastive` as a module, with a scale that can be trained.
 
-    The scale is exp(log_scale). The scale starts at `scale`, and is at most `max_scale`. As in
-    CLIP, the parameter is the logarithm of the scale. With trainable=False, the scale is constant.
-    The module does not normalise the embeddings. `group` is not stored in a state_dict. Copies of a
-    module share the group, and a module with a group cannot be pickled. The other options are the
-    same as in `logitless.contrastive`.
+    The parameter is log_scale, as in CLIP: the scale exp(log_scale) starts at `scale`, and is at
+    most `max_scale`. With trainable=False, it is constant. The embeddings are not normalised. The
+    state_dict does not hold `group`; copies of a module share it, and a module with a group cannot
+    be pickled. The other options are those of `logitless.contrastive`.
 
     >>> loss = ContrastiveLoss()(images, texts)
     """
@@ -126,9 +124,8 @@ class ContrastiveLoss(_ContrastiveModule):
 class SigmoidContrastiveLoss(_ContrastiveModule):
     """`logitless.sigmoid_contrastive` as a module, with a scale and a bias that can be trained.
 
-    The scale is exp(log_scale). By default, training starts at scale 10 and bias -10, as in SigLIP.
-    By default, the scale has no upper bound. The other options are the same as in
-    `ContrastiveLoss`.
+    The scale is exp(log_scale). By default, training starts at scale 10 and bias -10, as in SigLIP,
+    and the scale has no upper bound. The other options are those of `ContrastiveLoss`.
 
     >>> loss = SigmoidContrastiveLoss()(images, texts)
     """

@@ -1,13 +1,9 @@
 """A ring of ranks, in which each rank sends blocks of embeddings to the next rank.
 
-Each rank keeps its own rows of `a`. The rows of `b` on one rank form a block. In each step, a rank
-computes the similarities of its own rows of `a` with one block, and sends the block to the next
-rank. With R ranks, R steps compute the similarities of all pairs. A rank holds at most two blocks
-at a time, so the memory of a rank does not grow with the number of ranks.
-
-Some sums, such as the gradient of `b`, have one entry per row of `b`. The ranks send these sums
-together with the block. Every rank adds its own contribution to the sums. After the last step, the
-sums are sent to the rank that owns the block. The order of the additions is fixed.
+A block is the rows of `b` on one rank. In each of R steps, a rank pairs its own rows of `a` with
+one block, and sends the block on. It holds at most two blocks, however many ranks there are. Sums
+with one entry per row of `b`, such as its gradient, travel with the block: every rank adds its
+part, in a fixed order, and after the last step they return to the owner of the block.
 """
 
 import contextlib
@@ -25,10 +21,7 @@ Visit = Callable[[int, Sequence[Tensor], Sequence[Tensor]], None]
 
 
 class Ring:
-    """The ranks of a group, and the numbers of rows of `a` and `b` on each rank.
-
-    If the group is None, this process computes the loss alone.
-    """
+    """The ranks of a group (None: this process alone), and their numbers of rows of `a` and `b`."""
 
     rows: list[int]
     columns: list[int]
@@ -40,10 +33,9 @@ class Ring:
 
     @contextlib.contextmanager
     def same_call(self, name: str, *args: Any) -> Iterator[None]:
-        """Context manager for the code that checks the arguments of a call.
+        """Checks the arguments of a call in the `with` block.
 
-        With LOGITLESS_CHECK=1, all ranks raise an error if the `with` block raises an error on one
-        rank. All ranks also raise an error if they pass different options.
+        With LOGITLESS_CHECK=1, an error on one rank, or different options, raise on all ranks.
         """
         compares = self.count > 1 and thorough()
         try:
@@ -63,18 +55,17 @@ class Ring:
 
     @property
     def largest(self) -> int:
-        """The largest number of rows of `b` on any rank."""
         return max(self.columns)
 
     def columns_before(self, owner: int) -> int:
-        """The total number of rows of `b` on all ranks before the rank `owner`."""
+        """The number of rows of `b` on all ranks before the rank `owner`."""
         return sum(self.columns[:owner])
 
     def around(self, given: Sequence[Tensor], sums: Sequence[Tensor], visit: Visit) -> list[Tensor]:
-        """Calls visit(owner, given, sums) for the block of each rank, and returns this rank's sums.
+        """Calls visit(owner, given, sums) for the block of each rank; returns this rank's sums.
 
-        `given` and `sums` are lists of tensors of this rank's block. Each tensor has one entry per
-        row of `b`. `visit` adds to `sums` in place. The next block is sent while `visit` computes.
+        The tensors have one entry per row of `b`. `visit` adds to `sums` in place, and the next
+        block is sent while it computes.
         """
         given, sums = list(given), list(sums)
         for step in range(self.count):
@@ -95,11 +86,7 @@ class Ring:
 
 
 def _text(value: Any) -> Any:
-    """Returns a description of an argument, which is compared between ranks.
-
-    The description leaves out the number of rows and the values of a tensor, because ranks can have
-    different rows.
-    """
+    """What is compared between ranks: not the number of rows, and no values."""
     if isinstance(value, (tuple, list)):
         return [_text(one) for one in value]
     if isinstance(value, Tensor):

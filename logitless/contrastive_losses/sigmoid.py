@@ -1,10 +1,8 @@
 """The sigmoid loss of SigLIP, in which every pair is one binary classification.
 
-The loss has no normaliser. So the loss and the gradient of a chunk depend only on the similarities
-of this chunk. With reduction="mean" or "sum", forward computes the loss and the gradients in three
-GEMMs. Backward multiplies the gradients by the upstream gradient. With reduction="none", the
-upstream gradient differs between rows. So backward computes the similarities again, and the loss
-takes four GEMMs.
+Without a normaliser, loss and gradient of a chunk depend only on its own similarities. So forward
+computes both for a mean or sum, in three GEMMs, and backward scales. For "none", upstream gradients
+differ between rows, and backward computes the similarities again: four GEMMs.
 """
 
 from collections.abc import Sequence
@@ -38,22 +36,20 @@ def sigmoid_contrastive(
 ) -> Tensor:
     """Computes the sigmoid loss of SigLIP over all pairs of rows of `a` and `b`.
 
-    Let z = scale · a bᵀ + bias be the logits of all pairs. Let y be 1 for positives, and -1 for all
-    other pairs. The loss of row i is
+    With the logits z = scale · a bᵀ + bias of all pairs, for `a` (N, D) and `b` (M, D), and y = 1
+    for positives, -1 for all other pairs, the loss of row i is
 
         Σ_j log(1 + e^(-y_ij z_ij))
 
-    `positives` (N,) holds the index of the positive in `b` for each row of `a`. By default, the
-    positive of row i is row i of `b`. With reduction="mean", the sum is divided by the number of
-    rows of `a`. With reduction="none", the function returns one loss per row. `scale` and `bias`
-    are numbers, or tensors with one number. The tensors can require gradients. SigLIP starts with
-    scale 10 and bias -10, because most pairs are negatives.
+    `positives` (N,) holds the index of each row's positive in `b`, by default i. "mean" divides by
+    the number of rows of `a`, and "none" returns one loss per row. `scale` and `bias` are numbers,
+    or tensors with one number, which can require gradients. SigLIP starts with scale 10 and bias
+    -10, because most pairs are negatives.
 
-    Forward and backward together take three GEMMs for "mean" and "sum", and four GEMMs for "none".
-    The other arguments have the same meaning as in `contrastive`. With `group`, each row of `a` is
-    paired with the rows of `b` on all ranks.
-
-    torch.compile breaks the graph at this function, so fullgraph=True raises an error.
+    The other arguments are those of `contrastive`; with `group`, each row of `a` is paired with the
+    rows of `b` on all ranks. Forward and backward together take three GEMMs for "mean" and "sum",
+    and four for "none". torch.compile breaks the graph at this function, so fullgraph=True raises
+    an error.
 
     >>> sigmoid_contrastive(torch.eye(3), torch.eye(3), scale=10.0, bias=-5.0)
     tensor(0.0201)
@@ -85,8 +81,6 @@ def _evaluate(a, b, scale, bias, positives, reduction, group, averaged, workspac
 
 
 class How(NamedTuple):
-    """The options of a call of `sigmoid_contrastive`."""
-
     ring: Ring
     reduction: str
     averaged: bool
@@ -94,8 +88,6 @@ class How(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call."""
-
     a: Tensor
     b: Tensor
     scale: Tensor
@@ -103,13 +95,10 @@ class Inputs(NamedTuple):
     positives: Tensor | None
 
     def number(self, t: Tensor) -> Tensor:
-        """Returns `scale` or `bias` as one number in the precision of the sums."""
         return t.detach().reshape(()).to(PRECISION[self.a.dtype])
 
 
 class Needs(NamedTuple):
-    """One flag per tensor. A flag is True if its tensor needs a gradient."""
-
     a: bool
     b: bool
     scale: bool
@@ -121,7 +110,7 @@ class Needs(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The gradients of the sum of all losses. `_scaled` multiplies these gradients by factors."""
+    """The gradients of the sum of all losses, before `_scaled`."""
 
     a: Tensor | None
     b: Tensor | None
@@ -159,13 +148,12 @@ class _SigmoidContrastive(Node):
 def _pass(
     inputs: Inputs, how: How, needs: Needs | None, upstream: Tensor | None = None
 ) -> tuple[Tensor, Sums | None]:
-    """Returns the loss of each row, and the gradients of the sum of all losses.
+    """The loss of each row, and the gradients of the sum of all, unless `needs` is None.
 
-    If `needs` is None, no gradients are computed. If `upstream` (N,) is given, the gradient of each
-    row is multiplied by `upstream`.
+    `upstream` (N,) multiplies the gradient of each row.
     """
     ring, a, b = how.ring, inputs.a, inputs.b
-    # Forward and backward can use different backends, because this loss stores no normalisers.
+    # Without stored normalisers, forward and backward can use different backends.
     similarities = Similarities(a, ring.largest, how.workspace)
     backend = similarities.backend
     scale, bias = inputs.number(inputs.scale), inputs.number(inputs.bias)
@@ -173,8 +161,7 @@ def _pass(
     losses, numbers = scale.new_zeros(len(a)), scale.new_zeros(2)
     own, bad = inputs.positives, None
     if own is not None:
-        # On a GPU, a positive out of range raises no error. Instead, the row's loss and gradient
-        # are NaN.
+        # On a GPU, a positive out of range makes loss and gradient of its row NaN.
         bad = (own < 0) | (own >= len(b))
         upstream = torch.where(bad, torch.nan, 1.0 if upstream is None else upstream)
 
@@ -202,10 +189,7 @@ def _pass(
 
 
 def _reduced(losses: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    """Returns the sum or mean of the losses of all ranks, and the factor that multiplies each loss.
-
-    The factor is 1 for a sum, and 1 / rows for a mean.
-    """
+    """The sum or mean of the losses of all ranks, and the factor (1, or 1 / rows) of each loss."""
     total = how.ring.total(losses.sum().double())
     share = 1 / max(sum(how.ring.rows), 1) if how.reduction == "mean" else 1.0
     return (total * share).to(losses.dtype), losses.new_full((), share)
@@ -215,7 +199,6 @@ def _scaled(
     sums: Sums, inputs: Inputs, how: How, share: Tensor | None, upstream: Tensor,
     needs: Needs,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Computes the gradients of `a`, `b`, `scale` and `bias` from the sums over all pairs."""
     factor = inputs.number(torch.ones_like(inputs.scale))
     if share is not None:
         factor = share * upstream * (how.ring.count if how.averaged else 1)

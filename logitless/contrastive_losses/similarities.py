@@ -1,9 +1,8 @@
 """Computes the similarities a @ b.T in chunks of rows, and the gradients of `a` and `b`.
 
-One chunk of similarities is in memory at a time. A backend reads the chunk, or overwrites the chunk
-with its gradient. All chunks use the same memory. Some losses read all chunks in a first pass, and
-overwrite all chunks in a second pass. The second pass takes the chunks in reverse order, because
-the last chunk of the first pass is still in memory. This chunk is not computed again.
+All chunks use the same memory: a backend reads a chunk, or overwrites it with its gradient. A
+second pass that overwrites takes the chunks in reverse order, because the last one of the first
+pass is still in memory, and is not computed again.
 """
 
 from collections.abc import Iterator
@@ -20,14 +19,11 @@ from ..heads.choose_cut import default_workspace, even_chunk
 from ..heads.gemms import add_product, autocasts, cast_by_autocast
 from ..heads.gradient_sums import Sum, clear_padding
 
-# Rows of similarities are padded to a multiple of PACK columns. The kernels then read 16 bytes at a
-# time, because Triton vectorises a load only if the stride is a multiple of 16.
+# Columns are padded to a multiple: Triton loads 16 bytes at a time only if the stride is one of 16.
 PACK = 16
-# In the eager backend, a chunk and up to four temporary tensors of the same size are in memory at
-# once. So a chunk gets only a part of the workspace.
+# A chunk gets this part of the workspace: `eager` has up to four temporary tensors of its size.
 EAGER_PART = 8
-# The largest number of rows of a chunk. CUDA allows 65,535 programs along the second dimension of a
-# grid. Each program computes at least 64 rows.
+# CUDA allows 65,535 programs along a grid's second dimension, each of at least 64 rows.
 MOST_ROWS = 1 << 21
 
 
@@ -40,13 +36,12 @@ class Chunk(NamedTuple):
 
 
 class Similarities:
-    """The similarities of `a` with one or several blocks of `b`."""
+    """The similarities of `a` with blocks of `b`."""
 
     def __init__(self, a: Tensor, most: int, workspace: int | None, backend: Any = None):
-        """Allocates the memory of a chunk.
+        """`most` is the largest number of rows of a block.
 
-        `most` is the largest number of rows of `b` in a block. Backward passes the backend that
-        forward used, because each backend stores normalisers in its own units.
+        Backward passes the backend of forward, because each has its own units of normalisers.
         """
         self.backend: Any = backend_of(a) if backend is None else backend
         self.full = PRECISION[a.dtype]
@@ -58,14 +53,11 @@ class Similarities:
         self.step = min(even_chunk(len(a), limit // max(width, 1)), MOST_ROWS)
         size = min(self.step, len(a)) * _padded(most)
         self.memory = torch.empty(size, device=a.device, dtype=self.a.dtype)
-        # The owner and the rows of the chunk in `memory`, or None after the chunk was overwritten.
+        # the owner and the rows of the chunk in memory; None once it is overwritten
         self.in_memory: tuple[int, slice] | None = None
 
     def working(self, t: Tensor) -> Tensor:
-        """Converts embeddings to the dtype of the GEMMs and to contiguous memory.
-
-        On a CPU, GEMMs of 16-bit tensors are slow, so the eager backend computes in fp32.
-        """
+        # 16-bit GEMMs are slow on a CPU, so the eager backend computes in fp32
         if self.backend is eager and not t.is_cuda:
             t = t.to(self.full)
         return t.contiguous()
@@ -73,11 +65,7 @@ class Similarities:
     def chunks(
         self, owner: int, b: Tensor, block: Block, overwritten: bool = False
     ) -> Iterator[Chunk]:
-        """Computes the similarities with the block `b` of rank `owner`, one chunk at a time.
-
-        `overwritten` is True if the caller overwrites the chunks. The chunks then come in reverse
-        order.
-        """
+        """The similarities with the block `b` of rank `owner`, in reverse if to be overwritten."""
         m, width = len(b), _padded(len(b))
         starts = range(0, len(self.a), self.step)
         for start in reversed(starts) if overwritten else starts:
@@ -91,10 +79,7 @@ class Similarities:
 
 
 class Gradients:
-    """Sums the gradient of `a`, and the gradient of the current block of `b`, in fp32 or fp64.
-
-    These gradients are not yet multiplied by `scale`.
-    """
+    """The gradients of `a` and of the current block of `b`, in fp32 or fp64, without `scale`."""
 
     def __init__(self, similarities: Similarities, for_a: bool):
         self.backend, self.a, self.full = (
@@ -106,10 +91,7 @@ class Gradients:
         return torch.zeros(t.shape, device=t.device, dtype=self.full)
 
     def add(self, chunk: Chunk, b: Tensor, d_b: Tensor | None) -> None:
-        """Adds the contributions of a chunk to the gradient of `a`, and to `d_b`.
-
-        `chunk.x` holds the gradient of the similarities.
-        """
+        """`chunk.x` holds the gradient of the similarities."""
         dz, rows = chunk.x, chunk.rows
         if dz.device.type == "cpu":
             clear_padding(dz)
@@ -120,7 +102,7 @@ class Gradients:
 
 
 def times(total: Tensor | None, factor: Tensor, like: Tensor) -> Tensor | None:
-    """Returns `total` · `factor` in the dtype of `like`."""
+    """`total` · `factor` in the dtype of `like`."""
     if total is None:
         return None
     out = total if total.dtype == like.dtype else torch.empty_like(total, dtype=like.dtype)
@@ -128,17 +110,14 @@ def times(total: Tensor | None, factor: Tensor, like: Tensor) -> Tensor | None:
 
 
 def cast_embeddings(a: Any, b: Any) -> tuple[Any, Any]:
-    """Casts `a` and `b` to the dtype of autocast, if autocast is on and `a` and `b` are tensors."""
+    """Casts to the dtype of autocast, if it is on and both are tensors."""
     if isinstance(a, Tensor) and isinstance(b, Tensor) and autocasts(a.device):
         return cast_by_autocast(a), cast_by_autocast(b)
     return a, b
 
 
 def picked(chunk: Chunk, valid: Tensor | None) -> Tensor | None:
-    """Returns each row's similarity with its positive, or None if the block has no positives.
-
-    `valid` is True for rows that have a positive. The result is arbitrary for all other rows.
-    """
+    """The similarity of each row with its positive (arbitrary unless `valid`), or None."""
     x, block = chunk.x, chunk.block
     if block.positives is not None:
         columns = block.positives if valid is None else torch.where(valid, block.positives, 0)
