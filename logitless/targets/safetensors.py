@@ -1,13 +1,11 @@
 """Reads and writes files in the safetensors format, which contains no code.
 
-A file has three parts: eight bytes with the length of the header, a header in JSON, and the bytes
-of the tensors. The numbers of the tensors are little-endian, and there are no gaps between tensors.
-A file can be damaged or malicious. So every size in the header is compared with the length of the
-file before memory of this size is allocated.
+A file is eight bytes with the length of the header, a header in JSON, and the bytes of the tensors,
+little-endian and without gaps. It can be damaged or malicious, so every size in the header is
+compared with the length of the file before memory is allocated.
 
-This module does not use the `safetensors` package, for two reasons. To read the slices of a batch,
-the package takes five times as long as this module. The package also kills the process if an open
-file is truncated.
+The package `safetensors` took five times as long to read the slices of a batch, and kills the
+process if an open file is truncated.
 """
 
 import ctypes
@@ -34,10 +32,7 @@ _METADATA = "__metadata__"
 
 
 class Entry(NamedTuple):
-    """The header's entry for one tensor.
-
-    `begin` and `end` are offsets in bytes from the end of the header.
-    """
+    """One tensor. `begin` and `end` are offsets in bytes from the end of the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -46,18 +41,13 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The checked header of a file."""
-
     metadata: dict[str, str]
     entries: dict[str, Entry]
     start: int  # the offset in the file where the bytes of the tensors start
 
 
 def buffer(t: Tensor) -> Any:
-    """Returns the memory of a contiguous CPU tensor without a copy.
-
-    The result is valid as long as the tensor exists.
-    """
+    """The memory of a contiguous CPU tensor, without a copy; valid while the tensor exists."""
     return (ctypes.c_char * (t.numel() * t.itemsize)).from_address(t.data_ptr())
 
 
@@ -67,12 +57,11 @@ def write(
     metadata: dict[str, str],
     durable: bool = False,
 ) -> None:
-    """Writes tensors to a file. A failed write leaves the old file at `path` unchanged.
+    """Writes tensors to another name, and renames it, so a failed write keeps the old file.
 
-    The file is written under another name and then renamed. If `durable` is True, the file is on
-    the disk when this function returns.
+    If `durable` is True, the file is on the disk when this function returns.
     """
-    # Wide dtypes come first, so that each tensor is aligned to its dtype.
+    # wide dtypes first, so that each tensor is aligned to its dtype
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     contiguous = {name: tensors[name].detach().cpu().contiguous() for name in order}
     header: dict[str, Any] = {_METADATA: metadata}
@@ -111,10 +100,7 @@ def sync(folder: Path) -> None:
 
 
 def mapped(path: str | os.PathLike, header: Header) -> dict[str, Tensor]:
-    """Maps the tensors of a file into memory. `header` is the result of `read_header`.
-
-    Writing to the tensors changes neither the file nor the memory of other processes.
-    """
+    """Maps tensors into memory. Writing to them changes neither the file nor other processes."""
     size = header.start + max((entry.end for entry in header.entries.values()), default=0)
     whole = torch.from_file(os.fspath(path), shared=False, size=size, dtype=torch.uint8)
     tensors = {}
@@ -129,7 +115,7 @@ def mapped(path: str | os.PathLike, header: Header) -> dict[str, Tensor]:
 
 
 def read(path: str | os.PathLike, header: Header) -> dict[str, Tensor]:
-    """Reads the tensors of a file into CPU memory. `header` is the result of `read_header`."""
+    """Reads tensors into CPU memory, with the result of `read_header`."""
     tensors = {}
     with open(path, "rb") as file:
         for name, (dtype, shape, begin, end) in header.entries.items():
@@ -150,16 +136,12 @@ def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tens
 
 
 def read_header(path: str | os.PathLike) -> Header:
-    """Reads the header of a file, and checks every size and offset in the header."""
     with open(path, "rb") as file:
         return header_in(path, file, os.fstat(file.fileno()).st_size)
 
 
 def from_bytes(name: str, data: bytes) -> tuple[Header, dict[str, Tensor]]:
-    """Returns the checked header and the tensors of a file.
-
-    `data` holds the bytes of the file, and `name` is the name of the file in error messages.
-    """
+    """The header and the tensors of a file with the bytes `data`; `name` is for errors."""
     header = header_in(name, io.BytesIO(data), len(data))
     tensors = {}
     for column, (dtype, shape, begin, end) in header.entries.items():
@@ -169,7 +151,7 @@ def from_bytes(name: str, data: bytes) -> tuple[Header, dict[str, Tensor]]:
 
 
 def header_in(path: str | os.PathLike, file: BinaryIO, size: int) -> Header:
-    """Reads the header of an open file of `size` bytes, and checks all sizes and offsets."""
+    """Reads the header of an open file of `size` bytes, and checks every size and offset."""
     length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= min(size - 8, _HEADER_BYTES):
         limit = f"{_HEADER_BYTES} bytes within the file's {size} bytes"
@@ -215,7 +197,6 @@ def _entry(path: str | os.PathLike, name: str, field: Any) -> Entry:
 
 
 def _are_sizes(value: Any) -> bool:
-    """Returns whether the value is a list of integers in [0, 2^63)."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 

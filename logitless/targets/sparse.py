@@ -1,7 +1,4 @@
-"""SparseTargets: a teacher's K most probable ids per row, which can be saved, batched and indexed.
-
-losses/sparse_teacher.py creates SparseTargets (capture_topk) and computes losses (topk_distill).
-"""
+"""SparseTargets: a teacher's K ids per row, which can be saved, batched and indexed."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -23,18 +20,16 @@ _NAMES = ("ids", "logprobs", "tail", "mask")
 class SparseTargets:
     """A teacher's distribution per row: K ids, their log-probabilities, and the mass of other ids.
 
-    `ids` has shape (..., K) and dtype int32 or int64. `logprobs` has shape (..., K), and holds the
-    teacher's log-probabilities of these ids, at the teacher's temperature. `tail` has shape (...),
-    and holds the log of the mass outside the ids. If this mass is unknown, `tail` is None. A slot
-    is one of the K positions of a row. `mask` has shape (..., K), or is None. Slots whose mask is
-    False or 0 are ignored. An id can be in several slots of a row, and every slot adds its own term
-    to a loss.
+    `ids` (..., K) is int32 or int64. `logprobs` (..., K) holds the teacher's log-probabilities of
+    these ids, at the teacher's temperature. `tail` (...) is the log of the mass outside the ids, or
+    None if unknown. Slots, the K positions of a row, are ignored where `mask` (..., K) is False or
+    0. An id can be in several slots of a row, and every slot adds its own term to a loss.
 
-    On a CPU, or with LOGITLESS_CHECK=1, it is an error if the probabilities of a row add up to more
-    than 1. In the sum of probabilities, a repeated id counts once, with its largest probability. A
-    sum of up to 1 + 2⁻⁸ (1 + log(K + 1)) is allowed, because of rounding errors.
+    A ValueError is raised on a CPU, or with LOGITLESS_CHECK=1, if the probabilities of a row add up
+    to more than 1, by more than the rounding error 2⁻⁸ (1 + log(K + 1)). Here, a repeated id counts
+    once, with its largest probability.
 
-    Indexing selects rows. For example, targets[:, 1:] drops the first position of each sequence.
+    Indexing selects rows: targets[:, 1:] drops the first position of each sequence.
 
     >>> targets = capture_topk(teacher_logits, 64)
     >>> loss = topk_distill(logits, targets, divergence="forward_kl", support="tail")
@@ -69,7 +64,7 @@ class SparseTargets:
         *,
         non_blocking: bool = False,
     ) -> "SparseTargets":
-        """Moves the targets to a device, converts `logprobs` and `tail` to a dtype, or does both.
+        """Moves the targets to a device, converts `logprobs` and `tail` to a dtype, or both.
 
         >>> targets.to("cuda", torch.float16)
         """
@@ -92,15 +87,12 @@ class SparseTargets:
         return self.shape[0]
 
     def __getitem__(self, rows) -> "SparseTargets":
-        """Selects rows. An index over the K ids of a row raises an error."""
+        """Selects rows. An index over the K ids of a row raises an IndexError."""
         index = sparse_checks.row_index(rows, self.ids)
         return self._map(lambda t: t[index])
 
     def reshape(self, *rows: int | Sequence[int]) -> "SparseTargets":
-        """Returns the same rows in another shape.
-
-        reshape((2, -1)) and reshape(2, -1) have the same result.
-        """
+        """Returns the same rows in another shape, given as one tuple or as several sizes."""
         shape: Any = rows[0] if len(rows) == 1 and isinstance(rows[0], Sequence) else rows
         lead = len(self.shape)
         return self._map(lambda t: t.reshape((*shape, *t.shape[lead:])))
@@ -109,10 +101,9 @@ class SparseTargets:
     def cat(targets: Sequence["SparseTargets"], dim: int = 0) -> "SparseTargets":
         """Concatenates the rows of several targets along a dimension of rows.
 
-        Targets with fewer slots per row are padded to the largest K. The added slots are masked,
-        and have the id 0 and the log-probability -inf. The result has a mask if any of the targets
-        has a mask or is padded. Dtypes are promoted as in torch.cat. It is an error if only some of
-        the targets have a tail.
+        Targets with fewer slots per row are padded to the largest K with masked slots, of id 0 and
+        log-probability -inf. The result has a mask if one of the targets has a mask or is padded.
+        Dtypes are promoted as in torch.cat. Either all targets or none must have a tail.
         """
         sparse_checks.joined(targets, SparseTargets)
         dim = sparse_checks.row_dim(dim, len(targets[0].shape))
@@ -121,9 +112,9 @@ class SparseTargets:
 
     @staticmethod
     def stack(targets: Sequence["SparseTargets"], dim: int = 0) -> "SparseTargets":
-        """Stacks several targets along a new dimension of rows. Rows are padded as in `cat`.
+        """Stacks several targets along a new dimension of rows, padded as in `cat`.
 
-        `default_collate`, the default `collate_fn` of a DataLoader, calls `stack` for targets.
+        `default_collate`, the default `collate_fn` of a DataLoader, calls it.
         """
         sparse_checks.joined(targets, SparseTargets)
         dim = sparse_checks.row_dim(dim, len(targets[0].shape) + 1)
@@ -131,15 +122,12 @@ class SparseTargets:
         return _join(targets, lambda tensors: torch.stack(tensors, dim))
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the targets to a file in the safetensors format. Such a file contains no code."""
+        """Writes the targets to a safetensors file, which contains no code."""
         safetensors.write(path, _present(self), {"format": FORMAT, "version": VERSION})
 
     @staticmethod
     def load(path: str | os.PathLike) -> "SparseTargets":
-        """Reads a file that `save` wrote. The tensors of the result are on the CPU.
-
-        Raises an error if the file has another format.
-        """
+        """Reads a file of `save` to the CPU. A file of another format raises a ValueError."""
         header = safetensors.read_header(path)
         sparse_checks.saved(path, header, FORMAT, VERSION)
         return SparseTargets(**safetensors.read(path, header))
@@ -164,11 +152,10 @@ def _present(targets: SparseTargets) -> dict[str, Tensor]:
 
 
 def unchecked(ids, logprobs, tail=None, mask=None) -> SparseTargets:
-    """Builds SparseTargets without checks, from valid tensors or from leaves of a pytree."""
+    """Without checks, from valid tensors, or from leaves of a pytree."""
     targets = object.__new__(SparseTargets)
     for name, t in zip(_NAMES, (ids, logprobs, tail, mask), strict=True):
-        # The dataclass is frozen, so object.__setattr__ sets its attributes. Older versions of
-        # Dynamo can trace this call too.
+        # The dataclass is frozen. Older versions of Dynamo can trace this call too.
         object.__setattr__(targets, name, t)
     return targets
 
@@ -187,7 +174,7 @@ def _join(targets: Sequence[SparseTargets], join: Callable) -> SparseTargets:
 
 
 def _padded(targets: SparseTargets, k: int, masked: bool) -> tuple:
-    """Returns the tensors padded to k slots. If `masked` is True, the returned mask is not None."""
+    """Pads the tensors to k slots, with a mask if `masked`."""
     ids, logprobs, tail, mask = _tensors(targets)
     if masked:
         mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
@@ -203,8 +190,7 @@ def _collate(batch: Sequence[SparseTargets], *, collate_fn_map=None) -> SparseTa
     return SparseTargets.stack(batch)
 
 
-# Pickled targets contain the module name "logitless", so that they can be loaded even after the
-# class is moved to another file.
+# Pickles name the module "logitless", so they can be loaded after the class moves to another file.
 SparseTargets.__module__ = "logitless"
 torch.serialization.add_safe_globals([SparseTargets])
 default_collate_fn_map[SparseTargets] = _collate

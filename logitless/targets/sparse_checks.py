@@ -1,4 +1,4 @@
-"""Checks SparseTargets. Errors have the form `<argument> must <rule>, got <value>.`"""
+"""Checks of SparseTargets."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from ..core.tensor_checks import _floating, _integer, _same_device, _shape
 
 
 def tensors(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:
-    """Checks the shapes, dtypes and devices of the tensors of SparseTargets."""
     _integer("ids", ids)
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"ids must be int32 or int64, got {ids.dtype}.")
@@ -34,15 +33,12 @@ def tensors(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:
 
 
 def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None) -> None:
-    """Raises if the probabilities of a row add up to more than 1. The error names the row.
+    """Raises if the probabilities of a row add up to more than 1, and names the row.
 
-    Values on a GPU are read only with LOGITLESS_CHECK=1. A sum that exceeds 1 only by rounding
-    errors is allowed. If a log-probability `l` has a relative error u, then the probability p = e^l
-    has an error of u · |l| · p. So the errors of a row add up to u times the entropy of the row.
-    The entropy of K slots and a tail is at most log(K + 1). Adding the probabilities causes another
-    error of up to u. The values of an fp32 tensor may have been converted from bfloat16. So u is at
-    least 2⁻⁸, the rounding error of bfloat16. This function accepts rows with a NaN, because their
-    loss will be NaN anyway.
+    Values on a GPU are read only with LOGITLESS_CHECK=1. Rounding is allowed for: a relative error
+    u of log p = l is an error u · |l| · p of p, so a row has u times its entropy, which is at most
+    log(K + 1), plus u for the sum. fp32 values may come from bfloat16, so u is at least 2⁻⁸. A row
+    with a NaN passes, because its loss will be NaN anyway.
     """
     tensors = [t for t in (ids, logprobs, tail, mask) if t is not None]
     if (
@@ -63,8 +59,7 @@ def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None
     _at_most_0("logprobs", logprobs, p > most)
     if tail is not None:
         _at_most_0("tail", tail, rest > most)
-    # `_once_each` is slow, because it sorts. So `_once_each` is called only if the sum over all
-    # slots, including repeated ids, is above `most`.
+    # `_once_each` sorts, which is slow, so it waits until the sum with repeated ids is too large.
     total = _once_each(ids, p).sum(-1) + rest
     over = total > most
     if bool(over.any()):
@@ -89,11 +84,7 @@ def _where(place: tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def _once_each(ids: Tensor, p: Tensor) -> Tensor:
-    """Returns `p` sorted by id. Each id of a row has at most one probability above 0.
-
-    If an id is in several slots of a row, the slot with the largest `p` keeps its value, and the
-    other slots of this id get 0.
-    """
+    """Returns `p` sorted by id, with 0 in all slots of an id but that of its largest `p`."""
     p, order = p.sort(dim=-1, descending=True)
     ids, order = ids.gather(-1, order).sort(dim=-1, stable=True)
     repeated = torch.zeros_like(ids, dtype=torch.bool)
@@ -101,16 +92,12 @@ def _once_each(ids: Tensor, p: Tensor) -> Tensor:
     return p.gather(-1, order).masked_fill(repeated, 0.0)
 
 
-# An index such as targets[0, 1:] is a tuple of entries. Entries of these types are used unchanged.
-# Entries of other types, such as lists, are converted to tensors.
+# Entries of an index that stay as they are; others, such as lists, become tensors.
 _SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))
 
 
 def row_index(index: Any, ids: Tensor) -> tuple:
-    """Returns the index as a tuple, with slices instead of an Ellipsis.
-
-    Raises an error if an entry of the index applies to the dimension of the K ids.
-    """
+    """Returns the index as a tuple, without an Ellipsis. An entry for the K ids raises."""
     entries = index if isinstance(index, tuple) else (index,)
     entries = [entry if isinstance(entry, _SIMPLE) else _array(entry) for entry in entries]
     used = sum(map(_dimensions, entries))
@@ -132,14 +119,13 @@ def _array(entry: Any) -> Tensor:
 
 
 def _dimensions(entry: Any) -> int:
-    """Returns how many dimensions of a tensor one entry of an index applies to."""
+    """How many dimensions of a tensor one entry of an index applies to."""
     if entry is None or entry is Ellipsis or isinstance(entry, bool):
         return 0
     return entry.dim() if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
 
 
 def joined(targets: Sequence[Any], kind: type) -> None:
-    """Checks that all targets are on one device, and that all or none of them have a tail."""
     if not targets:
         raise ValueError("targets must hold at least one SparseTargets, got none.")
     for i, t in enumerate(targets):
@@ -155,10 +141,7 @@ def joined(targets: Sequence[Any], kind: type) -> None:
 
 
 def same_rows(targets: Sequence[Any], except_dim: int | None) -> None:
-    """Checks that all targets have rows of the same shape.
-
-    The targets can have different sizes in the dimension `except_dim`.
-    """
+    """Checks that all rows have the same shape, except in the dimension `except_dim`."""
     first = targets[0].shape
     for i, t in enumerate(targets):
         same = len(t.shape) == len(first) and all(
@@ -173,7 +156,6 @@ def same_rows(targets: Sequence[Any], except_dim: int | None) -> None:
 
 
 def row_dim(dim: Any, dims: int) -> int:
-    """Converts a dimension to an index in [0, dims)."""
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim must be an int, got {dim!r}.")
     if not -dims <= dim < dims:
@@ -187,7 +169,6 @@ def float_dtype(dtype: Any) -> None:
 
 
 def saved(path: Any, header: Any, form: str, version: str) -> None:
-    """Checks that a file has the format and the tensors of SparseTargets."""
     stored = header.metadata.get("format"), header.metadata.get("version")
     if stored != (form, version):
         raise ValueError(
