@@ -1,7 +1,4 @@
-"""nn.Modules for the functions in losses/. Each module stores options and calls one function.
-
-FusedHead is a linear head with lazy logits (lazy/).
-"""
+"""The functions in losses/ as `nn.Module`s that store the options, and FusedHead."""
 
 from collections.abc import Callable
 
@@ -43,8 +40,6 @@ def __dir__() -> list[str]:
 
 
 class _LogitsModule(nn.Module):
-    """Base class of the modules that read logits. The module stores temperature and softcap."""
-
     @_call.named()
     def __init__(self, temperature: float | Tensor = 1.0, softcap: float | None = None):
         super().__init__()
@@ -102,10 +97,11 @@ class Score(_LogitsModule):
 class CrossEntropyLoss(_LogitsModule):
     """Drop-in replacement for `torch.nn.CrossEntropyLoss` on (N, V) logits and class ids.
 
-    The options are the same as in `logitless.cross_entropy`. Unlike in PyTorch, the vocabulary is
-    always the last dimension. For example, targets of shape (B, T) match logits of shape (B, T, V).
-    For logits of shape (B, V, T), pass logits.movedim(1, -1). If V equals T, a wrong order of
-    dimensions is not detected, and the loss is wrong.
+    The options are those of `logitless.cross_entropy`. Unlike in PyTorch, the vocabulary is always
+    the last dimension: targets (B, T) match logits (B, T, V). For logits (B, V, T), pass
+    logits.movedim(1, -1). If V equals T, a wrong order is not detected, and the loss is wrong.
+
+    >>> loss = CrossEntropyLoss(label_smoothing=0.1)(logits, target)
     """
 
     weight: Tensor | None
@@ -154,10 +150,7 @@ class CrossEntropyLoss(_LogitsModule):
 
 
 class _LossModule(_LogitsModule):
-    """Base class of loss modules.
-
-    `options` holds all options except `temperature` and `softcap`.
-    """
+    """Base of loss modules. `options` holds all but `temperature` and `softcap`."""
 
     def __init__(self, options: dict, reading: dict):
         super().__init__(**reading)
@@ -205,7 +198,7 @@ class TopKDistillLoss(_LossModule):
 
 
 class _PairLoss(_LossModule):
-    """Base class of loss modules that take the logits of a student and of a teacher."""
+    """Base of loss modules that take the logits of a student and of a teacher."""
 
     _function: Callable
 
@@ -264,7 +257,7 @@ class TVDLoss(_PairLoss):
 class LinearCrossEntropyLoss(CrossEntropyLoss):
     """`logitless.linear_cross_entropy` as a module.
 
-    `weight` holds the class weights. The head's weight is the argument `linear_weight` of forward.
+    `weight` holds the class weights; the head's weight is the argument `linear_weight` of forward.
     """
 
     def forward(
@@ -325,12 +318,10 @@ class SampledSoftmaxLoss(nn.Module):
 class FusedHead(nn.Linear):
     """A linear head that returns lazy logits in training.
 
-    If gradients are needed, the head returns lazy logits (LazyLogits). The losses of logitless and
-    PyTorch do not materialise lazy logits. Such a loss is computed from the hidden states and the
-    weight. Without gradients, as in evaluation and sampling, logits of at most 32 MiB are plain
-    tensors, and larger logits are lazy. If `lazy_inference` is false, all logits without gradients
-    are plain tensors. The options `workspace`, `logits_dtype`, `accumulate` and `drop_ignored` have
-    the same meaning as in LinearLogits.
+    Losses of logitless and PyTorch compute lazy logits (LazyLogits) from the hidden states and the
+    weight, without materialising them. Without gradients, as in evaluation and sampling, logits of
+    at most 32 MiB are plain tensors, and larger ones lazy; with lazy_inference=False, all are plain
+    tensors. `workspace`, `logits_dtype`, `accumulate` and `drop_ignored` are those of LinearLogits.
 
     >>> head = FusedHead(4096, 128256, bias=False)
     >>> loss = cross_entropy(head(hidden), target)  # or torch.nn.functional.cross_entropy
