@@ -1,6 +1,6 @@
-"""The backend in plain PyTorch.
+"""The backend in plain PyTorch: the default on a CPU, and for fp64 on every device.
 
-This backend is the default on a CPU, and for fp64 on every device.
+core/backend.py describes its functions.
 """
 
 from .contrastive import (

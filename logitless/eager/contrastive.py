@@ -1,11 +1,8 @@
 """Contrastive losses over a block of similarities, in plain PyTorch.
 
-A block holds the similarities x = a @ b.T, where `a` and `b` hold one embedding per row. The logits
-of a block are z = scale · x. The logit of a pair that is left out is -inf. A positive is never left
-out.
-
-The state of a row or a column consists of two numbers: the max m of the logits, and the sum s of
-e^(z - m). The logits of further blocks are merged into the same state.
+A block holds similarities x = a @ b.T of embeddings; its logits are z = scale · x, and -inf for a
+pair that is left out, which a positive never is. The state of a row or column is the max m of its
+logits and s = Σ e^(z - m), so further blocks can be merged into it.
 """
 
 from collections.abc import Callable
@@ -22,18 +19,16 @@ class Block(NamedTuple):
     """The options of a block of similarities (n, m)."""
 
     scale: Tensor  # (), fp32, or fp64 for fp64 similarities
-    # The positive of each row, as a column of the block. A column outside [0, m) means that the
-    # block does not contain the positive of the row.
+    # the column of each row's positive; outside [0, m) the positive is not in this block
     positives: Tensor | None = None  # (n,), int64
-    # Without `positives`, the positive of row i is the column i + diagonal. If `positives` and
-    # `diagonal` are both None, the block contains no positives.
+    # without `positives`, row i has its positive in column i + diagonal; if both are None, the
+    # block has no positives
     diagonal: int | None = None
     mask: Tensor | None = None  # (n, m), bool; True for pairs that are left out
-    # The labels of the rows and of the columns. A pair with equal labels is left out.
+    # of the rows and columns; a pair with equal labels is left out
     labels: tuple[Tensor, Tensor] | None = None  # (n,) and (m,)
 
     def rows(self, rows: slice) -> "Block":
-        """Returns the options of the block that consists of these rows."""
         mask, labels, diagonal = self.mask, self.labels, self.diagonal
         return self._replace(
             positives=None if self.positives is None else self.positives[rows],
@@ -58,11 +53,11 @@ def contrastive_read(
 
 
 def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns -log p of the positives, and the normalisers that `contrastive_gradient` needs.
+    """Returns -log p of the positives, and the normalisers (n, 2) that `contrastive_gradient`
+    needs.
 
-    `picked` holds the similarities of the positives. The normalisers are a tensor of shape (n, 2)
-    with m and log s of each row. The numbers m and log s are stored separately, because their
-    rounded sum would lose digits of log s if m is large.
+    `picked` holds the similarities of the positives. The normalisers m and log s stay apart,
+    because their rounded sum would lose digits of log s if m is large.
     """
     m, log_s = state[:, 0], state[:, 1].log()
     return log_s - (picked.to(m.dtype) * scale - m), torch.stack((m, log_s), 1)
@@ -77,17 +72,14 @@ def contrastive_gradient(
     column_upstream: Tensor | None = None,  # (m,), or None for ones
     d_scale: bool = False,
 ) -> Tensor | None:
-    """Overwrites x with the gradient of the logits.
-
-    If `d_scale` is True, returns Σ gradient · x.
-    """
+    """Overwrites x with the gradient of the logits, and returns Σ gradient · x if `d_scale`."""
     z = _logits(x, block)
     dz = _probability(z, rows.unsqueeze(1), row_upstream, 1, block)
     if columns is not None:
         dz += _probability(z, columns.unsqueeze(0), column_upstream, 0, block)
     total = None
     if d_scale:
-        # The memory of z is reused. If a pair is left out, its entry of x can be NaN.
+        # z's memory is reused; x can be NaN where a pair is left out
         total = z.copy_(x).masked_fill_(dz == 0, 0.0).mul_(dz).sum()
     x.copy_(dz)
     return total
@@ -100,11 +92,10 @@ def sigmoid_contrastive(
     gradient: bool,
     upstream: Tensor | None = None,  # (n,), or None for ones
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the sum of softplus(-y (z + bias)) over each row, and two sums for the backward.
+    """Returns Σ softplus(-y (z + bias)) of each row, where y is 1 for positives and -1 otherwise.
 
-    In this formula, y is 1 for positives and -1 for all other pairs. If `gradient` is True, the
-    function overwrites x with the gradient of the logits. The second result then has the shape
-    (2,), and holds Σ gradient · x and Σ gradient. Otherwise, the second result is None.
+    With `gradient`, x is overwritten with the gradient of the logits, and the second result holds Σ
+    gradient · x and Σ gradient.
     """
     t = x.to(PRECISION[x.dtype]) * block.scale
     t += bias
@@ -136,7 +127,6 @@ def _logits(x: Tensor, block: Block) -> Tensor:
 
 
 def _at_positives(t: Tensor, block: Block, change: Callable[[Tensor], Tensor]) -> None:
-    """Applies `change` in place to the entries of t (n, m) that belong to positive pairs."""
     (n, m), rows = t.shape, torch.arange(len(t), device=t.device)
     if block.positives is not None:
         columns = block.positives
@@ -162,10 +152,7 @@ def _merge(state: Tensor, z: Tensor, dim: int) -> None:
 
 
 def _probability(z: Tensor, lse: Tensor, upstream: Tensor | None, dim: int, block: Block) -> Tensor:
-    """Returns p · upstream, and (p - 1) · upstream at positives.
-
-    `lse` holds the numbers m and log s along its last dimension, and p = e^((z - m) - log s).
-    """
+    """Returns p · upstream, and (p - 1) · upstream at positives; `lse` ends in (m, log s)."""
     m, log_s = lse.unbind(-1)
     p = (z - m).sub_(log_s).exp_()
     _at_positives(p, block, lambda entries: entries - 1)

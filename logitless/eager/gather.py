@@ -17,9 +17,8 @@ from .rows import (
 
 
 def gather(x: Tensor, reading: Reading) -> Tensor:
-    """Returns the softcapped logits y at the ids `reading.ids`, in the shape of `reading.ids`.
-
-    The result is NaN for ids outside [0, V), and 0 in ignored rows.
+    """Returns the softcapped logits at `reading.ids`: NaN for ids outside [0, V), 0 in ignored
+    rows.
     """
     flat = x.reshape(-1, x.shape[-1])
     at, inside = locate(reading.ids, flat.shape[0], flat.shape[1])
@@ -40,11 +39,7 @@ def gather_gradient(
     factor: Tensor | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
-    """Returns the gradient of the logits x, in the shape of x.
-
-    If several slots of a row hold the same id, the gradients of these slots are added before
-    rounding.
-    """
+    """Returns the gradient of x. Slots of a row with the same id are added before rounding."""
     V = x.shape[-1]
     flat = x.reshape(-1, V)
     rows = flat.shape[0]

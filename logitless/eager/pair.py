@@ -1,23 +1,16 @@
-"""Losses against a dense teacher in plain PyTorch, computed for one chunk of rows at a time.
+"""Losses against a dense teacher in plain PyTorch, one chunk of rows at a time.
 
-The functions `pair_read`, `pair_partial`, `pair_finish` and `pair_gradient` have the same interface
-as in kernels/. The formulas of the losses and gradients are in kernels/pair_fwd.py and
-kernels/pair_bwd.py. kernels/pair_state.py defines all symbols except d, which is defined below.
+kernels/pair_fwd.py and kernels/pair_bwd.py give the formulas, kernels/pair_state.py the symbols.
+Here d = (logit - shift) / temperature, where the shift is the max of the logits, or 0 if infinite.
+The state (N, PAIR_STATE) holds shift and Σ e^d of the student, both of the teacher, and, in nats,
 
-The forward saves a state of shape (N, PAIR_STATE), which holds five numbers per row. These numbers
-are the shift and the normaliser of the student, the shift and the normaliser of the teacher, and a
-mean in nats. A shift is the max of the logits, or 0 if the max is infinite. In this file, the
-exponents d are (logit - shift) / temperature, and the normaliser is Σ e^d. The mean is an
-expectation under the student's probabilities q. For reverse KL, the mean is Σ q (d_q - d_p), where
-d_q and d_p are the exponents of the student and of the teacher. For JSD, the mean is
-Σ q log(q / M), where M is the mixture of student and teacher. For a skewed KL, the mean is Σ q g,
-where g is a result of `_skewed`. For total variation (TVD), the mean is replaced by a ratio of two
-masses of the student (see `ratio`). For the other losses, the mean is 0. The Triton kernels save
-the mean in other units (kernels/pair_state.py).
+    reverse       Σ q (d_q - d_p)
+    jsd           Σ q log(q / M), where M is the mixture of student and teacher
+    skewed KL     Σ q g, where g is a result of `_skewed`
+    tvd           the ratio of two masses of the student, see `ratio`
 
-A partial state covers only some columns of a row. A partial state holds the max instead of the
-shift, and a sum c instead of the mean. The sum c is in nats. kernels/pair_fwd.py defines c for each
-loss.
+and 0 for the other losses. A partial state, over some columns only, holds the max instead of the
+shift, and the sum c of kernels/pair_fwd.py, in nats, instead of the mean.
 """
 
 import torch
@@ -37,10 +30,8 @@ from .rows import (
     written_to,
 )
 
-# For each kind of loss, the default chunk size is divided by the number in _DIVISORS. JSD, a skewed
-# KL and TVD need smaller chunks, because these losses keep more tensors of a chunk's size in
-# memory. JSD and a skewed KL keep about twenty such tensors. TVD keeps about ten such tensors, and
-# the other losses keep six such tensors.
+# divisors of the chunk size: JSD and a skewed KL keep about twenty tensors of a chunk's size, TVD
+# about ten, the other losses six
 _DIVISORS = {"jsd": 8, "skewed_forward": 8, "skewed_reverse": 8, "tvd": 2}
 
 
@@ -50,35 +41,30 @@ def _expected(e: Tensor, h: Tensor) -> Tensor:
 
 
 def _target(t: Tensor, reading: Reading, pair: Pair) -> Tensor:
-    """Returns the smoothed target probability of each class, times the class weight."""
     v = t if pair.blend == 0 else t * (1 - pair.blend) + pair.blend / reading.vocab
     weight = reading.class_weight
     return v if weight is None else v * weight.to(t.dtype)
 
 
 def _log(s: Tensor) -> Tensor:
-    """Returns log s, where s = Σ e^d is the normaliser of a row.
-
-    If all logits of a row are -inf, s is 0, and the function returns +inf instead of log 0 = -inf.
-    Subtracting +inf makes all log-probabilities of the row -inf, and all probabilities 0.
+    """Returns log Σ e^d, but +inf for a row that is all -inf: subtracting it makes every p of the
+    row 0.
     """
     return torch.where(s == 0, torch.inf, s).log()
 
 
 def _mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns, for each column, the JSD term, the probability q, and log(q / M).
+    """Returns, for each column, the JSD term, the probability q, and log(q / M), M = βp + (1-β)q.
 
-    The mixture M is βp + (1-β)q. The results are finite for any logits. If log q and log p are both
-    -inf, their difference is NaN. The function replaces this NaN with 1e4. Any number would give
-    the same result, because p = q = 0.
+    All are finite. If log q and log p are both -inf, their difference is NaN and becomes 1e4; any
+    number would do, because p = q = 0.
     """
     gap = log_q - log_p
     more = gap > 0
     a = gap.abs().nan_to_num(nan=1e4).clamp_max(1e4)
     share = (-a).exp()
     big = torch.fmax(log_q, log_p).exp()
-    # β is rounded to the dtype of log q, so that β + (1-β) is exactly 1. Without this rounding, JSD
-    # could differ from 0 for p = q.
+    # β in the dtype of log q, so that β + (1-β) is exactly 1 and JSD is 0 for p = q
     least = torch.finfo(gap.dtype).eps / 2
     b = torch.full((), min(max(beta, 1e-30), 1 - least), dtype=gap.dtype, device=gap.device)
     w = torch.where(more, b, 1 - b)
@@ -91,11 +77,8 @@ def _mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor,
 def _skewed(log_q: Tensor, log_p: Tensor, skew: float, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """Returns, for each column, the term of a skewed KL, the probability q, and the derivative g.
 
-    For forward KL, the divergence is Σ p log(p / M) with M = αp + (1-α)q. For reverse KL, the
-    divergence is Σ q log(q / M) with M = αq + (1-α)p. The divergence of a distribution r from M is
-    computed as Σ (r log(r / M) + M - r). In this sum, no term is negative. The results are finite
-    for any logits, as in `_mixture`. The derivative g is taken with respect to q. A constant is
-    added to g, so that g is 0 for p = q.
+    The formulas are those of `skewed` in kernels/jsd_math.py, but g is 0 for p = q. All results are
+    finite, as in `_mixture`.
     """
     forward = kind == "skewed_forward"
     log_own, log_other = (log_p, log_q) if forward else (log_q, log_p)
@@ -115,32 +98,25 @@ def _skewed(log_q: Tensor, log_p: Tensor, skew: float, kind: str) -> tuple[Tenso
 
 
 def _probabilities(d: Tensor, s: Tensor) -> Tensor:
-    """Returns the probabilities of each row from its exponents d and its normaliser s.
-
-    If all logits of a row are -inf, s is 0, and all probabilities are 0.
-    """
     return d.exp() / torch.where(s == 0, torch.inf, s)
 
 
 def _above(q: Tensor, gap: Tensor) -> Tensor:
-    """Returns q where q > p, q / 2 where q = p, and 0 elsewhere. The argument `gap` is q - p."""
+    """Returns q where q > p, q / 2 where q = p, and 0 elsewhere; gap = q - p."""
     return torch.where(gap > 0, q, torch.where(gap == 0, q / 2, 0.0))
 
 
 def ratio(above: Tensor, below: Tensor) -> Tensor:
     """Returns above / below, or infinity if `below` is 0.
 
-    `above` is Σ q over the columns with q > p, and `below` is Σ q over the columns with q < p. For
-    a column with q = p, one half of q is added to `above`, and the other half is added to `below`.
+    They are Σ q over the columns with q > p, and with q < p. A column with q = p counts half to
+    each.
     """
     return torch.where(below == 0, torch.inf, above / torch.where(below == 0, 1.0, below))
 
 
 def _slopes(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns below / (above + below) and above / (above + below) from ratio = above / below.
-
-    Both results have full relative precision, even if one of the results is tiny.
-    """
+    """Returns below / (above + below) and above / (above + below), each to full precision."""
     below = 1 / (1 + ratio)
     return below, torch.where(ratio > 1, 1 - below, ratio * below)
 
@@ -149,35 +125,28 @@ def pair_read(
     x: Tensor,  # (..., V)
     reading: Reading,
     pair: Pair,
-    # (N, PAIR_STATE), shift and normaliser of whole rows. JSD and TVD need `norms` if the logits
-    # are sharded over ranks.
+    # (N, PAIR_STATE), shift and normaliser of whole rows, for JSD and TVD over sharded columns
     norms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the loss of each row, and the state (N, PAIR_STATE) that the backward needs.
+    """Returns the loss of each row, and the state (N, PAIR_STATE) for the backward.
 
-    If `norms` is given, x holds only some columns of each row. Then the returned loss and the last
-    column of the returned state are sums over these columns. For TVD, the last two columns of the
-    returned state hold the sums `above` and `below` (see `ratio`). The caller adds the sums of all
-    ranks. Then `pair_join` computes the loss and the last column of the final state from the added
-    sums.
+    With `norms`, x holds some columns of each row: the loss and the last column of the state (for
+    TVD the last two, `above` and `below` of `ratio`) are sums over them, which the caller adds over
+    ranks and passes to `pair_join`.
     """
     results = _by_chunks(x, reading, pair, 1 + PAIR_STATE, norms, _value_and_state)
     value, state = results.split((1, PAIR_STATE), 1)
-    # The results are cloned, because autograd forbids in-place writes to a view that a custom
-    # autograd function returns.
+    # cloned, because autograd forbids in-place writes to a view that a custom function returns
     return value.reshape(x.shape[:-1]).clone(), state.clone()
 
 
 def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
-    """Returns the partial state of each row over the columns of x, in shape (N, PAIR_STATE)."""
+    """Returns the partial state (N, PAIR_STATE) of each row over the columns of x."""
     return _by_chunks(x, reading, pair, PAIR_STATE, None, lambda *args: _partial_state(*args)[0])
 
 
 def _by_chunks(x: Tensor, reading: Reading, pair: Pair, width: int, norms, work) -> Tensor:
-    """Calls `work` once per chunk of rows, and returns all results in one tensor (N, width).
-
-    The results of ignored rows are 0.
-    """
+    """Calls `work` per chunk of rows; returns the results (N, width), with 0 in ignored rows."""
     flat, other = (t.reshape(-1, x.shape[-1]) for t in (x, pair.teacher))
     live = live_rows(reading)
     results = torch.zeros((len(flat), width), dtype=PRECISION[x.dtype], device=x.device)
@@ -193,11 +162,7 @@ def _by_chunks(x: Tensor, reading: Reading, pair: Pair, width: int, norms, work)
 def _partial_state(
     y, t, rate, reading: Reading, pair: Pair, norms
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the partial state of a chunk of rows, and the exponents of student and teacher.
-
-    The partial state has shape (N, PAIR_STATE). The exponents, (logit - shift) / temperature, have
-    shape (N, V).
-    """
+    """Returns the partial state of a chunk of rows, and the exponents d of student and teacher."""
     kind, shift_q = pair.kind, max_of(y) if norms is None else norms[:, :1]
     d_q = centred(y, shift_q, rate)
     if kind == "soft":
@@ -219,15 +184,12 @@ def _partial_state(
 
 
 def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
-    """Returns the loss and the state of each row in a chunk, as one tensor (N, 1 + PAIR_STATE)."""
     partial, d_q, d_p = _partial_state(y, t, rate, reading, pair, norms)
     value, state = pair_finish(partial, pair.kind)
     if pair.kind == "jsd":
         log_q, log_p = _log(state[:, 1:2]), _log(state[:, 3:4])
         terms, q, log_q_m = _mixture(d_q - log_q, d_p - log_p, pair.blend)
-        # If all logits of the student's row are -inf, `log_q` is inf. If all logits of the
-        # teacher's row are -inf, `log_p` is inf. If `log_q` or `log_p` is inf, the term 0 · inf
-        # makes the loss NaN.
+        # log_q or log_p is inf if all logits of its row are -inf; then 0 · inf makes the loss NaN
         value = _positive(terms.sum(1, keepdim=True) + 0.0 * (log_q + log_p))
         state[:, 4:] = (q * log_q_m).sum(1, keepdim=True)
     elif pair.kind.startswith("skewed"):
@@ -239,7 +201,7 @@ def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
         s_q, s_p = state[:, 1:2], state[:, 3:4]
         q = _probabilities(d_q, s_q)
         gap = q - _probabilities(d_p, s_p)
-        # As for JSD, the loss is NaN if all logits of the student or of the teacher are -inf.
+        # NaN if all logits of a row are -inf, as for JSD
         value = gap.abs().sum(1, keepdim=True) / 2 + 0.0 * (_log(s_q) + _log(s_p))
         part = _above(q, gap)
         above, below = (t.sum(1, keepdim=True) for t in (part, q.sub_(part)))
@@ -251,10 +213,9 @@ def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
 
 
 def pair_join(sums: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Computes the loss (N, 1) and the last column (N, 1) of the state from `sums`.
+    """Computes the loss (N, 1) and the last column (N, 1) of the state from sums over whole rows.
 
-    `sums` (N, PAIR_SUMS[kind]) holds sums over all columns of each row. The total variation is at
-    most 1. If rounding errors make the value larger than 1, the value is set to 1. NaN stays NaN.
+    `sums` is (N, PAIR_SUMS[kind]). Rounding can raise a total variation above 1, which is clamped.
     """
     value, *masses = sums.split(1, 1)
     if kind != "tvd":
@@ -265,10 +226,8 @@ def pair_join(sums: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
 
-    For the kinds in PAIR_SUMS, the loss and the mean need another pass over the logits. For these
-    kinds, the function returns 0 as the loss, and 0 as the mean in the state. The argument `inv_t`
-    (N, 1) is 1 / temperature. This function does not use `inv_t`. The function `pair_finish` in
-    kernels/ uses `inv_t` to convert the mean from nats to the unit of the logits y.
+    Loss and mean are 0 for the kinds in PAIR_SUMS, which need another pass over the logits. Only
+    `pair_finish` in kernels/ needs `inv_t`, because the unit of its mean is that of the logits.
     """
     m_q, s_q, m_p, s_p, c = partial.split(1, 1)
     shift_q, shift_p = (torch.where(m.isinf(), 0.0, m) for m in (m_q, m_p))
@@ -284,7 +243,7 @@ def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None = None) -> tupl
 
 
 def _positive(value: Tensor) -> Tensor:
-    """Replaces negative values, which are rounding errors, with 0. NaN stays NaN."""
+    """Clamps rounding errors below 0; NaN stays NaN."""
     return torch.where(value < 0, 0.0, value)
 
 
@@ -293,7 +252,6 @@ def merge_pairs(
     kind: str,
     inv_t: Tensor | None,  # (N, 1)
 ) -> Tensor:
-    """Merges the partial states of all splits into one partial state per row (N, PAIR_STATE)."""
     m_q, s_q, m_p, s_p, c = partials.unbind(-1)
     rate = 1.0 if inv_t is None else inv_t[:, 0]
     top_q, top_p = m_q.amax(0), m_p.amax(0)
@@ -323,7 +281,6 @@ def pair_gradient(
     factor: Tensor | None = None,  # one number, or one number per row
     into: Tensor | None = None,  # (..., V), output, can be x; None means a new tensor
 ) -> Tensor:
-    """Returns the gradient of the student's logits, in the dtype of the logits."""
     flat, other = (t.reshape(-1, x.shape[-1]) for t in (x, pair.teacher))
     dx, into = written_to(x, into)
     live = live_rows(reading)
@@ -342,7 +299,7 @@ def pair_gradient(
     else:
         mean = s_p / alive
         gain = gain / s_p if pair.kind == "forward" else gain
-    # If all logits of a student's row are -inf, the row has no distribution, and its gradient is 0.
+    # a row whose logits are all -inf has no distribution: its gradient is 0
     gain = torch.where(s_q == 0, 0.0, gain)
 
     fill_ignored(dx, live, before=True)

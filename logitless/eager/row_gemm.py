@@ -13,12 +13,10 @@ def row_gemm(
     bias: Tensor | None = None,  # (N,)
     transposed: bool = False,
 ) -> Tensor:
-    """Writes a @ b + bias to `out`. The bits of a row of `out` do not depend on M.
+    """Writes a @ b + bias to `out`, with the same bits in a row for every M.
 
-    If `transposed` is True, the product is a @ b.T. In one GEMM over all rows of `a`, a CPU library
-    adds the products in some order. This order can depend on the number of rows, and on the
-    position of a row. Therefore each row of `a` is multiplied on its own. The rows of `a` are
-    copied, so that all rows have the same alignment in memory.
+    The order in which a CPU library adds products can depend on the number of rows, and on a row's
+    position and alignment. So each row of `a` is multiplied on its own, from a copy.
     """
     b, dtype = b.t() if transposed else b, out.dtype
     step = b.shape[1]

@@ -7,18 +7,16 @@ from torch import Tensor
 
 from ..contract import LEAST_TAIL, NO_ID, PRECISION, Reading, has_values
 
-# The number of bytes of logits per chunk. With smaller chunks, PyTorch would spend most of the time
-# on starting threads.
+# bytes of logits per chunk; PyTorch would spend smaller chunks mostly on starting threads
 CHUNK_BYTES = 8 << 20
 
 Index = slice | Tensor
 
 
 def chunks(x: Tensor, live: Tensor | None, divisor: int = 1) -> Iterator[Index]:
-    """Yields the indices of the rows of x (N, V), one chunk at a time.
+    """Yields the indices of the rows of x (N, V), one chunk at a time; on a CPU, of live rows only.
 
-    On a CPU, ignored rows are left out. The size of a chunk is divided by `divisor`. Callers that
-    allocate many temporary tensors per chunk pass a larger divisor.
+    Callers that allocate many temporary tensors per chunk pass a larger divisor of its size.
     """
     copies = 1 if x.dtype == PRECISION[x.dtype] else 2  # 16-bit logits also have an fp32 copy
     copies *= divisor
@@ -47,45 +45,37 @@ def live_rows(reading: Reading) -> Tensor | None:
 
 
 def locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor]:
-    """Returns the ids in shape (N, K), and a mask of the ids in [0, V).
-
-    Ids outside [0, V) become 0.
-    """
+    """Returns the ids in shape (N, K), and a mask of those in [0, V); the others become 0."""
     ids = ids.reshape(rows, -1 if rows else 1).contiguous()
     inside = (ids >= 0) & (ids < V)
     return torch.where(inside, ids, 0).long(), inside
 
 
 def is_bad(ids: Tensor, inside: Tensor) -> Tensor:
-    """Returns a mask (N, 1) of the rows with an id outside [0, V). The id NO_ID is allowed."""
+    """Returns a mask (N, 1) of the rows with an id outside [0, V) that is not NO_ID."""
     return (~inside & (ids.reshape(inside.shape) != NO_ID)).any(1, keepdim=True)
 
 
 def real_columns(at: Tensor, inside: Tensor) -> Tensor:
     """Returns one valid column per slot, in shape (N, K).
 
-    If the id of a slot is valid, the column of the slot is this id. A slot without a valid id gets
-    the first valid id of its row, or 0 if the row has no valid id. Therefore several slots of a row
-    can have the same column. A scatter must write the same value for all of these slots.
+    A slot without a valid id gets the first valid id of its row, or 0. So slots can share a column,
+    and a scatter must write the same value for all of them.
     """
     return torch.where(inside, at, at.gather(1, inside.int().argmax(1, keepdim=True)))
 
 
 def lift_of(tail: Tensor) -> Tensor:
-    """Returns min(tail - LEAST_TAIL, 0), which contract.py calls the lift.
-
-    The lift is 0 if the tail is empty or NaN.
-    """
+    """Returns the lift of contract.py, which is 0 if the tail is empty or NaN."""
     return torch.where(tail > -torch.inf, (tail - LEAST_TAIL).clamp(max=0.0), 0.0)
 
 
 def tail_coefficients(a: Tensor, d: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
     """Adds the terms of the tail to the coefficient `a`. Returns the new `a`, and `a_ids`.
 
-    Here, d is the gradient of the tail. The tail is the log of the mass of p = softmax(z) outside
-    the ids. The derivative of the tail with respect to the logit z_i is -p_i if column i is among
-    the ids. For all other columns, the derivative is p_i / e^tail - p_i. An empty tail has the
-    gradient 0. The returned `a` is multiplied by e^lift (contract.py).
+    d is the gradient of the tail, whose derivative with respect to z_i is -p_i at an id and
+    p_i / e^tail - p_i elsewhere; an empty tail has the gradient 0. The new `a` is multiplied by
+    e^lift (contract.py).
     """
     d = torch.where(tail == -torch.inf, 0.0, d)
     a_ids = a - d
@@ -93,10 +83,7 @@ def tail_coefficients(a: Tensor, d: Tensor, tail: Tensor) -> tuple[Tensor, Tenso
 
 
 def capped(x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Returns y = softcap · tanh(x / softcap), and the derivative dy/dx.
-
-    y is fp32, or fp64 for fp64 logits. Without a softcap, y = x, and dy/dx is None, which means 1.
-    """
+    """Returns y = softcap · tanh(x / softcap) in full precision, and dy/dx, or None for 1."""
     y = x.to(PRECISION[x.dtype])
     if softcap is None:
         return y, None
@@ -114,26 +101,18 @@ def inverse_temperature(reading: Reading, like: Tensor) -> Tensor | None:
 
 
 def centred(y: Tensor, shift: Tensor, inv_t: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """Returns d = (y - shift) / temperature."""
     d = torch.sub(y, shift, out=out)
     return d if inv_t is None else d.mul_(inv_t)
 
 
 def max_of(y: Tensor) -> Tensor:
-    """Returns the max of each row in shape (N, 1), or 0 where the max is ±inf.
-
-    Callers subtract the result from y before they compute exp.
-    """
+    """Returns the max of each row (N, 1), or 0 where it is ±inf: what exp subtracts from y."""
     m = y.amax(1, keepdim=True)
     return torch.where(m.isinf(), 0.0, m)
 
 
 def by_row(t: Tensor | None, rows: int) -> Tensor | float:
-    """Returns t in a shape that broadcasts to (N, V). None becomes 1.0.
-
-    A tensor with one number per row gets the shape (N, 1). A tensor with a single number is not
-    changed.
-    """
+    """Returns t in a shape that broadcasts to (N, V). None becomes 1.0."""
     if t is None:
         return 1.0
     return t.reshape(-1, 1) if t.numel() == rows else t
@@ -142,8 +121,7 @@ def by_row(t: Tensor | None, rows: int) -> Tensor | float:
 def fill_ignored(dx: Tensor, live: Tensor | None, *, before: bool) -> None:
     """Writes zeros to the ignored rows of a gradient.
 
-    If `chunks` leaves out ignored rows, the zeros are written before the gradients of the other
-    rows, otherwise after the gradients of all rows.
+    If `chunks` leaves them out, this happens before the other rows are written, otherwise after.
     """
     if live is None or before != skips_ignored(dx):
         return
@@ -154,12 +132,10 @@ def fill_ignored(dx: Tensor, live: Tensor | None, *, before: bool) -> None:
 
 
 def written_to(x: Tensor, into: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the tensors `flat` (N, V) and `into` (..., V). The caller writes the gradient to
-    `flat`.
+    """Returns `flat` (N, V), to which the caller writes the gradient, and `into` (..., V).
 
-    If the argument `into` is None, the returned `into` is a new tensor. If `into` is contiguous,
-    `flat` is a view of `into`. Otherwise, `flat` can be a copy of `into`. If `flat` is a copy,
-    `written_back` copies the gradient from `flat` to `into`.
+    `flat` is a view of a contiguous `into`, otherwise perhaps a copy, which `written_back` copies
+    back.
     """
     if into is None:
         into = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -168,27 +144,24 @@ def written_to(x: Tensor, into: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def written_back(flat: Tensor, into: Tensor) -> Tensor:
-    """Returns `into`. If `flat` is not a view of `into`, `flat` is first copied to `into`."""
     if address(flat) != address(into):
         into.copy_(flat.view(into.shape))
     return into
 
 
 def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
-    """Returns whether e^y is as exact as e^(y - m), where m is the max of the row.
+    """Whether e^y is as exact as e^(y - m), m the max of the row, so that m need not be subtracted.
 
-    If the result is True, callers do not need to subtract m. The result is always False on a GPU,
-    because the host would have to wait for the values of m.
+    Never on a GPU, where the host would have to wait for m.
     """
     return inv_t is None and skips_ignored(m) and bool(m.abs().max() < 30)
 
 
 def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """Returns the factor that turns a sum over rows into a mean.
+    """Returns the factor of a mean over rows: 1 / Σ mass, or 1 / (number of live rows) without
+    masses.
 
-    The factor is 1 / Σ mass, where `mass` holds the class weight of each row's label. If `mass` is
-    None, the factor is 1 divided by the number of rows that are not ignored. If the divisor is 0,
-    the factor is 1. The dtype is fp32, or fp64 if `like` is fp64.
+    `mass` holds the class weight of each row's label. A sum of 0 gives the factor 1.
     """
     full = torch.promote_types(like.dtype, torch.float32)
     live = live_rows(reading)
@@ -208,10 +181,9 @@ def reduce(
     mass: Tensor | None = None,  # (N,)
     mean: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the sum or mean over the rows, and the factor that multiplies each row's gradient.
+    """Returns the sum or mean over the rows, and the factor of each row's gradient, None for 1.
 
-    A factor of None means 1. The mean is the sum times the result of `share`. An ignored row adds
-    0, even if its value or weight is NaN.
+    An ignored row adds 0, even if its value or weight is NaN.
     """
     live, factor = live_rows(reading), None
     if mean:
@@ -230,20 +202,14 @@ def reduce(
 
 
 def scale_(x: Tensor, g: Tensor) -> None:
-    """Multiplies x (..., V) in place by g, whose shape is () or (...)."""
     x.mul_(g.reshape(x.shape[:-1]).unsqueeze(-1) if g.dim() else g)
 
 
 def scale_two_(x: Tensor, y: Tensor, g: Tensor) -> None:
-    """Multiplies x and y in place by the number g."""
     scale_(x, g)
     scale_(y, g)
 
 
 def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
-    """Returns a copy of x with 0 in all ignored rows.
-
-    If the reading has no `ignore_index`, returns x itself.
-    """
     ignored = reading.ignored_rows()
     return x if ignored is None else x.masked_fill(ignored.reshape(-1, 1), 0.0)

@@ -1,18 +1,13 @@
-"""Draws ids at random from softmax(z)^proposal of each row, in plain PyTorch.
+"""Draws ids from softmax(z)^proposal of each row, by inverting its cumulative distribution.
 
-Each draw inverts the cumulative distribution of the row. The mass of an id is the integer
-round(2^40 · e^((y - max y) · proposal / temperature)), where y are the logits after the softcap.
-Let S be the sum of a row's masses, and let u be a random number in [0, 1]. The target of the draw
-is the integer floor(u · S). For each id, let C be the sum of the masses from id 0 up to this id.
-The drawn id is the smallest id whose C is greater than the target.
+The mass of an id is the integer round(2^40 · e^((y - max y) · proposal / temperature)), where y are
+the logits after the softcap. With the sum S of a row's masses and u in [0, 1], the drawn id is the
+smallest whose cumulative mass exceeds floor(u · S). Sums of integers have no rounding errors, so
+the draws do not depend on how the columns are split over programs or ranks. An id whose p^proposal
+is below 2^-41 of the row's largest has the mass 0, and is never drawn.
 
-All sums are sums of integers, and have no rounding errors. So the draws do not depend on how the
-columns are split over programs or ranks. An id with the mass 0 is never drawn. The mass of an id is
-0 if its p^proposal is less than 2^-41 times the largest p^proposal of the row.
-
-Both backends use the function `draw`. Each backend provides its own functions in `Parts`. The
-uniform numbers of a row must be in ascending order. Then the ids of the draws are in ascending
-order too, and equal ids are adjacent.
+Both backends use `draw`, with their own `Parts`. The uniform numbers of a row ascend; then so do
+the drawn ids, and equal ids are adjacent.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,8 +24,6 @@ MOST_COLUMNS = 1 << 22  # the sum of this many masses fits into 63 bits
 
 
 class Sampling(NamedTuple):
-    """The options of `draw`."""
-
     proposal: float
     temperature: float
     softcap: float | None
@@ -38,20 +31,20 @@ class Sampling(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Returns `rate`. The mass of an id is proportional to e^(rate · (y - max y))."""
+        """Masses are proportional to e^(rate · (y - max y))."""
         return self.proposal / self.temperature
 
 
 class Parts(NamedTuple):
-    """The functions with which a backend samples from logits x (..., V). N is the number of rows.
+    """The functions with which a backend samples from logits x (..., V), N rows.
 
-    `top(x, how)` returns the max of y of each row, as (N,). The max is NaN if a logit is NaN.
-    `ends(x, top, how)` returns cumulative sums of masses as int64 (N, B), for B blocks of columns.
-    The function also returns `top`. If the argument `top` is None, `ends` computes the max itself.
-    `columns(x, top, how, ends, targets)` returns the drawn columns, and y - top at these columns.
-    Both results have the shape (N, n) of the targets. Targets must be in [0, S). If the proposal is
-    1, y - top is not needed, and None is returned instead. `distinct` has the same arguments and
-    results as the function `distinct` of this file.
+    top(x, how)             the max of y of each row (N,), NaN if a logit is NaN
+    ends(x, top, how)       cumulative masses, int64 (N, B) for B blocks of columns, and top, which
+                            it computes if the argument is None
+    columns(x, top, how, ends, targets)
+                            the drawn columns, and y - top there (None if the proposal is 1), like
+                            targets (N, n) in [0, S)
+    distinct                like `distinct` below
     """
 
     top: Callable[..., Tensor]
@@ -67,7 +60,6 @@ def sampled(
     join: Callable[[Tensor], Tensor] | None = None,
     start: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the distinct ids that are drawn, their log-weights and a mask. See `draw`."""
     return draw(Parts(_top, _ends, _columns, distinct), x, uniforms, how, join, start)
 
 
@@ -81,8 +73,8 @@ def draw(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draws n ids per row, and returns the results of `distinct` in shape (..., n).
 
-    If the columns are sharded over ranks, x holds the columns of this rank. Then `start` is the
-    index of the first of these columns, and `join` is an all-gather. Without ranks, `join` is None.
+    If the columns are sharded over ranks, x holds this rank's, `start` is the index of the first,
+    and `join` is an all-gather.
     """
     (N, n), V = uniforms.shape, x.shape[-1]
     empty = V == 0 or N == 0
@@ -126,9 +118,9 @@ def distinct(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the distinct ids of each row, their log-weights, and a mask, each of shape (N, n).
 
-    The slots after the last distinct id are masked, and hold id 0 and log-weight -inf. If all
-    logits of a row are -inf, all slots of this row are masked. If a row has a logit of NaN or +inf,
-    one slot of this row is unmasked, and has the log-weight NaN.
+    Slots after the last distinct id are masked, with id 0 and log-weight -inf, as are all slots of
+    a row that is all -inf. A row with a logit of NaN or +inf has one unmasked slot, of log-weight
+    NaN.
     """
     first = torch.ones_like(ids, dtype=torch.bool)
     first[:, 1:] = ids[:, 1:] != ids[:, :-1]
@@ -151,10 +143,7 @@ def distinct(
 
 
 def logprobs_of_counts(counts: Tensor, n: int) -> Tensor:
-    """Returns log(counts / n) in fp64, and -inf where the count is 0.
-
-    The logarithm is computed in fp64, so that its fp32 rounding has the same bits on every device.
-    """
+    """Returns log(counts / n) in fp64, whose rounding to fp32 is the same on every device."""
     return (counts.double() / n).log()
 
 
@@ -185,11 +174,7 @@ def _columns(
 
 
 def _masses(x: Tensor, top: Tensor, how: Sampling) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields (rows, y - top, masses) for one group of rows at a time.
-
-    If `how.invariant` is True, each group is one row, and the results are computed from a copy of
-    the row.
-    """
+    """Yields (rows, y - top, masses) per chunk; if `how.invariant`, per row, from a copy of it."""
     flat = x.detach().reshape(-1, x.shape[-1])
     single = (slice(i, i + 1) for i in range(len(flat)))
     for rows in single if how.invariant else chunks(flat, None, 4):

@@ -1,6 +1,6 @@
-"""Computes a divergence over the K slots of each row, and its gradient, in plain PyTorch.
+"""Divergences over the K slots of each row, and their gradients, in plain PyTorch.
 
-kernels/slot_divergence.py gives the formulas, and explains the values of the option `support`.
+kernels/slot_divergence.py gives the formulas, and explains the values of `support`.
 """
 
 import torch
@@ -31,9 +31,8 @@ def slots(
     logprob_t1: Tensor | None = None,  # (...), log q of the label at temperature 1
     temperature: float | Tensor | None = None,  # temperature of the student's logits, () or (...)
 ) -> tuple[Tensor, Coefficients]:
-    """Returns the loss of each row, and the coefficients of the backward formula.
-
-    The loss is kd_weight · row_weight · divergence - ce_weight · logprob_t1.
+    """Returns kd_weight · row_weight · divergence - ce_weight · logprob_t1 of each row, and the
+    coefficients of the backward formula.
     """
     dtype, K = PRECISION[student.dtype], student.shape[-1]
     shape = student.shape[:-1]
@@ -42,7 +41,7 @@ def slots(
     mask_q = mask = None if live is None else live[:, None].expand(log_q.shape)
     if sparse.mask is not None:
         mask = sparse.mask.reshape(-1, K) if live is None else sparse.mask.reshape(-1, K) & mask_q
-    # For the support "gathered", the student's softmax is over all slots, even masked slots.
+    # "gathered": the student's softmax is over all slots, even masked ones
     if sparse.support != "gathered":
         mask_q = mask
     tail = None if tail is None else tail.reshape(-1).to(dtype)
@@ -56,8 +55,8 @@ def slots(
     value, g = value * weight[:, 0], g * weight
     rows = torch.zeros((value.shape[0], COEFFICIENTS), dtype=dtype, device=value.device)
     has = ()
-    # g is the gradient of the loss with respect to log q at the slots. Because log q = z - lse, the
-    # gradient of every logit has the term -softmax(z) Σ g.
+    # g is the gradient with respect to log q = z - lse at the slots, so that of every logit has the
+    # term -softmax(z) Σ g
     if sparse.support not in RENORM_STUDENT:
         rows[:, A], has = -g.sum(1), ("a",)
     if g_tail is not None:
@@ -70,8 +69,7 @@ def slots(
     if live is not None:
         value = torch.where(live, value, 0.0)
         rows.masked_fill_(~live[:, None], 0)
-    # The value is cloned, because autograd forbids in-place writes to a view that a custom autograd
-    # function returns.
+    # cloned for autograd, as in `pair_read`
     return value.view(shape).clone(), Coefficients(rows, has, g.view(student.shape))
 
 
@@ -84,10 +82,7 @@ def _compare(
     sparse: Slots,
     temperature: float | Tensor | None,  # a number or (N, 1)
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the divergence of each row, and two gradients of the divergence.
-
-    The gradients are with respect to `log_q` and `log_q_tail`.
-    """
+    """Returns the divergence of each row, and its gradients by `log_q` and `log_q_tail`."""
     if log_q.shape[1] == 0:  # rows without slots have a divergence of 0
         value = log_q.new_zeros(log_q.shape[0])
         return value, log_q.clone(), None if log_q_tail is None else torch.zeros_like(value)
@@ -113,9 +108,8 @@ def _compare(
         return value, g, None
 
     log_p = rest(log_p) if sparse.tail is None else sparse.tail.reshape(-1).to(log_q.dtype)
-    # A teacher's tail below LOG_ROUNDING can be a rounding error, because the teacher's p can be
-    # stored in 16 bits. If the student's tail is empty, such a small tail of the teacher is treated
-    # as empty too.
+    # The teacher's p may be stored in 16 bits, so its tail below LOG_ROUNDING can be a rounding
+    # error: it counts as empty where the student's is.
     no_tail = (log_q_tail == -torch.inf) & (log_p < LOG_ROUNDING)
     log_p = torch.where(no_tail, -torch.inf, log_p)
     f, g_tail = _terms(log_p, log_p.exp(), log_q_tail, log_q_tail.exp(), divergence, beta)
@@ -126,14 +120,9 @@ def _compare(
 
 
 def _normalised(y: Tensor, temperature: float | Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns log softmax(y / temperature), and a mask (..., 1) with one entry per row.
-
-    If all values of a row are -inf, its log softmax is -inf too, and its entry in the mask is
-    False.
-    """
+    """Returns log softmax(y / temperature), and a mask (..., 1) of rows that are not all -inf."""
     top = y.amax(-1, keepdim=True)
-    # The max is subtracted before the division by the temperature. Otherwise, a large common offset
-    # of the logits would reduce the precision.
+    # before dividing by the temperature, which would cost digits under a large common offset
     d = y - torch.where(top.isinf(), 0.0, top)
     d = d if temperature is None else d / temperature
     s = d.exp().sum(-1, keepdim=True)
@@ -143,8 +132,7 @@ def _normalised(y: Tensor, temperature: float | Tensor | None = None) -> tuple[T
 def rest(log_p: Tensor) -> Tensor:
     """Returns log(1 - Σ p) of each row, or -inf where Σ p ≥ 1.
 
-    For the largest p, 1 - p is computed as -expm1(log p), because the subtraction 1 - p would lose
-    precision.
+    1 - max p is computed as -expm1(log p), which keeps its digits.
     """
     top, at = log_p.max(-1, keepdim=True)
     outside = -top.expm1().squeeze(-1) - log_p.exp().scatter(-1, at, 0.0).sum(-1)
@@ -152,7 +140,7 @@ def rest(log_p: Tensor) -> Tensor:
 
 
 def _terms(log_p, p, log_q, q, divergence, beta):
-    """Returns the term f that each slot adds to the divergence, and g = ∂f / ∂log q."""
+    """Returns f and g of kernels/slot_divergence.py."""
     if divergence == "forward_kl":
         return torch.where(p == 0, 0.0, p * (log_p - log_q)), -p
     if divergence == "reverse_kl":
@@ -160,8 +148,8 @@ def _terms(log_p, p, log_q, q, divergence, beta):
         return f, f + q
     if divergence == "jsd":
         u = log_q - log_p
-        # `torch.full_like` keeps the dtype of u. `torch.where` with two Python numbers would return
-        # the default dtype instead.
+        # full_like keeps the dtype; `torch.where` of two Python numbers would return the default
+        # dtype
         share = torch.full_like(u, 1 - beta).masked_fill(u > 0, beta)
         log_m = torch.log1p(share * torch.expm1(-u.abs()))
         f_p = torch.where(p == 0, 0.0, p * (-u.clamp(min=0) - log_m))

@@ -1,7 +1,4 @@
-"""Computes the gradient of row statistics in plain PyTorch, one chunk of rows at a time.
-
-The formula of the gradient is in contract.py.
-"""
+"""The gradient of row statistics (its formula is in contract.py), one chunk of rows at a time."""
 
 import torch
 from torch import Tensor
@@ -28,9 +25,9 @@ from .rows import (
 
 
 class _Terms:
-    """The coefficients of each row, multiplied by the upstream gradient and by `factor`.
+    """The coefficients of each row, times the upstream gradient and `factor`.
 
-    All coefficients except `d_logprob_t1` are also divided by the temperature.
+    All except `d_logprob_t1` are also divided by the temperature.
     """
 
     def __init__(
@@ -40,8 +37,7 @@ class _Terms:
         rows, V = state.shape[0], x.shape[-1]
         has = coefficients.has
         column = state[:, :1]
-        # If all logits of a row are -inf, the row has no distribution, and its p and its gradient
-        # are 0.
+        # a row that is all -inf has no distribution: its p and its gradient are 0
         self.dead = state[:, fields.LOG_S : fields.LOG_S + 1] == -torch.inf
         self.shift = torch.where(self.dead, torch.inf, column)
         self.log_s = torch.where(self.dead, 0.0, state[:, fields.LOG_S : fields.LOG_S + 1])
@@ -65,9 +61,8 @@ class _Terms:
         self.logprob_t1_apart = self.d_logprob_t1 is not None and self.inv_t is not None
         self.lift = None if self.a_ids is None else lift_of(state[:, fields.TAIL : fields.TAIL + 1])
         if self.d_logprob_t1 is not None and not self.logprob_t1_apart:
-            # `d` is the coefficient of `logprob_t1`. If the temperature is 1, `logprob_t1` adds the
-            # term -d · p to the gradient. Therefore the coefficient `a` is replaced by `a - d`
-            # (kernels/ids_bwd.py gives the derivation).
+            # at temperature 1, d of `logprob_t1` adds -d · p, so `a` becomes a - d
+            # (kernels/ids_bwd.py)
             d = self.d_logprob_t1
             self.a = self.a - (d if self.lift is None else d * self.lift.exp())
             self.a_ids = None if self.a_ids is None else self.a_ids - d
@@ -78,9 +73,8 @@ class _Terms:
                 setattr(self, name, None if t is None else t * self.inv_t)
 
     def _locate(self, reading: Reading, rows: int, V: int, start: int) -> None:
-        """Finds the columns of x that labels and ids refer to.
-
-        A label or id outside the vocabulary makes the gradient of its whole row NaN.
+        """Finds the columns of labels and ids in x; one outside the vocabulary makes its whole row
+        NaN.
         """
         bad = None
         if self.g_label is not None or self.d_logprob_t1 is not None:
@@ -102,10 +96,7 @@ class _Terms:
 
     @property
     def only_a(self) -> bool:
-        """True if dy is `a` · softmax(z).
-
-        Here, dy excludes the terms of `label`, `ids` and `total`.
-        """
+        """Whether dy, without the terms of `label`, `ids` and `total`, is `a` · softmax(z)."""
         return self.b is None and self.a_ids is None and not self.logprob_t1_apart
 
 
@@ -119,10 +110,6 @@ def gradient(
     into: Tensor | None = None,  # (..., V), output, can be x; None means a new tensor
     start: int | None = None,  # the id of the first column of x; None if x has all columns
 ) -> Tensor:
-    """Returns the gradient of the logits x, in the shape of x.
-
-    The dtype of the gradient is the dtype of `into`, or of x if `into` is None.
-    """
     flat = x.reshape(-1, x.shape[-1])
     dx, into = written_to(x, into)
     live = live_rows(reading)
@@ -150,10 +137,9 @@ def gradient(
 
 
 def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy: bool) -> Tensor:
-    """Returns the gradient dy of a chunk of rows, without the terms of `label`, `ids` and `total`.
+    """Returns dy of a chunk of rows, without the terms of `label`, `ids` and `total`.
 
-    dy is the term p (a + b log p) of the formula in contract.py, plus the gradient of `logprob_t1`.
-    To save memory, dy can be written to `direct`, or to y if y is a copy of the logits.
+    To save memory, it can be written to `direct`, or to y if y is a copy of the logits.
     """
     shift, inv_t = terms.shift[rows], None if terms.inv_t is None else terms.inv_t[rows]
     inv_s, a = (-terms.log_s[rows]).exp(), terms.a[rows]
@@ -167,12 +153,10 @@ def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy:
         if terms.a_ids is None:
             dy = p * a
         else:
-            # First, dy is computed as if all columns were outside the ids. Then the scatter
-            # overwrites dy at the ids.
+            # dy as if all columns were outside the ids; the scatter overwrites it at the ids
             dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)
             columns = real_columns(terms.ids[rows], terms.inside[rows])
-            # If a row has no valid ids, `columns` holds column 0, which is not an id. In such a
-            # row, the scatter writes the values that dy already contains, so dy does not change.
+            # without valid ids, `columns` is column 0, and the scatter writes what dy already holds
             has_ids = terms.inside[rows].any(1, keepdim=True)
             inside = torch.where(has_ids, p * terms.a_ids[rows], dy)
             dy.scatter_(1, columns, inside.gather(1, columns))

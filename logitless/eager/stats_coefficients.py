@@ -1,8 +1,7 @@
-"""Computes the coefficients of the backward formula from the gradients of the row statistics.
+"""The coefficients of the backward formula (contract.py) from the gradients of row statistics.
 
-contract.py defines the formula and its coefficients. For each statistic, RULES lists the terms that
-the gradient of the statistic adds to the coefficients. kernels/stats_coefficients.py applies the
-same RULES, in one launch or inside the kernel of the gradient.
+RULES lists the terms that the gradient of each statistic adds to the coefficients.
+kernels/stats_coefficients.py applies the same RULES, in one launch or in the gradient's kernel.
 """
 
 import functools
@@ -16,17 +15,17 @@ from .rows import tail_coefficients
 
 
 class Term(NamedTuple):
-    """One term of a coefficient: sign · times · d, where d is the gradient of a statistic."""
+    """sign · times · d, where d is the gradient of a statistic."""
 
     coefficient: str  # a name in `contract.FIELDS`
     sign: int
-    # The name of a factor. "" stands for 1, and "entropy" stands for the row's entropy. "classes"
-    # stands for the sum Σ v of the class weights, or for V if there are no class weights.
+    # "" is 1, "entropy" the row's entropy, "classes" the sum of the class weights, or V without
+    # them
     times: str = ""
 
 
-# RULES has one line for each statistic that has a gradient, except the tail. If there are K ids per
-# row, the terms of "label" are added to the coefficients of the ids.
+# All statistics with a gradient except the tail. With K ids per row, "label" means their
+# coefficients.
 RULES: dict[str, tuple[Term, ...]] = {
     "lse": (Term("a", 1),),  # d lse / dz_i = p_i
     "picked": (Term("label", 1),),  # d z[id] / dz_i = [i = id]
@@ -41,7 +40,7 @@ AT_IDS = ("picked", "logprob")  # statistics of shape (..., K) if there are K id
 
 @functools.cache
 def fields_of(wants: tuple[str, ...], has_ids: bool) -> tuple[str, ...]:
-    """Returns the names of the coefficients that can be nonzero for the statistics in `wants`."""
+    """Returns the coefficients that can be nonzero for the statistics in `wants`."""
     used = {term.coefficient for name in wants for term in RULES.get(name, ())}
     if "tail" in wants:
         used |= {"a", "a_ids"}
@@ -52,10 +51,10 @@ def fields_of(wants: tuple[str, ...], has_ids: bool) -> tuple[str, ...]:
 
 @functools.cache
 def fields_given(names: tuple[str, ...], wants: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the names of the coefficients that the gradients of the statistics `names` need.
+    """Returns the coefficients that the gradients of the statistics `names` need.
 
-    "label" is included if a statistic in `wants` uses the label, because a label outside the
-    vocabulary makes the whole gradient of its row NaN.
+    "label" is among them if any statistic in `wants` uses it, because a label outside the
+    vocabulary makes its row's gradient NaN.
     """
     used = {*fields_of(names, False)} | ({"label"} & {*fields_of(wants, False)})
     return tuple(field for field in FIELDS if field in used)
@@ -63,10 +62,9 @@ def fields_given(names: tuple[str, ...], wants: tuple[str, ...]) -> tuple[str, .
 
 @made_once
 def of_one(name: str, device: torch.device, dtype: torch.dtype) -> Coefficients | None:
-    """Returns the coefficients of a loss that is equal to the statistic `name`.
+    """Returns the coefficients of a loss that is the statistic `name`.
 
-    The gradient of this statistic is 1 in every row, and the gradients of all other statistics are
-    0. If the coefficients depend on the row or on the class weights, the result is None.
+    None if they depend on the row or on the class weights.
     """
     rule = RULES.get(name)
     if rule is None or any(term.times for term in rule):
@@ -80,10 +78,6 @@ def of_one(name: str, device: torch.device, dtype: torch.dtype) -> Coefficients 
 def coefficients(
     reading: Reading, state: Tensor, gradients: dict[str, Tensor | None]
 ) -> Coefficients:
-    """Returns the coefficients of the backward formula.
-
-    `gradients` maps the name of each statistic to its gradient. A missing gradient is 0.
-    """
     rows: dict[str, Tensor] = {}
     ids = None
     if reading.ids is not None and any(name in reading.wants for name in AT_IDS):
@@ -112,12 +106,11 @@ def coefficients(
     return Coefficients(table, fields_of(reading.wants, reading.ids is not None), ids)
 
 
-# None, because PyTorch's operations cannot compute coefficients and gradient in one launch.
+# None: PyTorch's operations cannot compute coefficients and gradient in one launch.
 stats_gradient = None
 
 
 def _factor(times: str, reading: Reading, state: Tensor) -> Tensor | int:
-    """Returns the value of the factor that `times` names (see `Term`)."""
     if times == "entropy":
         return state[:, ENTROPY]
     v = reading.class_weight

@@ -1,7 +1,6 @@
-"""Row statistics in plain PyTorch, computed for one chunk of rows at a time.
+"""Row statistics in plain PyTorch, one chunk of rows at a time, which fits into a CPU's cache.
 
-The functions `read`, `partial`, `merge` and `finish` have the same interface as in kernels/. A
-chunk of rows fits into a CPU's cache. The definitions of the statistics are in contract.py.
+contract.py defines the statistics.
 """
 
 from collections.abc import Sequence
@@ -28,11 +27,9 @@ from .rows import (
 
 
 class _Sums(NamedTuple):
-    """The sums over whole rows, from which the statistics are computed.
+    """Sums over whole rows, of shape (N, 1) if not noted; None if no statistic needs them.
 
-    Each sum has shape (N, 1), unless a comment gives another shape. A sum that no statistic needs
-    is None. In the comments, y are the logits after the softcap, v are the class weights, and
-    d = (y - shift) / temperature.
+    y are the logits after the softcap, v the class weights, and d = (y - shift) / temperature.
     """
 
     shift: Tensor  # max y, or 0 where the max is infinite
@@ -49,7 +46,6 @@ class _Sums(NamedTuple):
 
 
 def _empty_sums(reading: Reading, rows: int, dtype: torch.dtype, device) -> _Sums:
-    """Allocates the sums that the requested statistics need."""
     wants, ids = reading.wants, reading.ids
     of_label = {"nll", "logprob_t1", "picked", "logprob", "rank"}
     at_label = reading.label is not None and of_label & {*wants}
@@ -73,7 +69,6 @@ def _empty_sums(reading: Reading, rows: int, dtype: torch.dtype, device) -> _Sum
 
 
 def read(x: Tensor, reading: Reading) -> Statistics:
-    """Returns the statistics in `reading.wants` for each row of x (..., V)."""
     flat = x.reshape(-1, x.shape[-1])
     sums, live = _empty_sums(reading, len(flat), PRECISION[x.dtype], x.device), live_rows(reading)
     inv_t = inverse_temperature(reading, sums.shift)
@@ -106,9 +101,9 @@ def _add_rows(
     if sums.total is not None:
         sums.total[rows] = _weighted_sum(y, reading.class_weight)
     only_s = sums.w is None and sums.total is None and sums.log_total is None and sums.tail is None
-    # If only s is needed, and e^y is exact enough, the max is not subtracted. The subtraction
-    # changes the rounding of the sum. If `invariant` is True, the max is always subtracted. Then
-    # the bits of a log-probability do not depend on which other statistics are computed.
+    # If only s is needed, and e^y is exact enough, the max is not subtracted. That changes the
+    # rounding, so `invariant` forbids it: a log-probability must not depend on what else is
+    # computed.
     if only_s and not reading.invariant and needs_no_centring(m, inv_t):
         y_is_copy = y.dtype != flat.dtype or reading.softcap is not None
         sums.s[rows] = torch.exp(y, out=y if y_is_copy else None).sum(1, keepdim=True) * (-m).exp()
@@ -125,19 +120,11 @@ def _add_rows(
 
 
 def _count_above(y: Tensor, y0: Tensor) -> Tensor:
-    """Returns, for each row, how many logits y (n, V) are greater than y0 (n, 1).
-
-    A NaN counts as greater than every logit. If y0 is NaN, all logits are counted.
-    """
+    """Counts the logits y (n, V) greater than y0 (n, 1). A NaN, in y or y0, counts as greater."""
     return y.shape[1] - (y <= y0).sum(1)
 
 
 def above(x: Tensor, reading: Reading, y0: Tensor) -> Tensor:
-    """Returns, for each row, how many logits of x (..., V) are greater than y0 (N,), as int64.
-
-    The logits are compared after the softcap. A logit of NaN counts as greater than y0. If y0 is
-    NaN, all logits are counted. The result of an ignored row is 0.
-    """
     flat, live = x.reshape(-1, x.shape[-1]), live_rows(reading)
     count = torch.zeros(len(flat), device=x.device, dtype=torch.int64)
     for rows in chunks(flat, live):
@@ -146,20 +133,13 @@ def above(x: Tensor, reading: Reading, y0: Tensor) -> Tensor:
 
 
 def _log_sum_outside(d: Tensor, at: Tensor, inside: Tensor) -> Tensor:
-    """Returns log Σ e^d of each row, over the columns outside the ids.
-
-    The exponents d are (y - shift) / temperature.
-    """
+    """Returns log Σ e^d of each row over the columns outside the ids."""
     columns = real_columns(at, inside)
     left = torch.where(inside.any(1, keepdim=True), -torch.inf, d.gather(1, columns))
     return d.scatter(1, columns, left).logsumexp(1, keepdim=True)
 
 
 def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
-    """Returns the log of the softmax mass outside `reading.ids`, one number per row.
-
-    Each row's shift and log normaliser are read from `statistics.state`.
-    """
     flat, state = x.reshape(-1, x.shape[-1]), statistics.state
     tail = torch.zeros_like(state[:, :1])
     inv_t, (at, inside) = inverse_temperature(reading, tail), locate(reading.ids, *flat.shape)
@@ -172,19 +152,12 @@ def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
 
 
 def with_repeats(state: Tensor, ids: Tensor) -> Tensor:
-    """Returns the state unchanged.
-
-    This backend does not need the field `REPEATS`, because `gradient` calls `scatter_add_`, which
-    adds the gradients of equal ids.
-    """
+    """Returns the state unchanged: `gradient` adds equal ids by `scatter_add_`."""
     return state
 
 
 def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:
-    """Returns Σ v z of each row, where v are the class weights.
-
-    A class of weight 0 adds 0, even if its z is infinite.
-    """
+    """Returns Σ v z of each row. A class of weight v = 0 adds 0, even if its z is infinite."""
     if weight is None:
         return z.sum(1, keepdim=True)
     v = weight.to(z.dtype)
@@ -194,10 +167,6 @@ def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:
 def _finish(
     sums: _Sums, reading: Reading, live: Tensor | None, inv_t: Tensor | None, shape
 ) -> Statistics:
-    """Computes the statistics from the sums over whole rows.
-
-    For ignored rows, the argmax and the rank are -1, and all other statistics are 0.
-    """
     wants, shift, s = reading.wants, sums.shift, sums.s
     rate = torch.ones_like(s) if inv_t is None else inv_t
     log_s = s.log()
@@ -227,8 +196,7 @@ def _finish(
     if sums.tail is not None:
         bad = is_bad(reading.ids, locate(reading.ids, len(s), reading.vocab)[1])
         values["tail"] = (sums.tail - log_s).masked_fill(bad, torch.nan)
-    # The field `REPEATS` of the state is 0, because this backend does not use this field (see
-    # `with_repeats`).
+    # the last is REPEATS, see `with_repeats`
     zero = torch.zeros_like(s)
     kept = [shift, log_s, log_s1, values.get("entropy", zero), values.get("tail", zero), zero]
     state = torch.cat(kept, 1)
@@ -237,8 +205,7 @@ def _finish(
         for t in (state, *values.values()):
             t.masked_fill_(~live[:, None], 0)
         whole = {n: None if t is None else t.masked_fill(~live, -1) for n, t in whole.items()}
-    # The results are cloned, because autograd forbids in-place writes to a view that a custom
-    # autograd function returns.
+    # cloned for autograd, as in `pair_read`
     K = () if reading.ids is None else (reading.ids.shape[-1],)
     lengths = {"picked": K, "logprob": K}
     shaped = {
@@ -251,17 +218,11 @@ def _finish(
 
 
 def _nan_if_bad(value: Tensor, columns: Tensor, reading: Reading) -> Tensor:
-    """Returns `value` (N, K), or NaN where `columns` (..., K) is outside the vocabulary."""
     inside = locate(columns, len(value), reading.vocab)[1]
     return value.masked_fill(~inside, torch.nan)
 
 
 def partial(x: Tensor, reading: Reading, start: int = 0) -> Partials:
-    """Returns the partial statistics of each row over the columns of x.
-
-    The first column of x is column `start` of the vocabulary. The label and the ids are column
-    numbers in the whole vocabulary.
-    """
     flat = x.reshape(-1, x.shape[-1])
     rows, V = flat.shape
     live = live_rows(reading)
@@ -301,8 +262,7 @@ def partial(x: Tensor, reading: Reading, start: int = 0) -> Partials:
 def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     """Merges the partial statistics of several splits of the same rows into one split.
 
-    The merged tensor `picked` is the sum over all splits. Each id belongs to one split, and the
-    other splits hold 0 for this id.
+    Each id is in one split, and `picked` is 0 in the others.
     """
     state = torch.cat([partials.state for partials in several], 1)
     state = torch.nn.functional.pad(state, (0, fields.PART - state.shape[2]))
@@ -311,23 +271,20 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
         picked = torch.stack([partials.picked for partials in several]).sum(0)
     m_split, s = state[..., fields.M], state[..., fields.S]
     m = m_split.amax(1, keepdim=True)
-    # `moved` is the max of a split minus the max of its row. If the two maxima are equal, `moved`
-    # is set to 0, because inf - inf would be NaN. `moved` is also set to 0 for an empty split.
+    # the max of a split minus the row's; 0 if equal (inf - inf is NaN) or if the split is empty
     moved = torch.where((s == 0) | (m_split == m), 0.0, m_split - m).clamp_min(-1e38)
     inv_t = inverse_temperature(reading, m)
     scale = (moved if inv_t is None else moved * inv_t).exp()
-    # This sum over the splits is right only for the fields `Y_LABEL` and `N`. The other fields are
-    # overwritten below.
+    # right for `Y_LABEL` and `N` only; the other fields are overwritten below
     merged = state.sum(1, keepdim=True)
     row = merged[:, 0]
     row[:, fields.M], row[:, fields.S] = m[:, 0], (s * scale).sum(1)
-    # The product s · scale is computed first, because moved · s could overflow if `moved` is -1e38.
+    # s · scale first: moved · s could overflow if `moved` is -1e38
     row[:, fields.W] = (state[..., fields.W] * scale + moved * (s * scale)).sum(1)
     row[:, fields.S1] = (state[..., fields.S1] * moved.exp()).sum(1)
     c, n, ref = (state[..., field] for field in (fields.C, fields.N, fields.REF))
-    # The field C is Σ v (y - REF), where v are the class weights and y are the logits. The field N
-    # is Σ v. The merged REF is the largest REF of all splits with N ≠ 0. Splits with N = 0 are left
-    # out, because their REF is 0, which can be far from the logits.
+    # C is Σ v (y - REF) and N is Σ v (v: class weights). REF becomes the largest of the splits with
+    # N ≠ 0; the REF of the others is 0, which can be far from the logits.
     one = torch.where(n != 0, ref, -torch.inf).amax(1, keepdim=True)
     one = torch.where(one == -torch.inf, 0.0, one)
     row[:, fields.REF], row[:, fields.C] = one[:, 0], (c + n * (ref - one)).sum(1)
@@ -339,11 +296,9 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
 def finish(
     partials: Partials, reading: Reading, shape: tuple[int, ...] | None = None
 ) -> Statistics:
-    """Merges the splits of each row, and returns the statistics of whole rows.
+    """Merges the splits (dim 1 of partials.state) of each row, and returns its statistics.
 
-    The splits of each row are along dim 1 of partials.state. `shape` is the shape of a statistic
-    with one number per row. If `shape` is None, the function takes the shape from reading.ids or
-    reading.label. If the reading has neither ids nor a label, the shape is (N,).
+    `shape` is that of a statistic with one number per row, by default that of the ids or the label.
     """
     assert "tail" not in reading.wants
     assert "rank" not in reading.wants
@@ -361,7 +316,7 @@ def finish(
         w=w * rate if "entropy" in wants else None,
         total=c + n * ref if "total" in wants else None,
         log_total=(c - n * (shift - ref)) * rate if "log_total" in wants else None,
-        # If a row contains NaN, the variable `column` is NOWHERE, and the argmax is 0.
+        # NOWHERE if the row contains NaN
         argmax=torch.where(column == NOWHERE, 0, column) if "argmax" in wants else None,
         y_label=y_label,
         y_ids=picked,
@@ -370,11 +325,7 @@ def finish(
 
 
 def _lead(reading: Reading, state: Tensor) -> torch.Size:
-    """Returns the shape of `reading.ids` without the last dimension K.
-
-    Without ids, the result is the shape of `reading.label`. Without ids and without a label, the
-    result is (N,).
-    """
+    """Returns the shape of the rows: of the ids without K, of the label, or (N,)."""
     if reading.ids is not None:
         return reading.ids.shape[:-1]
     return state.shape[:1] if reading.label is None else reading.label.shape

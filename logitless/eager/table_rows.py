@@ -1,8 +1,6 @@
-"""Dot products of each hidden state with M rows of a table, in plain PyTorch.
+"""Dot products of each hidden state with M rows of a table (V, D), in plain PyTorch.
 
-The table (V, D) is an embedding of items. A dense gradient of the table is as large as the table.
-These functions allocate no other tensor of this size. The functions have the same interface as in
-kernels/table_rows.py.
+Only a dense gradient of the table is as large as the table.
 """
 
 from collections.abc import Iterator
@@ -16,21 +14,13 @@ CHUNK_BYTES = 16 << 20  # bytes of the table's rows that are gathered at once
 
 
 def _chunks(ids: Tensor, width: int, itemsize: int) -> Iterator[slice]:
-    """Yields slices of the rows of `ids` (N, M).
-
-    For each slice, about CHUNK_BYTES bytes of the table's rows are gathered.
-    """
+    """Yields slices of the rows of `ids` (N, M) that gather about CHUNK_BYTES of the table each."""
     step = max(1, CHUNK_BYTES // max(ids.shape[1] * width * itemsize, 1))
     for start in range(0, len(ids), step):
         yield slice(start, start + step)
 
 
 def row_dots(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """Returns hidden[i] · weight[ids[i, j]] as a tensor (N, M), in fp32 or fp64.
-
-    `hidden` has shape (N, D), `weight` has shape (V, D), and `ids` has shape (N, M). The result is
-    0 for the id NO_ID, and NaN for all other ids outside [0, V).
-    """
     full = PRECISION[hidden.dtype]
     dots = torch.zeros(ids.shape, device=ids.device, dtype=full)
     inside = (ids >= 0) & (ids < len(weight))
@@ -44,12 +34,10 @@ def row_dots(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 def row_dots_gradients(
     hidden: Tensor, weight: Tensor, ids: Tensor, g: Tensor, needs: tuple[bool, bool], sparse: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of `hidden` and `weight`, where `g` is the gradient of `row_dots`.
+    """Returns the gradients of `hidden` and `weight` that `needs` selects; g is that of `row_dots`.
 
-    `needs` holds two flags, which select the gradients of `hidden` and of `weight`. A gradient that
-    is not selected is None. If `sparse` is True, the gradient of the weight is a sparse COO tensor,
-    which holds only the rows of `ids`. A pair (i, j) with g[i, j] = 0 adds 0, even if the hidden
-    state or the row of the table is not finite.
+    A sparse gradient of the weight is COO, with the rows of `ids` only. A pair (i, j) with g[i,
+    j] = 0 adds 0, even if the hidden state or the row of the table is not finite.
     """
     full = PRECISION[hidden.dtype]
     if not has_values(ids):  # the number of distinct ids is unknown, and at most ids.numel()
@@ -81,10 +69,9 @@ def row_dots_gradients(
 
 
 def _add_rows(total: Tensor, at: Tensor, rows: Tensor) -> None:
-    """Adds `rows` (n, D) to `total` at the row indices `at` (n,), in the same order in every run.
+    """Adds `rows` (n, D) to `total` at the indices `at` (n,), in the same order in every run.
 
-    On a GPU, `index_add_` would add rows with equal indices in an order that changes from run to
-    run.
+    The order of `index_add_` on a GPU changes from run to run.
     """
     if total.is_cuda:
         total.index_put_((at,), rows, accumulate=True)
@@ -93,10 +80,7 @@ def _add_rows(total: Tensor, at: Tensor, rows: Tensor) -> None:
 
 
 def table_gradient(ids: Tensor, rows: Tensor, weight: Tensor, sparse: bool) -> Tensor:
-    """Returns the gradient of the weight, which is `rows` (n, D) at the row indices `ids`.
-
-    All other rows of the gradient are 0. The ids are distinct and in ascending order.
-    """
+    """Returns the gradient of the weight: `rows` (n, D) at distinct, ascending `ids`, else 0."""
     if sparse:
         return torch.sparse_coo_tensor(
             ids.unsqueeze(0), rows, weight.shape, is_coalesced=True, check_invariants=False

@@ -1,10 +1,8 @@
-"""Computes the k largest logits of each row, and the mass of the other columns, in PyTorch.
+"""The k largest logits of each row, and the mass of the other columns, in plain PyTorch.
 
-The function `topk` has the same interface as in kernels/topk.py. The order of equal numbers in
-torch.topk is not guaranteed. Therefore each logit is replaced by a 64-bit integer key that occurs
-only once in its row. The high 32 bits of a key encode the logit, and the low 32 bits encode the
-column. Among equal logits, the lowest column has the largest key. Rows of fp64 logits are sorted
-with torch.sort instead, because an fp64 logit needs all 64 bits.
+torch.topk guarantees no order of equal numbers, so each logit becomes a unique 64-bit key: the
+logit in the high half, the column in the low half, larger for lower columns. fp64 logits need all
+64 bits, so their rows are sorted instead.
 """
 
 import torch
@@ -23,11 +21,10 @@ def topk(
     softcap: float | None,
     invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the ids and log-probabilities of the k largest logits of each row, and `log_tail`.
+    """Returns ids and log-probabilities of the k largest logits of each row, and `log_tail`.
 
-    `log_tail` is the log of the softmax mass of all other columns. Ids are sorted by descending
-    logit. Equal logits are sorted by ascending id. If `invariant` is True, each row is copied and
-    processed separately. Then the results of a row have the same bits in every batch.
+    Ids are in order of descending logit, then of ascending id. If `invariant` is True, each row is
+    copied and processed on its own.
     """
     shape, V = x.shape[:-1], x.shape[-1]
     flat = x.detach().reshape(-1, V)
