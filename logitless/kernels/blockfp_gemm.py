@@ -1,17 +1,14 @@
 """A GEMM that sums dz.T @ h over chunks of rows, and stores the sum in block floating point.
 
-Here dz is the gradient of the logits, and h are the hidden states. The sum over all chunks is the
-gradient of the weight. A sum in bf16 would be rounded to 8 bits after every chunk. A sum in fp32
-would take twice the memory of the bf16 gradient. Between two chunks, the sum is stored as 16-bit
-integers in the memory of the gradient. In each row of the gradient, BLOCK neighbouring columns
-share one exponent:
+The sum is the gradient of the weight (dz: gradient of the logits, h: hidden states). In bf16 it
+would be rounded to 8 bits after every chunk, and in fp32 it would take twice the memory of the bf16
+gradient. So between chunks it lives in the gradient's memory, as 16-bit integers that share one
+exponent per BLOCK neighbouring columns of a row:
 
     x ≈ q 2^e, where q is an int16 with |q| ≤ 2^14, and e is an int8 per BLOCK columns
 
-In each group of BLOCK columns, the largest number has 14 bits of precision. The first chunk
-overwrites the memory of the gradient. Each later chunk is added to the sum. After the last chunk,
-the gradient in bf16 replaces the integers in the same memory. If a block contains NaN or an
-infinity, the whole block becomes NaN.
+The largest number of a block keeps 14 bits; NaN or an infinity makes the whole block NaN. The first
+chunk overwrites the memory, and the last one leaves the gradient in bf16.
 """
 
 import functools
@@ -29,13 +26,11 @@ from .numerics import only_if
 from .profiling import elements, profiled
 
 BLOCK = 128  # number of columns that share one exponent
-# PACK is 8, the number of bf16 elements in 16 bytes. In the interpreter of Triton 3.5, PACK is 16,
-# because this interpreter wrongly requires alignment to 16 elements instead of 16 bytes.
+# bf16 elements in 16 bytes; the interpreter of Triton 3.5 wrongly aligns to 16 elements
 PACK = 16 if knobs.runtime.interpret and triton.__version__.startswith("3.5.") else 8
 BLOCK_R = 64  # rows of dz and h per step of the GEMM loop
 STAGES = 3  # pipeline stages; three stages of tiles fit into shared memory
-# WHOLE is 1.5 · 2^23. For a float y with |y| < 2^22, the addition WHOLE + y rounds y to an integer.
-# The bits of the float WHOLE + y then end with the low 16 bits of this integer.
+# 1.5 · 2^23: for |y| < 2^22, the bits of the float WHOLE + y end with the low 16 bits of round(y)
 WHOLE = tl.constexpr(12582912.0)
 NOT_A_NUMBER = tl.constexpr(127)  # the exponent that marks a block as NaN
 
@@ -51,9 +46,7 @@ def _encode(x):
 
 @triton.jit
 def _decode(q, e):
-    """Returns q 2^e."""
-    # The XOR turns the integer q into the bits of the float 2^23 + 2^15 + q. Subtracting
-    # 2^23 + 2^15 gives q as a float.
+    # the XOR gives the bits of the float 2^23 + 2^15 + q
     y = ((q.to(tl.int32) & 0xFFFF) ^ 0x4B008000).to(tl.float32, bitcast=True) - 8421376.0
     scale = tl.where(e == NOT_A_NUMBER, float("nan"), tl.exp2(e.to(tl.float32)))
     return y * scale[:, None]
@@ -61,11 +54,10 @@ def _decode(q, e):
 
 @triton.jit
 def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr):
-    """Adds a tile x to the sum. The tile starts at row v and column d of the sum.
+    """Adds a tile x to the sum, at row v and column d.
 
-    `e` holds the exponents of the sum before the addition. The new exponents are stored at the
-    addresses `at`. If LAST is True, the sum is complete after this tile. Then the sum is stored in
-    OUT as floating-point numbers, without exponents.
+    `e` holds the sum's old exponents; the new ones go to the addresses `at`. After the LAST chunk,
+    the sum goes to OUT as floating-point numbers.
     """
     if not FIRST:
         x += _decode(SUM.load([v, d]), e)
@@ -82,18 +74,16 @@ def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr
     do_not_specialize=["R"],
 )
 def _blockfp_gemm_kernel(
-    # EXPONENTS is a pointer. DZ, H, SUM and OUT are tensor descriptors. SUM and OUT describe the
-    # same memory.
+    # a pointer, then tensor descriptors; SUM and OUT describe the same memory
     EXPONENTS, DZ, H, SUM, OUT,
     R, V, D, programs,  # sizes
     FIRST: tl.constexpr, LAST: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes several tiles of the sum in a loop.
+    """Each program loops over tiles of the sum.
 
-    Programs that run at the same time compute tiles with consecutive numbers. Many of these tiles
-    need the same columns of dz, so the programs share the columns in the cache. If TRANSPOSED is
-    True, DZ is a descriptor of dz.T.
+    Programs that run at the same time have consecutive tiles, of which many share columns of dz in
+    the cache. With TRANSPOSED, DZ describes dz.T.
     """
     across = tl.cdiv(D, 2 * BLOCK_D)
     tiles = tl.cdiv(V, BLOCK_V) * across
@@ -116,28 +106,22 @@ def _blockfp_gemm_kernel(
             if UPCAST:
                 dz, h = dz.to(tl.float32), h.to(tl.float32)
             x = tl.dot(dz, h, x)
-        # The sum is loaded and stored through shared memory. The tile is added to the sum in two
-        # halves, so that less shared memory is needed.
+        # SUM goes through shared memory; two halves need less of it
         left, right = x.reshape(BLOCK_V, 2, BLOCK_D).permute(0, 2, 1).split()
         _add(left, e_here, SUM, OUT, at, here, v, d, FIRST, LAST)
         _add(right, e_there, SUM, OUT, at + V, there, v, d + BLOCK_D, FIRST, LAST)
 
 
 def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the gradient of the weight can be accumulated in block floating point.
-
-    Three conditions must hold: The hidden states and the weight are bf16. The length of a weight
-    row is a multiple of 16 bytes. The tiles fit into the shared memory of the GPU.
-    """
+    """Whether the weight's gradient can be accumulated in block floating point."""
     bf16 = hidden.dtype == weight.dtype == torch.bfloat16
     return bf16 and weight.shape[1] % PACK == 0 and _fits_tiles(hidden.device)
 
 
 def _fits_tiles(device: torch.device) -> bool:
-    """Whether the tiles of the GEMM fit into the shared memory of the device.
+    """Whether the tiles fit into shared memory: on Hopper and on data-center Blackwell.
 
-    The tiles fit on Hopper and on data-center Blackwell GPUs. Triton's interpreter has no limit on
-    shared memory.
+    Triton's interpreter has no limit.
     """
     if device.type != "cuda" or torch.version.hip:
         return device.type == "cpu"
@@ -158,10 +142,7 @@ def accumulate(
     first: bool,
     last: bool,
 ) -> None:
-    """Adds dz.T @ h to `total`.
-
-    The first call overwrites `total` with dz.T @ h. The last call converts `total` to bf16.
-    """
+    """Adds dz.T @ h to `total`. The first call overwrites it, and the last converts it to bf16."""
     (R, V), D = dz.shape, h.shape[1]
     cut = config.blockfp_gemm()
     transposed = dz.stride(0) == 1 and dz.stride(1) >= R
@@ -191,10 +172,7 @@ def _plan(
 
 
 def aligned_matrix(t: Tensor) -> Tensor:
-    """Returns t if the rows of t are contiguous and start on 16-byte boundaries.
-
-    Otherwise returns a copy of t whose rows are contiguous and start on 16-byte boundaries.
-    """
+    """Returns t, or a copy, with contiguous rows that start on 16-byte boundaries."""
     if is_aligned(t):
         return t
     rows, columns = t.shape
@@ -205,7 +183,6 @@ def aligned_matrix(t: Tensor) -> Tensor:
 
 
 def is_aligned(t: Tensor) -> bool:
-    """Whether the rows of t are contiguous and start on 16-byte boundaries."""
     packed = t.stride(1) == 1 and t.stride(0) >= t.shape[1]
     return packed and t.stride(0) % PACK == 0 and t.data_ptr() % 16 == 0
 

@@ -1,7 +1,4 @@
-"""Launchers of the backward kernels that all losses over statistics share.
-
-See host.py for the meaning of a launch plan.
-"""
+"""Launchers of the backward kernels that all losses over statistics share."""
 
 from typing import NamedTuple
 
@@ -30,13 +27,11 @@ def gradient(
     into: Tensor | None = None,
     start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
 ) -> Tensor:
-    """Returns the gradient of the logits, multiplied by `upstream` and `factor`.
+    """Returns the gradient of the logits, times `upstream` and `factor`.
 
-    `into` is x, a tensor that shares the memory of x, or a tensor in other memory (see `Place` in
-    layout.py). The gradient has the dtype of `into`, or of x if `into` is None. The gradient is
-    written to `into`, with one exception. If `into` is x and rows have more than MAX_PRELOADED ids,
-    the gradient is a new tensor. The reason is that a program must load the logits at all ids of
-    its row before the gradient overwrites x. One program can hold at most MAX_PRELOADED logits.
+    It is written to `into`: x itself, or a `Place` of layout.py. If `into` is x and rows have more
+    than MAX_PRELOADED ids, it is a new tensor: a program must hold the logits at all ids of its row
+    before the gradient overwrites x.
     """
     return _gradient(x, reading, state, coefficients, (), (upstream,), factor, into, start)
 
@@ -49,10 +44,8 @@ def stats_gradient(
     factor: Tensor | None = None,  # one number, or one number per row
     into: Tensor | None = None,
 ) -> Tensor | None:
-    """Like `gradient`, but for gradients of statistics, in one launch.
-
-    `gradients` maps the name of each statistic to its gradient. The function returns None if one
-    launch is not possible (see stats_coefficients.py).
+    """Like `gradient`, but from gradients of statistics, or None if that takes more than one
+    launch.
     """
     names = tuple(gradients)
     has = fields_in_row(names, reading.wants) if reading.ids is None else None
@@ -66,11 +59,7 @@ def _gradient(
     x: Tensor, reading: Reading, state: Tensor, coefficients: Coefficients, names: tuple[str, ...],
     upstream: tuple[Tensor, ...], factor: Tensor | None, into: Tensor | None, start: int | None,
 ) -> Tensor:  # fmt: skip
-    """The common part of `gradient` and `stats_gradient`.
-
-    For `gradient`, `names` is empty, and `upstream` is one tensor. For `stats_gradient`, `upstream`
-    holds the gradients of the statistics in `names`.
-    """
+    """`gradient` if `names` is empty (one `upstream`), else `stats_gradient` (one per name)."""
     coefs, has, g_ids = coefficients
     key = _gradient_key(x, reading, coefficients, names, upstream, factor, into, start)
     plan = _gradient_plans[key]
@@ -81,7 +70,7 @@ def _gradient(
     if x.numel() == 0:
         return into
     label = reading.label.contiguous() if plan.reads_label else None
-    # A tensor whose strides are all 0 holds one number for all rows, and is not copied.
+    # strides that are all 0 mean one number for all rows, which is not copied
     steps = key.upstream_steps
     upstream = tuple(d.contiguous() if s else d for d, s in zip(upstream, steps, strict=True))
     if key.factor_per_row:
@@ -108,7 +97,7 @@ def _gradient(
 
 
 class _GradientKey(NamedTuple):
-    """The properties of a call that determine the launch plan of its gradient."""
+    """What determines the launch plan of a gradient."""
 
     logits: tuple  # shape, strides, address modulo 16, bytes per element
     over_logits: bool  # whether `into` is the memory of the logits
@@ -121,7 +110,7 @@ class _GradientKey(NamedTuple):
     upstream_steps: tuple[int, ...]  # row strides of `upstream`; 0 if all rows share one number
     factor_per_row: bool
     options: tuple[float | None, float | None, int | None]
-    # The first column of x and the size of the vocabulary, or None if x has all columns.
+    # the first column of x and the size of the vocabulary, or None if x has all columns
     columns: tuple[int, int] | None
     revision: int
 
@@ -153,10 +142,7 @@ class _GradientPlan(NamedTuple):
 
 
 def _gradient_plan(key: _GradientKey) -> _GradientPlan | None:
-    """Builds a launch plan.
-
-    The result is None if the logits have no (B, T, V) view with contiguous rows.
-    """
+    """Builds a plan, or returns None if the logits have no (B, T, V) view with contiguous rows."""
     rows = describe(*key.logits)
     if rows is None:
         return None
@@ -182,20 +168,13 @@ _gradient_plans: Plans[_GradientKey, _GradientPlan | None] = Plans(_gradient_pla
 
 
 def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
-    """Converts ids of the vocabulary to ids of the columns [start, start + width).
-
-    Ids of other columns become NO_ID. Ids outside the vocabulary become -1.
-    """
+    """Makes ids relative to `start`: NO_ID for other columns, -1 outside the vocabulary."""
     local = torch.where((ids >= start) & (ids < start + width), ids - start, NO_ID)
     bad = ((ids < 0) | (ids >= vocab)) & (ids != NO_ID)
     return torch.where(bad, -1, local)
 
 
 def _by_copy(x, reading, state, coefficients, names, upstream, factor, into, start) -> Tensor:
-    """Computes the gradient from a contiguous copy of x.
-
-    The copy is needed if x has no (B, T, V) view with contiguous rows (layout.py).
-    """
     over_logits = into is not None and into.data_ptr() == x.data_ptr()
     place = None if over_logits else into
     dx = _gradient(

@@ -1,23 +1,13 @@
-"""The gradient of one tile of logits. All losses over row statistics share one formula:
+"""The gradient of one tile of logits, by the formula of contract.py.
 
-    dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
+log p_i is ((y_i - shift) / T) - log_s, with T the temperature, y the logits x after the softcap,
+shift = max y, and log_s = log Σ_j e^((y_j - shift) / T). This is exact even under a large common
+offset of the logits.
 
-In this formula, p = softmax(z), and v are the class weights. The coefficients `a`, `b`, `g_label`
-and `g_c` have one value per row, and g_k has one value per id. The logits z of the softmax are
-y / T, where y are the logits x after the softcap, and T is the temperature. Kernels compute log p_i
-as ((y_i - shift) / T) - log_s. Here `shift` is the max of y in the row, and
-log_s = log Σ_j e^((y_j - shift) / T). This formula for log p_i is exact even if all logits have a
-large common offset.
-
-The gradient of y is the gradient of z divided by T. The gradient of the logits x is the gradient of
-y multiplied by the derivative of the softcap. If a loss also uses the log-probability of the label
-at temperature 1, the gradient of y_i has one more term. This term is
-d_logprob_t1 ([i = label] - p1_i), where d_logprob_t1 is a coefficient, and p1 = softmax(y).
-
-For speed, kernels compute powers of 2 instead of powers of e. With d = (y - shift) / (T ln 2),
-e = 2^d and s = Σ e, the probabilities are p = e / s. Let c0 = (a - b log_s) / (T s) and
-c1 = b ln 2 / (T s). In the next formula, g_c is already divided by T. The numbers c0, c1 and g_c
-are the same for all columns of a row. Without the term of d_logprob_t1, the gradient of y_i is:
+For speed, kernels compute powers of 2. With d = (y - shift) / (T ln 2), e = 2^d, s = Σ e and
+p = e / s, let c0 = (a - b log_s) / (T s) and c1 = b ln 2 / (T s). They and g_c (here already
+divided by T) are the same for all columns of a row. Without the term of d_logprob_t1, the gradient
+of y_i, which the derivative of the softcap turns into that of x_i, is
 
     dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + the terms of the label and the ids
 """
@@ -41,10 +31,7 @@ COEF_D_LOGPROB_T1 = tl.constexpr(_contract.D_LOGPROB_T1)
 
 
 class Coefs(NamedTuple):
-    """The coefficients of a row, multiplied by the number that `row_gain` returns for the row.
-
-    A coefficient that the loss does not use is 0.
-    """
+    """The coefficients of a row, times `row_gain`; 0 if the loss does not use them."""
 
     a: tl.tensor
     b: tl.tensor
@@ -55,7 +42,7 @@ class Coefs(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The numbers of the gradient formula that are the same for all columns of a row."""
+    """What the formula of the gradient needs of a row."""
 
     shift: tl.tensor
     c0: tl.tensor
@@ -69,8 +56,6 @@ class Terms(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Pointers for reading and writing the columns of a tile."""
-
     X: tl.tensor
     W: tl.tensor  # class weights, starting at the same column as X, or None
     DX: tl.tensor
@@ -82,20 +67,15 @@ class Tile(NamedTuple):
 def uses(has, name):
     """Whether a loss uses the coefficient `name`.
 
-    The tuple `has` can also contain the name "second", although "second" is not a coefficient. This
-    name means that the temperature is not 1, and that the loss uses log p of the label at
-    temperature 1. Then the kernel needs a second normaliser, at temperature 1.
+    `has` can also contain "second": the loss uses log p of the label at temperature 1 and another
+    temperature, so that the kernel needs a second normaliser, at temperature 1.
     """
     return name in has
 
 
 @triton.jit
 def row_gain(UPSTREAM, FACTOR, row, step_u, step_f):
-    """Returns the product of a row's upstream gradient and the row's number in FACTOR.
-
-    If step_u is 0, UPSTREAM is one number for all rows. If step_f is 0, FACTOR is one number for
-    all rows.
-    """
+    """Returns upstream gradient times factor of a row; a step of 0: one number for all rows."""
     gain = 1.0
     if UPSTREAM is not None:
         gain = tl.load(UPSTREAM + row * step_u).to(tl.float32)
@@ -114,7 +94,6 @@ def _coef(COEF, gain, FIELD: tl.constexpr, USED: tl.constexpr):
 
 @triton.jit
 def load_coefs(COEF, gain, HAS: tl.constexpr):
-    """Loads the coefficients of the row that COEF points to, and multiplies them by `gain`."""
     return Coefs(
         _coef(COEF, gain, COEF_A, uses(HAS, "a")),
         _coef(COEF, gain, COEF_B, uses(HAS, "b")),
@@ -127,13 +106,9 @@ def load_coefs(COEF, gain, HAS: tl.constexpr):
 
 @triton.jit
 def c0_of(a, b, log_s, inv_t, HAS: tl.constexpr):
-    """Returns the number c0 of a row in the gradient formula at the top of this file.
-
-    If all logits of a row are -inf, c0 is 0, so that the gradient of the row is 0.
-    """
+    """Returns c0 (see the top of this file), or 0 for a row that is all -inf."""
     scale = inv_t * tl.exp2(-log_s * LOG2E)
-    # If the loss does not use the coefficient b, b is 0. The product b · log_s is then skipped,
-    # because 0 · log_s would be NaN for an infinite log_s.
+    # without b, the product is skipped: 0 · log_s would be NaN for an infinite log_s
     if uses(HAS, "b"):
         a -= b * log_s
     return tl.where(log_s == -INF, 0.0, a * scale)
@@ -141,10 +116,7 @@ def c0_of(a, b, log_s, inv_t, HAS: tl.constexpr):
 
 @triton.jit
 def row_terms(coefs, a, shift, log_s, inv_t, HAS: tl.constexpr):
-    """Returns the values of the fields `shift`, `c0`, `c1` and `g_c` of `Terms`.
-
-    If all logits of a row are -inf, these values make the gradient of the row 0.
-    """
+    """Returns `shift`, `c0`, `c1` and `g_c` of `Terms`, and a gradient of 0 if all is -inf."""
     dead = log_s == -INF
     c1 = coefs.b * LN2 * tl.where(dead, 0.0, inv_t * tl.exp2(-log_s * LOG2E))
     g_c = tl.where(dead, 0.0, coefs.g_total * inv_t)
@@ -157,7 +129,7 @@ def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
     d = (y - terms.shift) * terms.rate
     if uses(HAS, "b"):
         tl.static_assert(not uses(HAS, "a_ids"))
-        # d is clamped, because d can be -inf where 2^d is 0, and 0 · -inf would be NaN.
+        # d can be -inf where 2^d is 0, and 0 · -inf would be NaN
         dz = tl.exp2(d) * (c0 + terms.c1 * tl.maximum(d, -1e4))
     else:
         dz = tl.exp2(d - lift) * c0
@@ -173,27 +145,19 @@ def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
 
 @triton.jit
 def write_tile(state, tile, start, offs, mask):
-    """Reads a tile of logits and writes their gradient, without the terms of the label and the ids.
-
-    The function `walk` passes a state from tile to tile. The gradient needs no state, so `state` is
-    returned unchanged.
-    """
+    """Writes the gradient of a tile for `walk`, without the terms of the label and the ids."""
     at = start + offs
     y, slope = capped(load(tile.X, at, mask), tile.terms.softcap)
     dz = dz_of(y, tile.W, at, mask, tile.terms.c0, tile.terms.lift, tile.terms, tile.HAS)
-    # With the modifier ".cs", the cache evicts the gradient first. So the logits of the next tiles
-    # can stay in the cache. The gradient need not stay in the cache, because no kernel reads the
-    # gradient soon.
+    # .cs: the gradient leaves the cache first; nothing reads it soon, and the next tiles' logits
+    # may stay
     dx = (dz * slope).to(tile.DX.dtype.element_ty)
     tl.store(tile.DX + at, dx, mask=mask, cache_modifier=".cs")
     return state
 
 
 class Fill(NamedTuple):
-    """The number to write to all columns of a row.
-
-    The number is 0 for an ignored row. If the label or an id is invalid, the number is NaN.
-    """
+    """0 for all columns of an ignored row, or NaN if the label or an id is invalid."""
 
     DX: tl.tensor
     value: tl.tensor
@@ -208,10 +172,7 @@ def fill_tile(state, fill, start, offs, mask):
 
 @triton.jit
 def write_label(x, W, DXrow, label, g_label, terms, HAS: tl.constexpr):
-    """Overwrites the gradient at a row's label with the complete gradient, including g_label.
-
-    The caller must first write the tile that contains the label.
-    """
+    """Overwrites the label's gradient, once the tile around it is written, with all terms."""
     y, slope = capped(x, terms.softcap)
     dz = dz_of(y, W, label, None, terms.c0, terms.lift, terms, HAS) + g_label
     tl.debug_barrier()
@@ -220,7 +181,6 @@ def write_label(x, W, DXrow, label, g_label, terms, HAS: tl.constexpr):
 
 @triton.jit
 def is_class(label, V, vocab):
-    """Whether a label is in [0, vocab), or in [0, V) if vocab is None."""
     if vocab is not None:
         return (label >= 0) & (label < vocab)
     else:
@@ -229,11 +189,7 @@ def is_class(label, V, vocab):
 
 @triton.jit
 def local_column(label, start):
-    """Returns the label's column in x.
-
-    The first column of x is column `start` of the vocabulary. The result can be outside the columns
-    of x.
-    """
+    """Returns the label's column in x, which can be outside x."""
     if start is not None:
         return label - start
     else:
@@ -243,8 +199,7 @@ def local_column(label, start):
 class Span(NamedTuple):
     """The columns of a row that one program writes (layout.py defines body and fringe).
 
-    The span consists of the columns [lo, hi) of the row's body. If lo = 0, the span also contains
-    the row's fringe.
+    They are [lo, hi) of the body and, if lo = 0, the fringe.
     """
 
     head: tl.tensor
@@ -256,7 +211,6 @@ class Span(NamedTuple):
 
 @triton.jit
 def in_span(ids, span, ALIGNED: tl.constexpr):
-    """Returns a mask of the ids that are among the columns of a span."""
     inside = (ids >= span.head + span.lo) & (ids < span.head + span.hi)
     if not ALIGNED:
         after = span.head + span.body
@@ -290,7 +244,6 @@ def fill_span(
     DXrow, value, span,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, ONE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Writes one number to every column of a span."""
     _over_span(
         fill_tile, Fill(tl.multiple_of(DXrow + span.head, 16), value), Fill(DXrow, value),
         span, PACK, ALIGNED, ONE, BLOCK_V,
@@ -304,8 +257,7 @@ def write_span(
 ):  # fmt: skip
     """Writes the gradient of a span, without the terms of the label and the ids.
 
-    The body of DX always starts on a 16-byte boundary. If X_ALIGNED is True, the body of X also
-    starts on a 16-byte boundary.
+    Its body starts on a 16-byte boundary, that of X only with X_ALIGNED.
     """
     Xbody = Xrow + span.head
     if X_ALIGNED:

@@ -1,7 +1,7 @@
 """Block sizes, warps and splits of each kernel, as pure functions of the sizes and the device.
 
-The numbers come from sweeps on an H200 (benchmarks/results/h200/sweeps.txt). Tests call `override`
-to get several blocks even in short rows, and benchmarks call `override` to try other numbers.
+The numbers come from sweeps on an H200 (benchmarks/results/h200/sweeps.txt). `override` lets tests
+have several blocks in short rows, and benchmarks try other numbers.
 """
 
 import contextlib
@@ -13,16 +13,13 @@ import torch
 import triton
 
 MAX_SPLITS = 128
-# Rows with at most SHORT columns are not split over programs. Splits are merged in another launch,
-# and for short rows this launch would take more time than the splits save.
+# shorter rows are never split: merging takes another launch, longer than what the splits save
 SHORT = 4096
-# If there are at least MANY rows per multiprocessor, one warp per row is enough to fill the GPU.
+# rows per multiprocessor from which one warp per row fills the GPU
 MANY = 16
 
 
 class Config(NamedTuple):
-    """The sizes that divide the work of one launch among programs and warps."""
-
     block_v: int
     num_warps: int
     splits: int = 1  # programs per row
@@ -33,9 +30,8 @@ class Config(NamedTuple):
 
 
 _override: dict[str, int] = {}
-# The revision is incremented whenever `_override` changes. The cache key of a launch plan contains
-# either the revision, or the Config from which the plan was built. Therefore no call uses a plan
-# that was built from another Config.
+# Incremented when `_override` changes. The cache key of a plan holds the revision or the Config, so
+# no plan outlives the Config it was built from.
 revision = 0
 
 
@@ -70,17 +66,11 @@ def stats_fwd(
 ) -> Config:
     """Returns the Config of the kernels that compute row statistics.
 
-    If there are enough rows to fill the GPU, each program computes a whole row. Otherwise, several
-    programs share a row. A row of at most SHORT columns always has one program. `heavy` means that
-    the kernel computes more than max and sum, or applies a softcap. Heavy kernels have blocks of at
-    most 4096 columns. If the logits are 16-bit and there are at least MANY rows per multiprocessor,
-    heavy kernels use one warp. Then no reduction crosses warps. Otherwise, heavy kernels that read
-    whole rows use four warps. `twice` means that the kernel computes two normalisers: one at the
-    temperature, and one at temperature 1. With two normalisers, blocks have at most 4096 columns.
-
-    For 16-bit logits, a kernel with a block of 8192 columns is compiled for at most 80 registers
-    per thread. Without the limit of 80 registers, fewer programs fit on each multiprocessor, and
-    the kernel is 3 % slower.
+    Enough rows fill the GPU with a program each; otherwise several programs share a row. `heavy`
+    kernels compute more than max and sum, or a softcap; of many 16-bit rows, one warp reads each,
+    so that no reduction crosses warps. `twice`: a second normaliser, at temperature 1. Blocks of
+    8192 16-bit columns are compiled for 80 registers: without this limit fewer programs fit on a
+    multiprocessor, which costs 3 %.
     """
     if rows >= 2 * processors or vocab <= SHORT:
         block, warps, registers = (8192, 4, 80) if vocab > 2**16 and not twice else (4096, 4, None)
@@ -97,45 +87,31 @@ def stats_fwd(
 
 @functools.lru_cache(1024)
 def label_bwd(vocab: int) -> Config:
-    """Returns the Config of label_bwd.py.
-
-    Each program computes the gradient of one block of a row, because blocks are independent.
-    """
     return overridden(Config(min(2048, ceil_pow2(vocab)), 2))
 
 
 @functools.lru_cache(1024)
 def ids_bwd(vocab: int, itemsize: int) -> Config:
-    """Returns the Config of ids_bwd.py.
+    """Each program writes a span, then rewrites its ids while the span is in the cache.
 
-    Each program writes the gradient of one span, and then rewrites the gradient at the ids, while
-    the span is in the cache. Every program of a row searches all ids of the row. Therefore spans
-    are long, and a row has few programs. A program writes its span one block at a time, with
-    several warps.
+    Every program searches all ids of its row, so spans are long.
     """
-    # The block and the span have at least 16 columns, because Triton would treat a span of 1 as a
-    # constant.
+    # at least 16 columns, because Triton would treat a span of 1 as a constant
     width = max(ceil_pow2(vocab), 16)
     return overridden(Config(min(8192 // itemsize, width), 2 * itemsize, span=min(8192, width)))
 
 
 @functools.lru_cache(1024)
 def scale(vocab: int) -> Config:
-    """Returns the Config of scale.py, whose kernel multiplies each row by a factor, in place.
-
-    The grid has few programs, and each program loops over large blocks of columns. In most calls,
-    the factor is 1 for all rows. In these calls, each program reads only the factor, and then ends.
-    """
+    """Few programs with large blocks: mostly, all factors are 1, and a program reads only these."""
     return overridden(Config(min(4096, ceil_pow2(vocab)), 8))
 
 
 @functools.lru_cache(1024)
 def nll_fwd_bwd(vocab: int, itemsize: int, crowded: bool = False) -> Config:
-    """Returns the Config of nll_fwd_bwd.py.
+    """Splits are small, so that the L1 cache holds several.
 
-    Splits are so small that the L1 cache of a multiprocessor holds several splits. `crowded` means
-    that the logits have a softcap and that the gradient does not overwrite the logits. If `crowded`
-    is True, blocks are smaller, because the programs need more registers.
+    `crowded`: a softcap, and a gradient that does not overwrite the logits, take more registers.
     """
     block, warps, span = (2048, 2, 6144) if itemsize == 2 else (4096, 4, 4096)
     if crowded:
@@ -144,13 +120,11 @@ def nll_fwd_bwd(vocab: int, itemsize: int, crowded: bool = False) -> Config:
 
 
 def blockfp_gemm() -> Config:
-    """Returns the largest tile whose accumulators fit into the registers of eight warps."""
+    """The largest tile whose accumulators fit into the registers of eight warps."""
     return overridden(Config(128, 8))
 
 
-# The tile sizes of row_gemm.py. A key is a pair: the bytes per element, and whether the GPU has at
-# least as much shared memory as Hopper. A value is (rows, columns, span, warps, stages). Each step
-# of a program reads `span` columns of the first matrix.
+# (bytes per element, shared memory of Hopper or more) -> (rows, columns, span, warps, stages)
 ROW_GEMM = {
     (2, True): (128, 256, 64, 8, 3), (2, False): (128, 128, 32, 4, 2),
     (4, True): (64, 128, 16, 8, 3), (4, False): (64, 64, 16, 4, 2),
@@ -158,33 +132,23 @@ ROW_GEMM = {
 
 
 def row_gemm(itemsize: int, memory: int) -> Config:
-    """Returns the tile sizes of row_gemm.py. These sizes do not depend on the number of rows.
+    """Tiles of block_n rows and block_v columns, for any number of rows.
 
-    A tile has `block_n` rows and `block_v` columns. Each step reads `span` columns of the first
-    matrix. `memory` is the number of bytes of shared memory that a program can use.
+    Each step reads `span` columns of the first matrix. `memory` is in bytes of shared memory.
     """
     rows, columns, step, warps, stages = ROW_GEMM[itemsize, memory >= HOPPER_MEMORY]
     return overridden(Config(columns, warps, span=step, block_n=rows, stages=stages))
 
 
 def pair_fwd(vocab: int) -> Config:
-    """Returns the block size for reading a student's and a teacher's row together.
-
-    In the loop over blocks, the sums stay in registers and have one element per column of a block.
-    A program has one warp and needs no barrier.
-    """
+    """One warp, which needs no barrier; the sums stay in registers, one per column of a block."""
     cut = overridden(Config(min(512, ceil_pow2(vocab)), 1))
-    # A block must be at least as wide as the fringe tile (layout.py). The fringe tile has 32 bytes,
-    # which are 16 columns of 16-bit logits.
+    # at least as wide as the fringe tile (layout.py): 32 bytes, 16 columns of 16-bit logits
     return cut._replace(block_v=max(cut.block_v, 16))
 
 
 def jsd_tvd_split_fwd(vocab: int, itemsize: int) -> Config:
-    """Returns the Config of the kernel in jsd_tvd_fwd.py that splits rows.
-
-    A row has at most 64 splits. A split is small enough to stay in the cache until the kernel reads
-    the split again.
-    """
+    """At most 64 splits, which stay in the cache until they are read again."""
     block, span = (256, 4096) if itemsize == 2 else (512, 2048)
     span = max(span, ceil_pow2(ceil_div(vocab, 64)))
     cut = overridden(Config(min(block, ceil_pow2(vocab)), 1, span=span))
@@ -195,13 +159,10 @@ def pair_bwd(vocab: int, itemsize: int) -> Config:
     return overridden(Config(min(1024 if itemsize == 2 else 512, ceil_pow2(vocab)), 1))
 
 
-# The table NARROW holds the tile sizes of the kernels for narrow heads. The outer key is the
-# kernel's name and the number of bytes per element. The inner key is the width D of the hidden
-# states, padded to a power of two. Each entry is (rows, columns, warps, stages). An optional fifth
-# number limits the registers per thread. The kernel "fwd_expected" is a forward kernel that also
-# computes the sums of narrow_expected.py. The kernel "fwd_expected" and the backward kernels also
-# accumulate a sum that is D columns wide. Therefore these kernels have smaller tiles of logits than
-# "fwd" at D = 256. At D = 512, only the backward kernels have smaller tiles than "fwd".
+# (kernel, bytes per element) -> D, padded to a power of two -> (rows, columns, warps, stages), and
+# perhaps a limit of registers per thread. "fwd_expected" is the forward with the sums of
+# narrow_expected.py. It and the backward kernels also accumulate a sum of D columns, and so have
+# smaller tiles than "fwd" at D = 256; at D = 512 only the backward kernels do.
 NARROW = {
     ("fwd", 2): {
         64: (128, 64, 4, 4), 128: (128, 64, 8, 4), 256: (128, 64, 8, 3), 512: (64, 64, 4, 2),
@@ -220,31 +181,23 @@ NARROW = {
     },
     ("d_weight", 4): {64: (32, 32, 8, 2)},
 }  # fmt: skip
-# The largest number of bytes for partial sums of d_hidden, if the vocabulary is split.
+# most bytes of partial sums of d_hidden, if the vocabulary is split
 NARROW_SUMS = 32 << 20
-# In Triton 3.5, the kernel for d_weight cannot load hidden states in advance. Triton 3.5 raises
-# "cp.async does not support transfers smaller than 4 bytes".
+# Triton 3.5 raises "cp.async does not support transfers smaller than 4 bytes" in d_weight.
 LOADS_IN_ADVANCE = not triton.__version__.startswith("3.5.")
 HOPPER_MEMORY = 227 << 10  # bytes of shared memory that a program on Hopper can use
 
 
 @functools.lru_cache(1024)
 def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> Config:
-    """Returns the tile sizes of a kernel for narrow heads.
+    """Returns the tile sizes of a kernel for narrow heads of padded `width` D.
 
-    `width` is the width D of the hidden states, padded to a power of two. A program keeps one tile
-    of the hidden states or of the weight in shared memory. Tiles of the other matrix are loaded in
-    a loop, `stages` tiles in advance. The function reduces `stages` until all these tiles fit into
-    `memory` bytes of shared memory.
+    A program keeps one tile, of the hidden states or of the weight, in shared memory, and loads
+    those of the other matrix in a loop, `stages` in advance, as many as `memory` bytes hold.
 
-    `heavy` is 0, 1 or 2. In the forward kernel, `heavy` increases by 1 if there is a softcap or if
-    any flag of `Sums` (contract.py) is set. In the backward kernels, `heavy` increases by 1 if
-    there is a softcap, or if any of the coefficients "b", "total" and "logprob_t1" is used. In all
-    kernels, `heavy` increases by 1 if the rows of the hidden states or of the weight do not start
-    on 16-byte boundaries. If `heavy` is not 0, the kernel needs more registers per thread and uses
-    eight warps. The backward kernels and "fwd_expected" load tiles in a loop. The size of these
-    tiles is halved `heavy` times, but is at least 16. If `heavy` is not 0, a tile of "d_hidden" or
-    "fwd_expected" has at most 64 rows.
+    `heavy`: 0–2, one for a softcap, extra sums or coefficients, one for unaligned rows. Heavy
+    kernels need more registers, so they have eight warps, and (except "fwd") the streamed tile is
+    halved `heavy` times, to at least 16.
     """
     rows, columns, warps, stages, *limit = NARROW[kernel, itemsize][max(width, 64)]
     if kernel in ("d_hidden", "fwd_expected"):
@@ -266,15 +219,10 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
 def narrow_splits(
     cut: Config, rows: int, vocab: int, width: int, processors: int, limit: int | None = None
 ) -> Config:
-    """Returns a copy of `cut` in which `splits` is the number that keeps the GPU busiest.
+    """Splits the vocabulary so that the GPU is busiest; of equal numbers, into the fewest splits.
 
-    `splits` is the number of splits of the vocabulary. The function assumes that a multiprocessor
-    runs two programs at once. For each number of splits, the function estimates the fraction of the
-    time in which a multiprocessor is busy. The function chooses the number of splits with the
-    largest fraction. If several numbers are equally good, the function chooses the smallest.
-
-    Each split has its own partial sums of shape (rows, width) in fp32. All partial sums together
-    take at most `limit` bytes.
+    It assumes two programs at once per multiprocessor. Each split has partial sums (rows, width) in
+    fp32, together at most `limit` bytes.
     """
     tiles, at_once = max(ceil_div(rows, cut.block_n), 1), 2 * processors
     most = min(ceil_div(2 * at_once, tiles), ceil_div(vocab, cut.block_v), MAX_SPLITS)
@@ -282,7 +230,6 @@ def narrow_splits(
         most = min(most, limit // max(4 * rows * width, 1))
 
     def busy(splits: int) -> float:
-        """Returns the fraction of the time in which a multiprocessor is busy."""
         waves = tiles * splits / at_once
         return waves / math.ceil(waves)
 
@@ -291,16 +238,15 @@ def narrow_splits(
 
 
 def contrastive_fwd(rows: int, columns: int, itemsize: int) -> Config:
-    """Returns the Config of contrastive_fwd.py.
+    """A program reads `span` rows of a strip of `block_v` columns, one row of a tile per warp.
 
-    A program reads `span` rows of a strip of `block_v` columns. Each warp reads one row of a tile,
-    with 16 bytes per thread and 512 bytes per row. With more rows per program, fewer states of
-    columns are written and merged.
+    That is 512 bytes per row, 16 per thread. More rows per program leave fewer column states to
+    merge.
     """
     cut = Config(
         min(512 // itemsize, ceil_pow2(columns)), 2, span=1024, block_n=min(16, ceil_pow2(rows))
     )
-    # About 1024 programs keep all multiprocessors busy.
+    # about 1024 programs keep all multiprocessors busy
     strips = ceil_div(columns, cut.block_v)
     cut = overridden(cut._replace(span=min(cut.span, max(rows * strips // 1024, 1))))
     cut = cut._replace(block_n=max(cut.block_n, min(cut.num_warps, ceil_pow2(rows))))
@@ -308,19 +254,14 @@ def contrastive_fwd(rows: int, columns: int, itemsize: int) -> Config:
 
 
 def contrastive_merge() -> Config:
-    """Returns the Config of the kernel that merges contrastive states (contrastive_fwd.py).
-
-    Each program merges the states of `block_v` rows or columns. In each step, a program merges
-    `block_n` states per row or column.
-    """
+    """Each program merges `block_v` rows or columns, `block_n` states at a time."""
     return overridden(Config(32, 4, block_n=32))
 
 
 def contrastive_bwd(rows: int, columns: int, itemsize: int) -> Config:
-    """Returns the Config of contrastive_bwd.py.
+    """A program overwrites `span` rows of a strip of `block_v` columns, `block_n` rows at a time.
 
-    A program overwrites `span` rows of a strip of `block_v` columns, `block_n` rows at a time. The
-    normalisers of the columns stay in registers.
+    The normalisers of the columns stay in registers.
     """
     cut = Config(
         min(512 // itemsize, ceil_pow2(columns)), 4, span=64, block_n=min(4, ceil_pow2(rows))
@@ -330,11 +271,7 @@ def contrastive_bwd(rows: int, columns: int, itemsize: int) -> Config:
 
 
 def sigmoid_contrastive(rows: int, columns: int, itemsize: int) -> Config:
-    """Returns the Config of sigmoid_contrastive.py.
-
-    Each warp reads one row of a tile, with 16 bytes per thread. Therefore the sum of a row needs no
-    exchange between warps.
-    """
+    """Each warp reads one row of a tile, 16 bytes per thread, so row sums stay inside warps."""
     cut = Config(
         min(512 // itemsize, ceil_pow2(columns)), 2, span=64, block_n=min(2, ceil_pow2(rows))
     )
@@ -344,7 +281,7 @@ def sigmoid_contrastive(rows: int, columns: int, itemsize: int) -> Config:
 
 @functools.cache
 def memory(device: torch.device) -> int:
-    """Returns the number of bytes of shared memory that one program can use."""
+    """Returns the bytes of shared memory that one program can use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     return HOPPER_MEMORY
@@ -352,7 +289,7 @@ def memory(device: torch.device) -> int:
 
 @functools.cache
 def has_async_copies(device: torch.device) -> bool:
-    """Whether an NVIDIA GPU has asynchronous copies from global to shared memory (cp.async)."""
+    """Whether an NVIDIA GPU has cp.async, asynchronous copies from global to shared memory."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -370,5 +307,4 @@ def ceil_pow2(n: int) -> int:
 
 
 def overridden(config: Config) -> Config:
-    """Returns a copy of `config` with the values that `override` has set."""
     return config._replace(**_override)

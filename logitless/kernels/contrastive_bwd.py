@@ -1,19 +1,15 @@
-"""Computes the gradient of a contrastive loss, and overwrites the similarities with the gradient.
+"""Overwrites similarities with the gradient of a contrastive loss.
 
-Let p be the probability of a pair in its row, and q the probability of the same pair in its column.
-The gradient of the pair's logit is
+With p the probability of a pair in its row, and q in its column, the gradient of its logit is
 
     g_row (p - y) + g_column (q - y)      where y is 1 for positives and 0 for other pairs
 
-The kernel computes both terms in fp32, and rounds only their sum. If p were rounded first, p - 1
-would have few exact digits.
+Only the sum is rounded, from fp32: of a rounded p, p - 1 would have few exact digits.
 
-The normaliser of a row consists of two numbers, m and log2 s. If z is a logit multiplied by log2 e,
-p is 2^((z - m) - log2 s). For any number h, p is also 2^(z - h) · 2^((h - m) - log2 s). The same
-holds for q, with the normaliser of the column. The factor 2^(z - h) is the same for p and q, so a
-pair needs only one exponential. A program computes p and q in this way if the similarities are
-16-bit (see `one_exponential`), and if its normalisers are close together. Then the factors neither
-overflow nor underflow.
+The normaliser of a row is m and log2 s, with p = 2^((z - m) - log2 s) for a logit z times log2 e.
+For any h, p is also 2^(z - h) · 2^((h - m) - log2 s), and likewise q, so one exponential serves
+both. A program uses this if the similarities are 16-bit (`one_exponential`), and if its normalisers
+are so close together that the factors neither overflow nor underflow.
 """
 
 import functools
@@ -43,19 +39,16 @@ from .profiling import in_place, nothing, profiled
 
 @triton.jit
 def _load_normalisers(P, offs, mask, other):
-    """Returns m and log2 s of some rows or columns. Where `mask` is False, m is `other`, and log2 s
-    is 0.
-    """
+    """Returns m and log2 s of rows or columns; m is `other` and log2 s is 0 where masked."""
     m = tl.load(P + 2 * offs, mask=mask, other=other)
     return m, tl.load(P + 2 * offs + 1, mask=mask, other=0.0)
 
 
 @triton.jit
 def _all_near(m, log_s, middle):
-    """Returns whether 2^(z - middle) and 2^(middle - lse) stay in the range of fp32.
+    """Whether 2^(z - middle) and 2^(middle - lse) stay in fp32's range for logits z <= lse.
 
-    Here z is any logit with z <= lse, and `lse` is m + log2 s. The result is False for infinite
-    numbers and for NaN.
+    False for infinite numbers and for NaN.
     """
     return tl.min((tl.abs(m - middle + log_s) < 60.0).to(tl.int32)) != 0
 
@@ -147,10 +140,6 @@ def contrastive_gradient(
     column_upstream: Tensor | None = None,  # (m,); None means 1 for every column
     d_scale: bool = False,
 ) -> Tensor | None:
-    """Overwrites x with the gradient of the logits.
-
-    If `d_scale` is True, returns Σ gradient · x.
-    """
     n, m = x.shape
     if n == 0 or m == 0:
         return rows.new_zeros(()) if d_scale else None

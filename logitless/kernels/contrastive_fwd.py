@@ -1,19 +1,14 @@
 """Statistics of the rows and the columns of similarities, from one pass over the similarities.
 
-Each program reads several rows of a strip of columns, one tile at a time. A tile has three
-dimensions: lanes, repeats and columns. A lane is a group of adjacent rows, and the repeats are the
-rows of a lane. Each warp holds one lane. So a sum over the rows of a lane needs no exchange between
-threads. A sum over the columns of a row stays inside one warp. Triton distributes the warps over
-the first dimension, so the lanes are the first dimension. The state of the columns stays in
-registers until the end of the strip. The states of the rows are written once per strip. A second
-launch merges the states of strips in a fixed order.
+Each program reads several rows of a strip of columns, tile by tile. A tile is (lanes, repeats,
+columns), where a lane is a group of adjacent rows in one warp: both sums stay inside a warp. Lanes
+come first, because Triton distributes the warps over the first dimension. Column states stay in
+registers to the end of the strip; those of rows are written once per strip. A second launch merges
+the strips in a fixed order.
 
-All logits are multiplied by log2 e, and the kernels compute exponentials of base 2. The state of a
-row is a reference m, and the sum s of 2^(z - m) over all logits z of the row. In general, the
-reference is the max of the logits. For 16-bit similarities (see `one_exponential`), a program first
-uses one reference for all rows and columns of its strip. Then the row's sum and the column's sum
-need only one exponential per pair. If a sum is outside the range of `_in_range`, the program
-computes its strip again. The references are then the max of each row and the max of each column.
+Logits are multiplied by log2 e. A state is a reference m and Σ 2^(z - m). For 16-bit similarities
+(see `one_exponential`), a strip first tries one reference for all its rows and columns, so that a
+pair needs one exponential; if a sum leaves `_in_range`, it starts again with the max of each.
 """
 
 import functools
@@ -41,10 +36,9 @@ from .profiling import nothing, profiled
 
 @triton.jit
 def _in_range(s):
-    """Returns whether a sum of exponentials is exact even if its reference is not the max.
+    """Whether a sum of exponentials is exact although its reference is not the max; not for NaN.
 
-    Terms below 2^-126 are lost, but these terms are negligible in a sum above 2^-60. The result is
-    False for NaN.
+    The terms lost below 2^-126 are negligible in a sum above 2^-60.
     """
     return (s > 8.7e-19) & (s < 1.2e18)  # 2^-60 and 2^60
 
@@ -137,10 +131,7 @@ def _contrastive_merge_kernel(
     count, parts,
     BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program merges the states of BLOCK rows or columns into STATE.
-
-    In each step, the program merges BLOCK_P states per row or column.
-    """
+    """Each program merges the states of BLOCK rows or columns into STATE, BLOCK_P at a time."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < count
     m = tl.load(STATE + 2 * offs, mask=mask, other=-INF)
@@ -165,7 +156,6 @@ def contrastive_read(
     rows: Tensor | None,  # (n, 2)
     columns: Tensor | None,  # (m, 2)
 ) -> None:
-    """Merges the logits of a block into the states of its rows and of its columns."""
     n, m = x.shape
     if n == 0 or m == 0 or (rows is None and columns is None):
         return
@@ -182,12 +172,7 @@ def contrastive_read(
 
 
 def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns -log p of the positives, and the normalisers that `contrastive_gradient` takes.
-
-    `picked` holds the similarities of the positives. The normalisers have shape (n, 2) and hold m
-    and log2 s of each row. The sum m + log2 s is not stored, because a large m would round away
-    most digits of log2 s. The loss is clamped to at least 0.
-    """
+    """Like `contrastive_finish` in eager/, with log2 s, and a loss clamped to at least 0."""
     m, log_s = state[:, 0], state[:, 1].log2()
     of_positives = picked.float() * (scale * LOG2E.value)
     loss = (log_s - (of_positives - m)).clamp_min(0) * LN2.value
@@ -195,7 +180,7 @@ def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Te
 
 
 def rate_of(block: Block) -> Tensor:
-    """Returns scale · log2 e. Kernels multiply the similarities by this factor."""
+    """What similarities are multiplied by: scale · log2 e."""
     return block.scale * LOG2E.value
 
 

@@ -1,9 +1,8 @@
 """Loads tiles of similarities x = a @ b.T, and finds the positives and the pairs that are left out.
 
-A tile has the shape (rows, columns), or the shape (lanes, repeats, columns) of contrastive_fwd.py.
-The arguments `rows` and `cols` hold the row and column numbers of a tile. These arguments have as
-many dimensions as the tile. Rows of similarities are padded in memory. Kernels read and overwrite
-the padding, so that every load and store moves 16 bytes per thread.
+A tile is (rows, columns), or (lanes, repeats, columns) in contrastive_fwd.py; `rows` and `cols`,
+its row and column numbers, have as many dimensions. Rows of similarities are padded in memory, and
+kernels read and overwrite the padding: every load and store moves 16 bytes per thread.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from .numerics import INF, rounded_product
 
 
 class Pairs(NamedTuple):
-    """Pointers to the positives, and to the pairs that are left out. Each pointer can be None."""
+    """Pointers to the positives, and to the pairs that are left out. Each can be None."""
 
     POSITIVES: tl.tensor  # (n,), the column of each row's positive
     diagonal: tl.tensor  # without POSITIVES, the positive of row i is the column i + diagonal
@@ -40,7 +39,6 @@ def load_similarities(X, stride_x, rows, cols, n, FULL: tl.constexpr):
 
 @triton.jit
 def positives_of(pairs, rows, cols, n):
-    """Returns a mask of the pairs of a tile that are positives."""
     if pairs.POSITIVES is not None:
         return tl.load(pairs.POSITIVES + rows, mask=rows < n, other=-1) == cols
     else:
@@ -49,10 +47,7 @@ def positives_of(pairs, rows, cols, n):
 
 @triton.jit
 def exponentials(x, rate, ref, rows, cols, n, m, FULL: tl.constexpr):
-    """Returns 2^(z - ref) for each pair of a tile, and 0 outside the similarities.
-
-    The function ignores masks and labels. Callers use the function only if no pair is left out.
-    """
+    """Returns 2^(z - ref), or 0 outside the similarities, if no pair is left out."""
     e = tl.exp2(x * rate - ref)
     if not FULL:
         e = tl.where((rows < n) & (cols < m), e, 0.0)
@@ -61,7 +56,7 @@ def exponentials(x, rate, ref, rows, cols, n, m, FULL: tl.constexpr):
 
 @triton.jit
 def may_hold_positives(pairs, row, column, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Returns whether the tile that begins at (row, column) can contain positives."""
+    """Whether the tile that begins at (row, column) can contain positives."""
     if pairs.POSITIVES is not None:
         return row >= 0
     else:
@@ -71,9 +66,7 @@ def may_hold_positives(pairs, row, column, BLOCK_N: tl.constexpr, BLOCK_M: tl.co
 
 @triton.jit
 def logits_of(x, rate, pairs, rows, cols, n, m, FULL: tl.constexpr):
-    """Returns the logits of a tile, multiplied by log2 e. Pairs that are left out have the logit
-    -inf.
-    """
+    """Returns the logits of a tile times log2 e, -inf for pairs that are left out."""
     z = rounded_product(x, rate)
     HAS_POSITIVES: tl.constexpr = (pairs.POSITIVES is not None) | (pairs.diagonal is not None)
     if pairs.MASK is not None:
@@ -114,10 +107,7 @@ def tensors_of(block: Block) -> tuple[Tensor | None, ...]:
 
 
 def numbers_of(x: Tensor, block: Block) -> tuple[int | None, ...]:
-    """Returns n, m, stride_x, diagonal and stride_mask of a launch.
-
-    Kernels can overwrite the padding of the rows of x.
-    """
+    """Returns n, m, stride_x, diagonal and stride_mask of a launch."""
     assert x.stride(1) == 1 or x.shape[1] == 1
     diagonal = block.diagonal if block.positives is None else None
     mask = block.mask
@@ -130,10 +120,9 @@ def numbers_of(x: Tensor, block: Block) -> tuple[int | None, ...]:
 def one_exponential(x: Tensor, block: Block) -> bool:
     """Whether kernels may compute one exponential per pair instead of two.
 
-    With one exponential, the rounding error is slightly larger, but far below the rounding error of
-    16-bit similarities. If pairs are left out, the positive can be the only remaining pair of a
-    row. Such a row must have a loss and a gradient of exactly 0. Therefore kernels compute two
-    exponentials per pair in every loss with a mask or labels.
+    Its rounding error is slightly larger, but far below that of 16-bit similarities. If pairs are
+    left out, though, the positive can be the only pair of a row, whose loss and gradient must be
+    exactly 0.
     """
     several = min(x.shape) > 1
     return x.element_size() == 2 and several and block.mask is None and block.labels is None

@@ -1,10 +1,8 @@
-"""Finds rows in which two slots hold the same id.
+"""Finds rows in which two of the K slots hold the same id. The backward adds up equal ids only
+there.
 
-A slot is one of the K places for ids in a row. In a row with repeated ids, the backward must add
-the gradients of equal ids. In a row without repeated ids, the backward skips this sum. A program
-loads a block of slots, and compares the ids of the whole block with one id at a time. The program
-first compares the block with the id of each slot in the block, and then with the id of each later
-slot of the row. A comparison of two slots takes one instruction.
+A program compares a block of slots with one id at a time: with each in the block, then with each
+later one of the row. A comparison of two slots takes one instruction.
 """
 
 import functools
@@ -26,11 +24,9 @@ STATE_REPEATS = tl.constexpr(_contract.REPEATS)
 
 @triton.jit
 def load_ids(IDS, offs_k, K):
-    """Loads the ids of some slots as int32.
+    """Loads ids as int32, with -1 for every negative id.
 
-    Every negative id becomes -1, including NO_ID, the id of an empty slot. The conversion changes
-    an id that does not fit into int32. The change is harmless, because such an id is invalid and
-    makes the results of its row NaN.
+    An id that does not fit into int32 changes, but it is invalid and makes its row NaN anyway.
     """
     ids = tl.load(IDS + offs_k, mask=offs_k < K, other=-1).to(tl.int32)
     return tl.where(ids < 0, -1, ids)
@@ -38,7 +34,6 @@ def load_ids(IDS, offs_k, K):
 
 @triton.jit
 def are_repeated(IDS, K, BLOCK_K: tl.constexpr):
-    """Whether two slots of a row hold the same id."""
     repeated = tl.zeros((BLOCK_K,), tl.int1)
     for start in range(0, K, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
@@ -63,7 +58,6 @@ def _duplicate_ids_kernel(
     K,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one row."""
     row = tl.program_id(0).to(tl.int64)
     repeated = are_repeated(IDS + row * K, K, BLOCK_K)
     j = tl.arange(0, 8)
@@ -74,10 +68,6 @@ def _duplicate_ids_kernel(
 
 
 def with_repeats(state: Tensor, ids: Tensor) -> Tensor:
-    """Returns a copy of the state (N, STATE) with the field REPEATS computed from ids (..., K).
-
-    If there are no ids, the state itself is returned.
-    """
     if ids.numel() == 0:
         return state
     out = torch.empty_like(state)

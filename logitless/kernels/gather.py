@@ -1,8 +1,6 @@
-"""Gathers logits at K ids per row, after the softcap, and computes the gradient of the logits.
+"""Gathers softcapped logits at K ids per row, and computes the gradient of the logits.
 
-Let x be the logits before the softcap. The gathered logits y are softcap · tanh(x / softcap), or x
-without a softcap. The gradient of x is 0 except at the ids. The temperature is applied by the
-caller.
+The caller applies the temperature.
 """
 
 import functools
@@ -50,10 +48,7 @@ def _gather_fwd_kernel(
 
 
 def gather(x: Tensor, reading: Reading) -> Tensor:  # x (..., V)
-    """Returns the logits y at `reading.ids`, after the softcap, in fp32.
-
-    The result is NaN for ids outside [0, V), and 0 in ignored rows.
-    """
+    """Returns the softcapped logits, NaN for ids outside [0, V), and 0 in ignored rows."""
     ids = reading.ids
     picked = torch.empty(ids.shape, device=x.device, dtype=torch.float32)
     if picked.numel() == 0:
@@ -65,7 +60,6 @@ def gather(x: Tensor, reading: Reading) -> Tensor:  # x (..., V)
 
 
 def _label_of(reading: Reading) -> Tensor | None:
-    """Returns reading.label, or None if reading.ignore_index is None."""
     label = None if reading.ignore_index is None else reading.label
     return None if label is None else label.contiguous()
 
@@ -92,10 +86,7 @@ def _gather_bwd_kernel(
     softcap, ignore_index,  # options
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes the gradient at the ids of one row.
-
-    If several slots hold the same id, the gradients of these slots are added.
-    """
+    """Each program writes the gradient at the ids of one row."""
     row = tl.program_id(0)
     if ignore_index is not None:
         if not is_live(load_label(LABEL, row), ignore_index):
@@ -135,11 +126,6 @@ def gather_gradient(
     factor: Tensor | None = None,  # one number, or one number per row
     into: Tensor | None = None,  # output, in the shape of x; can be x itself
 ) -> Tensor:
-    """Returns the gradient of x, multiplied by `upstream` and `factor`.
-
-    `g` is the gradient of the gathered logits, for an upstream gradient of 1. If several slots of a
-    row hold the same id, the gradients of these slots are added before rounding.
-    """
     if into is None:
         into = torch.zeros_like(x, memory_format=torch.contiguous_format)
     else:
@@ -154,7 +140,7 @@ def gather_gradient(
         rows, ids.shape[-1], step_u, step_f, reading.softcap, reading.ignore_index
     )
     plan(picked, _label_of(reading), ids.contiguous(), g.contiguous(), upstream, factor, target)
-    # If `into` has no (B, T, V) view with contiguous rows, `target` is a copy of `into`.
+    # `into` without a (B, T, V) view with contiguous rows was copied
     if target.data_ptr() != into.data_ptr():
         into.copy_(target)
     return into

@@ -1,8 +1,8 @@
 """Launchers of the kernels that read row statistics, compute a loss in one pass, or scale a tensor.
 
-A launcher allocates the outputs, finds a launch plan, and launches the kernels. A plan holds
-everything that a launch needs, except the tensors. A plan is built once per combination of shapes,
-strides and options. Later calls find the plan by one lookup in a dictionary.
+A launcher allocates the outputs, finds a launch plan, and launches the kernels. A plan holds all
+but the tensors: built once per combination of shapes, strides and options, it takes later calls one
+lookup in a dictionary.
 """
 
 import functools
@@ -49,13 +49,11 @@ class _ReadPlan(NamedTuple):
     second: Launch | None  # the launch that merges the splits; None if rows are not split
 
 
-# The options of a Reading that a launch plan depends on. The temperature is None if each row has
-# its own temperature.
+# what a plan depends on in a Reading; the temperature is None if each row has its own
 options_of = attrgetter("temperature", "softcap", "ignore_index")
 
 
 def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
-    """Returns the statistics in `reading.wants`, and the state that the backward needs."""
     label, ids, weight = reading.label, reading.ids, reading.class_weight
     temperature, device = reading.row_temperature, x.device
     plan = _read_plan(
@@ -65,7 +63,7 @@ def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
     )  # fmt: skip
     if plan is None:  # x has no (B, T, V) view with contiguous rows
         return read(x.contiguous(), reading)
-    # torch.empty_strided takes two thirds of the time of torch.empty.
+    # torch.empty_strided takes two thirds of the time of torch.empty
     state = torch.empty_strided(*plan.state, device=device, dtype=torch.float32)
     outputs: list[Tensor | None] = [None] * len(OUTPUTS)
     for index, shape, strides, dtype in plan.outputs:
@@ -110,7 +108,7 @@ def _read_plan(
     sums = sums_of(wants, temperature == 1)
     cut = cut_of(rows, device, sums, softcap, invariant)
     K = None if ids_shape is None else ids_shape[-1]
-    # The statistic "tail" is computed from log p at the ids.
+    # "tail" is computed from log p at the ids
     wanted = (*wants, "logprob") if "tail" in wants else wants
     at_ids = "picked" in wanted or "logprob" in wanted
     at_label = "nll" in wants or "logprob_t1" in wants
@@ -160,13 +158,10 @@ def one_pass(
 ) -> Tensor | None:
     """Returns -log p of each row's label, and writes the gradient times `factor` to `into`.
 
-    If one pass over the logits is not possible, the function returns None and writes nothing. One
-    pass requires that x has a (B, T, V) view with contiguous rows (layout.py). One pass also
-    requires that the programs of a row may wait for each other (see program_exchange.py).
-
-    If `mean` is True, the result is one number, the mean over the rows that are not ignored. The
-    function then writes the gradient of this mean. In this case, one pass also requires at least
-    one row and at most MAX_COUNTED rows.
+    With `mean`, it is the mean over the rows that are not ignored, and its gradient. The result is
+    None, and nothing is written, if one pass is not possible: x has no (B, T, V) view with
+    contiguous rows (layout.py), the programs of a row may not wait for each other
+    (program_exchange.py), or a mean has no rows or more than MAX_COUNTED.
     """
     temperature, device = reading.row_temperature, x.device
     over_logits = into is x or into.data_ptr() == x.data_ptr()
@@ -180,7 +175,7 @@ def one_pass(
     if plan is None:
         return None
     label = reading.label.contiguous()
-    # torch.empty_like takes half the time of torch.empty.
+    # torch.empty_like takes half the time of torch.empty
     if mean:
         nll = torch.empty_like(a_number[device])
     else:
@@ -206,12 +201,12 @@ def plan_mean(
     hidden: Tensor,  # (N, D), the hidden states of a head
     copies: bool,
 ) -> "MeanLaunch | None":
-    """Returns a launch that computes the same as `one_pass` with mean=True, for a small head.
+    """Returns a launch of `one_pass` with mean=True for a small head, or None if not possible.
 
-    The gradient overwrites the logits, which have the dtype of `hidden`. If `copies` is True, the
-    launch also copies the hidden states. The result is None if one pass is not possible.
+    The gradient overwrites the logits, which have the dtype of `hidden`. With `copies`, the launch
+    also copies the hidden states.
     """
-    # If no rows can be ignored, `hidden` is not copied, because the copy would be equal.
+    # without ignored rows, the copy would equal `hidden`
     copied = None
     if copies and reading.ignore_index is not None:
         copied = (hidden.shape, hidden.stride(), hidden.data_ptr() % 16)
@@ -223,7 +218,7 @@ def plan_mean(
 
 
 class MeanLaunch:
-    """Computes the mean over the rows of a small head's logits, and the gradient, in one launch."""
+    """The mean over the rows of a small head's logits, and its gradient, in one launch."""
 
     def __init__(self, plan: Any, coefficients: Tensor, copies: bool):
         self.launch, self.words, self.copies = plan.launch, plan.exchange_words, copies
@@ -238,10 +233,9 @@ class MeanLaunch:
     def __call__(
         self, x: Tensor, label: Tensor, hidden: Tensor, temperature: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns the mean and the hidden states. The gradient overwrites the logits x.
+        """Returns the mean, and the hidden states or their copy; the gradient overwrites x.
 
-        If the launch copies the hidden states, the copy is 0 in ignored rows. Otherwise, the second
-        result is `hidden` itself. `temperature` is the `row_temperature` of the reading.
+        The copy is 0 in ignored rows. `temperature` is the reading's `row_temperature`.
         """
         mean = torch.empty_like(self.number)
         source = copy = None
@@ -256,10 +250,7 @@ class MeanLaunch:
 
 
 def scale_(x: Tensor, g: Tensor) -> None:
-    """Multiplies x in place by g, which is one number, or one number per row.
-
-    The host does not wait until the GPU has computed g.
-    """
+    """Multiplies x in place by g, one number or one per row, without waiting for its value."""
     if x.numel() == 0:
         return
     launch = scale_launch(
@@ -275,10 +266,7 @@ def scale_(x: Tensor, g: Tensor) -> None:
 
 
 def scale_two_(x: Tensor, y: Tensor, g: Tensor) -> None:
-    """Multiplies x and y in place by the number g, in one launch.
-
-    x and y are contiguous and have the same dtype.
-    """
+    """Multiplies two contiguous tensors of one dtype in place by the number g, in one launch."""
     assert x.is_contiguous()
     assert y.is_contiguous()
     size_x, size_y = x.numel(), y.numel()

@@ -1,8 +1,8 @@
-"""The gradient of a loss that reads K logits per row, or that reads log p[label] at temperature 1.
+"""The gradient of a loss that reads K logits per row, or log p[label] at temperature 1.
 
-A span is a range of columns of a row. Each program first writes the gradient of one span. Then the
-program rewrites the gradient at the label and at the ids, while the span is in the cache. Each
-rewritten number is the sum of all its terms, rounded once.
+Each program writes the gradient of one span (a range of a row's columns), and rewrites it at the
+label and the ids while the span is in the cache. Each rewritten number is a sum of all its terms,
+rounded once.
 """
 
 from dataclasses import dataclass
@@ -41,8 +41,6 @@ MAX_PRELOADED = 512  # largest number of ids whose logits one program holds in r
 
 @dataclass(frozen=True)
 class _Constants:
-    """The constants that the kernel is compiled for."""
-
     has: tuple[str, ...]  # names of the coefficients in use, and "second" if needed (see `uses`)
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
     x_aligned: bool  # for each row, X and DX have the same address modulo 16
@@ -57,16 +55,12 @@ class _Constants:
 
 @triton.constexpr_function
 def at_label(has):
-    """Whether the gradient of a loss has a term for the label."""
     return "label" in has or "logprob_t1" in has
 
 
 @triton.jit
 def is_bad(ids, V):
-    """Returns 1 for each invalid id, and 0 for each other id.
-
-    An id is invalid if it is outside [0, V) and is not NO_ID.
-    """
+    """Returns 1 for ids outside [0, V) that are not NO_ID, and 0 for the others."""
     return (((ids < 0) | (ids >= V)) & (ids != NO_ID)).to(tl.int32)
 
 
@@ -82,7 +76,7 @@ def sums_of_same(IDS, G, ids, K):
 
 
 class _Row(NamedTuple):
-    """Pointers to one row of each tensor, and the numbers that `_rewrite` needs for the row."""
+    """Pointers to one row of each tensor, and what `_rewrite` needs."""
 
     X: tl.tensor
     W: tl.tensor  # a pointer or None
@@ -99,7 +93,6 @@ class _Row(NamedTuple):
 
 @triton.jit
 def _preload_ids(Xrow, IDS, K, span, ALIGNED: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Loads the logits at the ids that are in a span."""
     offs_k = tl.arange(0, BLOCK_K)
     ids = tl.load(IDS + offs_k, mask=offs_k < K, other=NO_ID)
     return load(Xrow, ids, in_span(ids, span, ALIGNED))
@@ -125,7 +118,7 @@ def _write_ids(row, x_ids, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constex
             g = load(row.G_IDS, offs_k, inside).to(tl.float32)
             if row.repeated:
                 g = sums_of_same(row.IDS, row.G_IDS, ids, row.K)
-            # If all logits of a row are -inf, the shift is INF, and the gradient of the row is 0.
+            # INF: a row that is all -inf, whose gradient is 0
             dz += tl.where(terms.shift == INF, 0.0, g * row.gain)
         if at_label(HAS):
             dz += tl.where(ids == row.label, row.g_label, 0.0)
@@ -137,10 +130,7 @@ def _write_ids(row, x_ids, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constex
 def _rewrite(
     row, x_label, x_ids, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constexpr
 ):  # fmt: skip
-    """Rewrites the gradient at the label and the ids of a span.
-
-    The whole span becomes NaN if the label or an id of the row is invalid.
-    """
+    """Rewrites the gradient at label and ids; the whole span becomes NaN if one is invalid."""
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     bad = False
     if at_label(HAS):
@@ -149,9 +139,8 @@ def _rewrite(
             write_label(x_label, row.W, row.DX, row.label, row.g_label, terms, HAS)
     if row.IDS is not None:
         if at_label(HAS):
-            # If the label is among the ids, `write_label` and `_write_ids` store to the same
-            # column. `write_label` leaves out the terms of the ids, but `_write_ids` includes the
-            # term of the label. Therefore the store of `_write_ids` must come last.
+            # last, because of a label among the ids: `write_label` leaves out the terms of the ids,
+            # but `_write_ids` includes that of the label
             tl.debug_barrier()
         bad = _write_ids(row, x_ids, terms, span, HAS, CONSTANTS) | bad
     if bad:
@@ -162,11 +151,7 @@ def _rewrite(
 
 
 class RowGradient(NamedTuple):
-    """The numbers that `row_gradient` computes for the gradient of one row.
-
-    The fields from `shift` to `lift` have the same meaning as in `Terms`. The fields `c0` and
-    `lift` apply to columns outside the ids.
-    """
+    """The gradient of one row, as in `Terms`; `c0` and `lift` are for columns outside the ids."""
 
     shift: tl.tensor
     c0: tl.tensor
@@ -180,30 +165,26 @@ class RowGradient(NamedTuple):
 
 @triton.jit
 def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
-    """Computes a RowGradient from the saved state and the coefficients.
+    """Computes the RowGradient of y, the logits before the division by the temperature.
 
-    The result describes the gradient of y. Here y are the logits before the division by the
-    temperature. A loss can use the label's log-probability at temperature 1, with a coefficient d.
-    Then the gradient of y_i has the term d ([i = label] - p1_i), where p1 = softmax(y). The kernel
-    adds d to the gradient at the label. In every column, the kernel also adds -d · p1_i in one of
-    two ways:
+    With coefficient d, the label's log-probability at temperature 1 has the gradient
 
-    - At temperature 1, p1 equals the softmax p of the loss, so the kernel replaces the coefficient
-      `a` by `a` - d.
-    - At any other temperature (flag "second"), p1_i is e^(y_i - shift) / s1, where s1 is the
-      normaliser at temperature 1. The kernel adds e^(y_i - shift) times the number
-      c_logprob_t1 = -d / s1 to the gradient.
+        d ([i = label] - p1_i), where p1 = softmax(y)
 
-    If the loss uses the coefficient "a_ids", columns among the ids have the term a_ids · p_i.
-    Columns outside the ids have the term a · p_i · e^-lift. Here `a` is the field A of the
-    coefficients. This field already contains the factor e^lift (see LEAST_TAIL in contract.py). The
-    factor e^-lift must not apply to the term -d · p_i of the label's log-probability. Therefore,
-    for columns outside the ids, the coefficient `a` is replaced by `a` - d · e^lift:
+    of which d is added at the label, and -d · p1_i everywhere:
+
+    - at temperature 1, where p1 = p, by replacing `a` with a - d;
+    - otherwise ("second"), as c_logprob_t1 = -d / s1 times e^(y_i - shift), where s1 is the
+      normaliser at temperature 1.
+
+    With "a_ids", the ids' columns have a_ids · p_i and the others a · p_i · e^-lift, where `a`
+    (field A) already contains e^lift (LEAST_TAIL in contract.py). As e^-lift must not apply to
+    -d · p_i, there
 
         (a - d e^lift) p_i e^-lift = a p_i e^-lift - d p_i
     """
     shift, log_s = tl.load(STATE + SHIFT), tl.load(STATE + LOG_S)
-    # If all logits of a row are -inf, the row has no distribution, and its gradient is 0.
+    # no distribution, and the gradient 0
     dead = log_s == -INF
     d = tl.where(dead, 0.0, coefs.d_logprob_t1)
     c_logprob_t1, d_of_a = 0.0, d
@@ -240,9 +221,8 @@ def _ids_bwd_kernel(
 ):  # fmt: skip
     """Each program writes a span of the gradient, then rewrites the columns of label and ids.
 
-    The first column of X is column `start` of the vocabulary, which has `vocab` columns. Both
-    `start` and `vocab` are None if X has all columns. The ids in IDS are relative to the first
-    column of X.
+    `start`, the id of X's first column, and `vocab` are None if X has all columns. IDS are relative
+    to X.
     """
     HAS: tl.constexpr = field(CONSTANTS, "has")
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
@@ -293,7 +273,7 @@ def _ids_bwd_kernel(
     write_span(
         Xrow, W, DXrow, terms, span, HAS, ALIGNED, field(CONSTANTS, "x_aligned"), False, BLOCK_V
     )
-    # A barrier is needed, because the next stores overwrite columns that other threads wrote.
+    # the next stores overwrite columns of other threads
     tl.debug_barrier()
 
     repeated = False

@@ -1,7 +1,7 @@
 """The terms of the Jensen-Shannon divergence (JSD) and of the skewed KL, for each column of a row.
 
-The JSD compares the teacher's probabilities p and the student's probabilities q with the mixture
-M = βp + (1-β)q. The skewed KL compares either p or q with a mixture (see `skewed`).
+JSD compares the teacher's p and the student's q with M = βp + (1-β)q, a skewed KL one of the two
+with a mixture (see `skewed`).
 """
 
 import triton
@@ -13,22 +13,16 @@ from .numerics import INF, LN2
 
 @triton.jit
 def bits(s):
-    """Returns log2 s, where s is the normaliser of a row.
-
-    If all logits of a row are -inf, s is 0, and the function returns +inf instead of log2 0 = -inf.
-    Subtracting +inf makes all log-probabilities of the row -inf, and all probabilities 0.
-    """
+    """Returns log2 of a normaliser s, but +inf for s = 0, so that subtracting it gives p = 0."""
     return tl.log2(tl.where(s == 0, INF, s))
 
 
 @triton.jit
 def _log2(x, IN: tl.constexpr):
-    """Returns log2 x with the precision that logits of dtype IN need. For x = 1, the result is
-    exactly 0.
+    """Returns log2 x, exactly 0 for x = 1, as precisely as logits of dtype IN need.
 
-    The argument x must not be subnormal. For 16-bit logits on NVIDIA GPUs, log2 is one instruction
-    with an error of 2^-22. For other dtypes and GPUs, log2 takes about 24 instructions and is exact
-    to one or two units in the last place.
+    x must not be subnormal. For 16-bit logits on NVIDIA GPUs, this is one instruction with an error
+    of 2^-22; otherwise about 24 instructions, exact to one or two units in the last place.
     """
     if (IN == tl.bfloat16 or IN == tl.float16) and is_cuda():
         return tl.inline_asm_elementwise(
@@ -42,11 +36,9 @@ def _log2(x, IN: tl.constexpr):
 def _mixed(log_q, log_p, gap, beta):
     """Returns max(p, q), M / max(p, q), log2(share), share, and whether q > p.
 
-    `gap` is log_q - log_p. If `gap` is None, the function computes the difference from log_q and
-    log_p. `share` is min(p, q) / max(p, q) = 2^-|gap|. The ratio M / max(p, q) is at most 1, and is
-    exactly 1 if p = q. If p is larger than q, M / max(p, q) is at least β. Otherwise M / max(p, q)
-    is at least 1 - β. The result log2(share) is clamped to at least -1000. If log p and log q are
-    both -inf, `gap` is NaN, and log2(share) is -1000.
+    Here share = min(p, q) / max(p, q). `gap` is log_q - log_p, or None to compute it here.
+    M / max(p, q) is exactly 1 if p = q, and else at least β or 1 - β, whichever weighs the larger.
+    log2(share) is at least -1000, also for a `gap` of NaN: both are -inf.
     """
     top = tl.maximum(log_q, log_p)
     if gap is None:  # this takes fewer instructions than |log_q - log_p|
@@ -61,10 +53,7 @@ def _mixed(log_q, log_p, gap, beta):
 
 @triton.jit
 def mixture(log_q, log_p, gap, beta, IN: tl.constexpr):
-    """Returns q, log2(q / M), p and log2(p / M) of each column. All results are finite.
-
-    See `_mixed` for `gap`.
-    """
+    """Returns q, log2(q / M), p and log2(p / M), all finite. See `_mixed` for `gap`."""
     large, mu, fall, share, more = _mixed(log_q, log_p, gap, beta)
     small, log_mu = large * share, _log2(mu, IN)
     q, log_q_m = tl.where(more, large, small), tl.where(more, 0.0, fall) - log_mu
@@ -74,19 +63,17 @@ def mixture(log_q, log_p, gap, beta, IN: tl.constexpr):
 
 @triton.jit
 def skewed(log_q, log_p, gap, alpha, IN: tl.constexpr, FORWARD: tl.constexpr):
-    """For each column, returns q, the derivative g, and the term of a skewed KL in nats.
+    """Returns q, the derivative g, and the term of a skewed KL in nats, for each column.
 
-    Forward KL is Σ p log(p / M) with M = αp + (1-α)q. Reverse KL is Σ q log(q / M) with
-    M = αq + (1-α)p. The divergence of a distribution r from M is Σ (r log(r / M) + M - r), and each
-    of these terms is at least 0. So a sum over only some columns of a row is at least 0 too. `gap`
-    is log_q - log_p.
+    Forward KL is Σ p log(p / M) with M = αp + (1-α)q, reverse KL is Σ q log(q / M) with
+    M = αq + (1-α)p. A divergence of r from M is summed as r log(r / M) + M - r, of which no term,
+    and so no partial sum, is negative.
 
-    g is the derivative of the divergence with respect to q, plus a constant. For forward KL, g is
-    -p / M for fp32 logits and 1 - p / M for 16-bit logits, and pair_bwd.py multiplies by 1-α. The
-    constant changes only the rounding error of the gradient q (g - Σ q g). -p / M is exact where q
-    is much larger than p, and loses one or two bits where p and q are almost equal. For reverse KL,
-    g is 0 for p = q. p / M - 1 is computed from 1 - share, because 2^log2(p / M) - 1 has a larger
-    rounding error.
+    g is the derivative by q plus a constant, which changes only the rounding of q (g - Σ q g). For
+    forward KL (pair_bwd.py multiplies by 1-α) it is -p / M for fp32 logits, exact where q is much
+    larger than p, but one or two bits short where they are almost equal; for 16-bit logits,
+    1 - p / M. For reverse KL it is 0 at p = q, with p / M - 1 from 1 - share, more exact than
+    2^log2(p / M) - 1.
     """
     if FORWARD:
         _, mu, _, share, more = _mixed(log_q, log_p, gap, alpha)
@@ -106,5 +93,5 @@ def skewed(log_q, log_p, gap, alpha, IN: tl.constexpr, FORWARD: tl.constexpr):
 
 
 def safe_beta(beta: float) -> float:
-    """Returns β clamped so that neither β nor 1 - β is 0 in fp32."""
+    """Clamps β so that neither β nor 1 - β is 0 in fp32."""
     return min(max(beta, 1e-30), 1 - 2**-24)

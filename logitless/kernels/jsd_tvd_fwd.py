@@ -4,11 +4,10 @@
     skewed KL = Σ p log(p/(αp + (1-α)q)), or Σ q log(q/(αq + (1-α)p))
     TVD = ½ Σ |p - q|
 
-Each term of the sums needs the normalisers of the student's row and of the teacher's row. Therefore
-the first pass computes the normalisers, and the second pass computes the sums. Several programs
-share a long row. Each program reads one part of the row, which is called a split. A split is short
-enough to stay in the cache between the two passes. After the first pass, the program waits for the
-normalisers of the other splits (program_exchange.py). A second kernel adds the sums of all splits.
+Each term needs the normalisers of both rows, so a first pass computes these, and a second the sums.
+Several programs share a long row, each with a split short enough to stay in the cache between the
+passes. Between them, they wait for the others' normalisers (program_exchange.py). A second kernel
+adds the sums of the splits.
 """
 
 import functools
@@ -48,10 +47,9 @@ SUMS_OF_SPLIT = tl.constexpr(3)  # sums per split of a row
 
 
 class Norms(NamedTuple):
-    """The shift and the log2 of the normaliser, for a student's row (q) and a teacher's row (p).
+    """Shift and log2 of the normaliser of the student's row (q) and the teacher's (p).
 
-    Let q be the probability of a student's logit y. Then log2 q is (y - shift_q) · rate - log_q,
-    where rate is log2 e / temperature.
+    log2 q is (y - shift_q) · rate - log_q, with rate = log2 e / temperature.
     """
 
     shift_q: tl.tensor
@@ -61,10 +59,9 @@ class Norms(NamedTuple):
 
 
 class Second(NamedTuple):
-    """The state of the second pass: the normalisers, and three sums.
+    """The second pass: normalisers, and three sums with one element per column of a block.
 
-    Each sum has one element per column of a block. The first two sums are in bits for JSD, and in
-    nats for a skewed KL.
+    The first two are in bits for JSD, in nats for a skewed KL.
     """
 
     norms: tl.tensor
@@ -74,11 +71,7 @@ class Second(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """The state of the second pass of TVD: the shifts, and three sums.
-
-    Each sum has one element per column of a block. All sums are multiplied by s_q, the student's
-    normaliser.
-    """
+    """The second pass of TVD: the shifts, and three sums per column of a block, times s_q."""
 
     shift_q: tl.tensor
     shift_p: tl.tensor
@@ -90,7 +83,6 @@ class Apart(NamedTuple):
 
 @triton.jit
 def fold_norms(state, both, start, offs, mask):
-    """Merges one block into the maxima and the normalisers of both rows (first pass)."""
     m_q, moved_q, _, e_q = extend(state.m_q, student(both, start + offs, mask), both.rate)
     m_p, moved_p, _, e_p = extend(state.m_p, teacher(both, start + offs, mask), both.rate)
     s_q = state.s_q * tl.exp2(moved_q * both.rate) + e_q
@@ -100,7 +92,6 @@ def fold_norms(state, both, start, offs, mask):
 
 @triton.jit
 def _fold_second(state, both, start, offs, mask):
-    """Adds one block to the two sums of the JSD (second pass)."""
     norms = state.norms
     log_q = (student(both, start + offs, mask) - norms.shift_q) * both.rate - norms.log_q
     log_p = (teacher(both, start + offs, mask) - norms.shift_p) * both.rate - norms.log_p
@@ -110,7 +101,6 @@ def _fold_second(state, both, start, offs, mask):
 
 @triton.jit
 def _fold_skewed(state, both, start, offs, mask, FORWARD: tl.constexpr):
-    """Adds one block to the three sums of a skewed KL (second pass)."""
     norms = state.norms
     d_q = student(both, start + offs, mask) - norms.shift_q
     d_p = teacher(both, start + offs, mask) - norms.shift_p
@@ -134,7 +124,6 @@ def _fold_skewed_reverse(state, both, start, offs, mask):
 
 @triton.jit
 def _fold_apart(state, both, start, offs, mask):
-    """Adds one block to the three sums of the TVD (second pass)."""
     shift_q, shift_p, scale = state.shift_q, state.shift_p, state.scale
     e_q = tl.exp2((student(both, start + offs, mask) - shift_q) * both.rate)
     e_p = tl.exp2((teacher(both, start + offs, mask) - shift_p) * both.rate)
@@ -148,11 +137,11 @@ def _second_sweep(
     m_q, s_q, m_p, s_p, both, head, body, lo, hi,
     KIND: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Returns three sums over the columns [lo, hi).
+    """Returns three sums over the columns [lo, hi):
 
-    For JSD, the sums are Σ q log2(q / M), Σ p log2(p / M), and 0. For a skewed KL, the sums are
-    Σ q g, the divergence, and Σ q. For 16-bit logits, Σ q is not computed and is 0. For TVD, the
-    sums are Σ |p - q|, `above` and `below` (see tvd_math.py), all multiplied by s_q.
+    jsd      Σ q log2(q / M), Σ p log2(p / M), 0
+    skewed   Σ q g, the divergence, Σ q (0 for 16-bit logits)
+    tvd      Σ |p - q|, `above`, `below` (tvd_math.py), all times s_q
     """
     zero = tl.zeros((BLOCK_V,), tl.float32)
     if KIND != "tvd":
@@ -173,22 +162,17 @@ def _second_sweep(
 
 @triton.jit
 def _divergence(first, second, third, s_q, s_p, blend, KIND: tl.constexpr):
-    """Returns the divergence of a row, and the mean or `ratio` for its state (see pair_state.py).
-
-    `first`, `second` and `third` are the sums of `_second_sweep` over all columns. The divergence
-    is in nats. The sums of JSD are in bits, and the sums of a skewed KL are in nats.
-    """
-    # If all logits of the student's or the teacher's row are -inf, `bits` returns inf for the row's
-    # normaliser. Then 0 · inf makes the divergence NaN.
+    """Returns the divergence of a row in nats, and the mean or `ratio` for its state."""
+    # `bits` is inf for a row that is all -inf, and 0 · inf makes the divergence NaN
     no_row = 0.0 * (bits(s_q) + bits(s_p))
-    # A negative divergence, or a TVD above 1, is a rounding error and is clamped. NaN stays NaN.
+    # a divergence below 0 or a TVD above 1 is a rounding error and is clamped; NaN stays
     if KIND == "jsd":
         value = ((1.0 - blend) * first + blend * second) * LN2 + no_row
         return tl.where(value < 0, 0.0, value), first
     elif KIND != "tvd":
         value = second + no_row
-        # All q contain the rounding error of the same normaliser, so Σ q is not exactly 1. For fp32
-        # logits, the division by Σ q removes this error from the gradient q (g - mean).
+        # All q share the rounding error of one normaliser, so Σ q is not exactly 1. For fp32
+        # logits, dividing by it removes this error from q (g - mean).
         return tl.where(value < 0, 0.0, value), first / tl.where(third == 0, 1.0, third)
     else:
         value = 0.5 * first / s_q + no_row
@@ -211,8 +195,7 @@ def _jsd_tvd_fwd_kernel(
 ):  # fmt: skip
     """Each program computes one whole row.
 
-    This kernel is used if rows are short, if the normalisers are already known, or if programs must
-    not wait for each other.
+    This is for short rows, for known normalisers, and where programs must not wait for each other.
     """
     row = tl.program_id(0)
     if ignore_index is not None:
@@ -259,10 +242,7 @@ def _jsd_tvd_split_fwd_kernel(
     KIND: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr,
     SPAN: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one split, which is SPAN columns of a row's body (see layout.py).
-
-    The first split of a row also contains the row's fringe.
-    """
+    """Each program computes a split: SPAN columns of a row's body, the first also the fringe."""
     splits = tl.cdiv(V, SPAN)
     row = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
@@ -306,7 +286,7 @@ def _jsd_tvd_split_fwd_kernel(
 )
 def _jsd_tvd_merge_kernel(
     SUMS, LABEL,  # inputs
-    # Outputs. For rows that are not ignored, the kernel writes only the field `mean` of STATE.
+    # outputs; of STATE only `mean`, except in ignored rows
     VALUE, STATE,
     splits, blend, ignore_index,
     KIND: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -335,10 +315,10 @@ def read_jsd_tvd(
     x: Tensor, rows: Rows, teacher: Tensor, t_rows: Rows, label: Tensor | None,
     value: Tensor, state: Tensor, reading: Reading, pair: Pair, known: bool = False,
 ) -> None:  # fmt: skip
-    """Writes the divergence of each row to `value`, and the state of each row to `state`.
+    """Writes the divergence of each row to `value`, and its state to `state`.
 
-    `pair.kind` is in PAIR_SUMS. If `known` is True, `state` already holds the shifts and the
-    normalisers. Then the kernel computes only the sums over the columns of x (see eager/pair.py).
+    If `known` is True, `state` already holds shifts and normalisers, and the kernel computes only
+    sums over the columns of x (see eager/pair.py).
     """
     kind = pair.kind
     tensor, number = temperature_of(reading)
@@ -370,7 +350,6 @@ def _plan(
     rows: Rows, t_rows: Rows, number: tuple, options: tuple, kind: str, known: bool,
     cut: config.Config,
 ) -> Launch:  # fmt: skip
-    """Returns a launch with one program per row."""
     return Launch(
         _jsd_tvd_fwd_kernel, (rows.count,),
         (*number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab, *options),
@@ -384,7 +363,6 @@ def _shared_plan(
     rows: Rows, t_rows: Rows, splits: int, number: tuple, options: tuple, kind: str,
     cut: config.Config,
 ) -> tuple[Launch, Launch]:  # fmt: skip
-    """Returns a launch with one program per split, and a launch with one program per row."""
     _, beta, ignore_index = options
     block_p = 32 if splits <= 32 else MAX_PROGRAMS
     return Launch(

@@ -1,10 +1,7 @@
-"""The gradient of a loss without ids. Each program computes one block of one row.
+"""The gradient of a loss without ids (ids_bwd.py) and without log p[label] at temperature 1.
 
-The coefficients of the backward formula are in memory, or each program computes the coefficients of
-its row from the gradients of up to three statistics (stats_coefficients.py).
-
-If a loss uses ids, or the log-probability of the label at temperature 1, the gradient is computed
-by ids_bwd.py.
+Each program writes one block of a row. It reads the coefficients, or computes those of its row from
+the gradients of up to three statistics (stats_coefficients.py).
 """
 
 from dataclasses import dataclass
@@ -37,8 +34,6 @@ from .stats_coefficients import Given, coefs_of_row
 
 @dataclass(frozen=True)
 class _Constants:
-    """The constants that the kernel is compiled for."""
-
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
     x_aligned: bool  # for each row, X and DX have the same address modulo 16
     step_c: int  # row stride of COEF; 0 if COEF has a single row
@@ -64,14 +59,10 @@ def _label_bwd_kernel(
     softcap, ignore_index,  # options
     HAS: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes one block of a row.
+    """Each program writes one block of a row, the first also the fringe (see layout.py).
 
-    The first block of a row also contains the row's fringe (see layout.py). The first column of X
-    is column `start` of the vocabulary, which has `vocab` columns. Both `start` and `vocab` are
-    None if X has all columns.
-
-    If COEF is not None, D0 is the upstream gradient. If COEF is None, D0, D1 and D2 are gradients
-    of statistics.
+    `start` and `vocab` are those of ids_bwd.py. D0 is the upstream gradient; without COEF, D0, D1
+    and D2 are gradients of statistics.
     """
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
@@ -111,8 +102,7 @@ def _label_bwd_kernel(
         inside = in_span(label, span, ALIGNED)
         x_label = tl.load(Xrow + label, mask=inside, other=0.0)
         if inside:
-            # All threads must read the logit of the label before the gradient overwrites this
-            # logit.
+            # all threads read the label's logit before the gradient overwrites it
             tl.debug_barrier()
 
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)

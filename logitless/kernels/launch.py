@@ -1,26 +1,16 @@
 """Launches kernels with little host overhead, on the GPU that holds the tensors.
 
-Triton inspects every argument of a launch to find the matching compiled kernel. For many kernels,
-inspecting the arguments takes as much time on the host as the kernel takes on the GPU. A `Launch`
-holds the arguments that are the same in every call: the kernel, its grid, its sizes and its
-constants. Each Launch is built once, by a cached function of shapes and options. A Launch also
-keeps the compiled kernel, and calls its entry point with bare addresses instead of tensors.
+To find the compiled kernel, Triton inspects every argument, which often takes the host as long as
+the kernel takes the GPU. A `Launch`, built once by a cached function of shapes and options, holds
+all that is the same in every call, keeps the compiled kernel, and passes it bare addresses.
 
-Triton compiles a kernel once per combination of dtypes and alignments. An address is aligned if it
-is a multiple of 16 bytes. A Launch selects the compiled kernel by the dtypes only. Therefore every
-pointer needs one of two guarantees. Either the alignment of the pointer is the same in all calls of
-a Launch, or the compiled kernel does not depend on this alignment:
+Triton also compiles by alignment to 16 bytes, but a Launch looks at dtypes only. So each pointer's
+alignment is either fixed for a Launch (that of logits, their gradient and hidden states is a key of
+the cached function; what a launcher allocates is always aligned), or the kernel declares it as
+`do_not_specialize_on_alignment`.
 
-- For the logits, the gradient of the logits, and the hidden states, each alignment has its own
-  Launch, because the alignment is an argument of the cached function that builds the Launch.
-- Memory that a launcher allocates is always aligned.
-- The kernel declares every other pointer as `do_not_specialize_on_alignment`.
-
-Each parameter of a kernel costs host time per launch, even a constant parameter. Therefore a kernel
-with many constants has only one parameter for all constants. The parameter CONSTANTS is a frozen
-dataclass `_Constants`. The kernel reads a constant such as `block_v` with
-`field(CONSTANTS, "block_v")` (state.py). Triton compiles the kernel once per value of CONSTANTS, as
-for any `tl.constexpr`.
+Every parameter costs host time, even a constant. A kernel with many has one, CONSTANTS, a frozen
+dataclass that it reads with `field` (state.py).
 """
 
 import contextlib
@@ -43,10 +33,7 @@ _CURRENT = contextlib.nullcontext()
 
 
 class Plans(dict[K, V]):
-    """A cache of launch plans. The function `make` builds the plan of a new key.
-
-    The key is a NamedTuple. A lookup in a dictionary takes less time than functools.lru_cache.
-    """
+    """A cache of launch plans by NamedTuple, with faster lookups than functools.lru_cache."""
 
     def __init__(self, make: Callable[[K], V]):
         super().__init__()
@@ -60,9 +47,9 @@ class Plans(dict[K, V]):
 
 
 class Launch:
-    """Launches one kernel, like the call `kernel[programs](*tensors, *numbers, **constants)`.
+    """Launches one kernel, like `kernel[programs](*tensors, *numbers, **constants)`.
 
-    The tensors are passed in each call. Everything else is fixed when the Launch is created.
+    Only the tensors are passed in each call.
     """
 
     def __init__(
@@ -90,8 +77,7 @@ class Launch:
             for t in tensors
         ])  # fmt: skip
         compiled = self.compiled.get(types)
-        # A profiler installs launch hooks in Triton. Only a launch through Triton calls the hooks,
-        # so every launch goes through Triton while a profiler is active.
+        # a profiler's launch hooks are called only by Triton's own launch
         if compiled is None or knobs.runtime.launch_enter_hook.calls:
             self.compile(types, tensors)
             return
@@ -112,9 +98,8 @@ class Launch:
     def compile(self, types: tuple, tensors: Sequence) -> None:
         """Launches the kernel through Triton, and keeps the compiled kernel for later calls.
 
-        FMA contraction computes a · b + c with one rounding instead of two. FMA contraction is
-        enabled explicitly, because Triton 3.10 changes the default. All GPU tests and measurements
-        used FMA contraction.
+        FMA contraction (a · b + c rounded once) is enabled explicitly, because Triton 3.10 changes
+        the default, and all GPU tests and measurements had it.
         """
         with on(tensors[0].device):
             compiled = self.kernel[self.programs](
@@ -122,14 +107,12 @@ class Launch:
                 num_warps=self.num_warps, enable_fp_fusion=True, **self.limit,
             )  # fmt: skip
         if isinstance(compiled, CompiledKernel):  # Triton's interpreter returns no kernel
-            # The attribute `run` must be read before the attribute `function`, because reading
-            # `run` loads the function.
+            # first, because reading `run` loads `function`
             start = compiled.run
             self.compiled[types] = start, compiled.function, compiled.packed_metadata
 
 
 def on(device: torch.device):
-    """Returns a context manager that makes the GPU `device` the current GPU."""
     if device.type == "cpu" or device.index == torch.accelerator.current_device_index():
         return _CURRENT
     return torch.get_device_module(device).device(device)

@@ -1,14 +1,10 @@
 """The gradients of a narrow head (see narrow_tile.py), computed without logits in memory.
 
-The first kernel computes the gradient of the hidden states. In this kernel, each program keeps a
-tile of rows, and loops over tiles of columns. The second kernel computes the gradients of weight
-and bias. In this kernel, each program keeps a tile of columns, and loops over tiles of rows. For
-every tile, a program computes the logits again, and computes their gradient by the formula of
-bwd_tile.py. The program then adds the terms of the label and the ids (narrow_terms.py) to the
-gradient, and rounds the gradient to the dtype of the hidden states. The kernel for the hidden
-states then multiplies the rounded gradient by the weight. The kernel for weight and bias multiplies
-the rounded gradient by the hidden states. Both kernels sum the products in fp32. The gradient of
-the bias is the sum of the logits' gradient before the rounding.
+In the kernel for the hidden states, each program keeps a tile of rows and loops over tiles of
+columns; in that for weight and bias it is the other way round. For every tile, a program computes
+the logits again and their gradient (bwd_tile.py), adds the terms of the label and the ids
+(narrow_terms.py), rounds to the dtype of the hidden states, and multiplies by the weight or by the
+hidden states, with fp32 sums. The bias sums the gradient before the rounding.
 """
 
 from dataclasses import dataclass
@@ -35,8 +31,6 @@ from .state import field
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants that the kernels are compiled for."""
-
     has: tuple[str, ...]  # names of the coefficients in use, and "second" if needed (see `uses`)
     layout: HeadLayout
     block_n: int
@@ -45,11 +39,9 @@ class Constants:
 
 
 class _Pairs(NamedTuple):
-    """Pointers to the tensors of `Pairs` and `Visits` (narrow_terms.py), and the numbers of pairs.
+    """Pointers to the tensors of `Pairs` and `Visits` (narrow_terms.py), None without pairs.
 
-    A pair is the row and column of a label or an id. `count` is the number of all pairs, and
-    `slots` is the number of pairs per row. The pointers are None if the gradient of the loss has no
-    term for a label or for ids.
+    A pair is the row and column of a label or an id. `count` is that of all pairs, `slots` per row.
     """
 
     PLACES: tl.tensor
@@ -63,10 +55,7 @@ class _Pairs(NamedTuple):
 
 @triton.jit
 def _term(TERMS, N, rows, mask, FIELD: tl.constexpr, fill, AXIS: tl.constexpr, USED: tl.constexpr):
-    """Loads a field of TERMS for some rows, and inserts a dimension at the index AXIS.
-
-    If USED is False, the result is 0.
-    """
+    """Loads a field of TERMS for some rows, with a new dimension AXIS; 0 if not USED."""
     if USED:
         if mask is None:
             t = tl.load(TERMS + FIELD * N + rows)
@@ -79,12 +68,10 @@ def _term(TERMS, N, rows, mask, FIELD: tl.constexpr, fill, AXIS: tl.constexpr, U
 
 @triton.jit
 def _load_terms(TERMS, N, rows, mask, rate, AXIS: tl.constexpr, HAS: tl.constexpr):
-    """Returns the Terms of some rows. Where the mask is False, the Terms give a gradient of 0.
+    """Returns the Terms of some rows; where masked, they give a gradient of 0.
 
-    `rate` is log2(e) / temperature if all rows have the same temperature. `rate` is None if each
-    row has its own temperature. The field `softcap` of the result is not used. This field is 0,
-    because a function of Triton 3.6 cannot return None. Callers pass the softcap, which can be
-    None, to `_gradient` instead.
+    `rate` is log2(e) / temperature, or None to load that of each row. `softcap` is an unused 0,
+    because a function of Triton 3.6 cannot return None; `_gradient` takes it as an argument.
     """
     if rate is None:
         rate = _term(TERMS, N, rows, mask, TERM_RATE, 1.0, AXIS, True)
@@ -107,9 +94,8 @@ def _gradient(
 ):  # fmt: skip
     """Returns the gradient of a tile of logits x, and the new values of `pair` and `place`.
 
-    `rows` and `cols` broadcast with x. The place of a tile is its position in the order of the
-    tiles (see `Order` in narrow_terms.py). `pair` is the index of the next pair to add. `place` is
-    the place of the tile that contains this pair. `here` is the place of the tile x.
+    `rows` and `cols` broadcast with x. `pair` is the index of the next pair to add, `place` the
+    place of its tile, and `here` that of x (see `Order` in narrow_terms.py).
     """
     y, slope = capped(x, softcap)
     dz = dz_of(y, CLASS_WEIGHT, cols, mask, terms.c0, 0.0, terms, HAS)
@@ -127,7 +113,7 @@ def _gradient(
 
 
 class _Hidden(NamedTuple):
-    """Inputs of a program that computes the gradient of the hidden states for a tile of rows."""
+    """What a program for the hidden states of a tile of rows reads."""
 
     h: tl.tensor  # (rows, D)
     rows: tl.tensor  # (rows, 1)
@@ -145,10 +131,7 @@ class _Hidden(NamedTuple):
 def _add_columns(
     acc, pair, place, window, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr
 ):  # fmt: skip
-    """Adds one tile of columns to `acc`, the gradient of the hidden states.
-
-    If WHOLE is True, all columns of the tile are < V.
-    """
+    """Adds one tile of columns, all < V if WHOLE, to `acc`, the gradient of the hidden states."""
     HAS: tl.constexpr = field(CONSTANTS, "has")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     w = load_weight(window.WEIGHT, start, window.V, BLOCK_V, WHOLE, CONSTANTS)
@@ -180,10 +163,7 @@ def narrow_hidden_bwd_kernel(
     rate, softcap,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program sums the gradient of a tile of hidden states over the columns of one split.
-
-    `tiles` is the number of tiles of columns in a split of the vocabulary.
-    """
+    """Each program sums the gradient of a tile of hidden states over one split of `tiles` tiles."""
     HAS: tl.constexpr = field(CONSTANTS, "has")
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
@@ -219,7 +199,7 @@ def narrow_hidden_bwd_kernel(
 
 
 class _Weight(NamedTuple):
-    """Inputs of a program that computes the gradients of weight and bias for a tile of columns."""
+    """What a program for the weight and bias of a tile of columns reads."""
 
     w: tl.tensor  # (columns, D)
     cols: tl.tensor  # (columns, 1)
@@ -240,10 +220,7 @@ def _add_rows(
     acc, total, pair, place, window, start, WHOLE: tl.constexpr, WEIGHTS: tl.constexpr,
     BIASES: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile of rows to `acc` and `total`, the gradients of weight and bias.
-
-    If WHOLE is True, all rows of the tile are < N.
-    """
+    """Adds one tile of rows, all < N if WHOLE, to `acc` and `total`, for weight and bias."""
     HAS: tl.constexpr = field(CONSTANTS, "has")
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
     h = load_hidden(window.HIDDEN, start, window.N, WHOLE, CONSTANTS)

@@ -38,11 +38,7 @@ def narrow_gradients(
     adds: bool = False,  # whether to add to d_weight; if not, d_weight is overwritten
     expected: Expected | None = None,  # sums that the forward kernel computed for d_hidden
 ) -> None:
-    """Writes the gradients of a head to d_hidden, d_weight and d_bias.
-
-    A gradient is not computed if its output is None. `state` is the field `state` of the Statistics
-    that the forward returned.
-    """
+    """Writes the gradients of a head to d_hidden, d_weight and d_bias, if not None."""
     (N, D), V, where = hidden.shape, len(weight), layout_of(hidden, weight)
     by_rows, by_columns = _cuts(hidden, V, where, reading, coefficients.has)
     orders = []
@@ -78,7 +74,7 @@ def narrow_gradients(
 def _cuts(
     hidden: Tensor, V: int, where: HeadLayout, reading: Reading, has: tuple[str, ...]
 ) -> tuple[config.Config, config.Config]:
-    """Returns the Config of the kernel for d_hidden, and of the kernel for d_weight and d_bias."""
+    """Returns the Configs of the kernel for d_hidden, and of the kernel for d_weight and d_bias."""
     (N, D), device = hidden.shape, hidden.device
     heavy = int(reading.softcap is not None or bool({"b", "total", "logprob_t1"} & {*has}))
     heavy += not where.aligned
@@ -92,7 +88,6 @@ _NONE = (None,) * (len(Visits._fields) + 2)
 
 
 def _sizes_of(pairs: Pairs | None) -> tuple[int, int]:
-    """Returns the number of all pairs (narrow_terms.py), and the number of pairs per row."""
     return (0, 0) if pairs is None else (pairs.g.numel(), pairs.g.shape[1])
 
 

@@ -1,18 +1,13 @@
-"""Computes the gradient of a narrow head's hidden states from sums that the forward computed.
+"""The gradient of a narrow head's hidden states, from sums of the forward.
 
-The gradient of the logsumexp with respect to a row's hidden states is Σ_i p_i w_i / T. Here p_i are
-the probabilities, w_i are the rows of the weight, and T is the temperature. Attention computes a
-sum of the same form: the hidden states are the queries, and the weight is both the keys and the
-values. So the forward kernel (narrow_fwd.py) computes the sum Σ_i e^(d_i/T) w_i together with the
-logsumexp. Here d = y - max y, and y are the logits before the division by T (state.py). Each split
-of the vocabulary has its own max and its own sum. The kernel of this file merges the sums of all
-splits, and computes the gradient of the hidden states without computing the logits again.
+The gradient of a row's logsumexp is Σ_i p_i w_i / T, a sum as in attention: hidden states are the
+queries, the weight is both keys and values. So the forward (narrow_fwd.py) also computes, per split
+of the vocabulary, Σ_i e^(d_i/T) w_i with d = y - max y (state.py). The kernel here merges the
+splits and needs no logits.
 
-The column of the label is left out of the sums. If the sums included this column, and p of the
-label were near 1, the gradient would be the difference of two nearly equal vectors. To avoid this
-difference, the kernel handles the label separately. The kernel computes the label's coefficient in
-fp32 (for cross-entropy, the coefficient is p - 1). The kernel then multiplies the label's row of
-the weight by this coefficient.
+The sums leave out the label's column: with p of the label near 1, the gradient would be the
+difference of two nearly equal vectors. Instead, the label's coefficient (p - 1 for cross-entropy)
+is computed in fp32, and multiplies the label's row of the weight.
 """
 
 import functools
@@ -32,7 +27,6 @@ from .profiling import Arguments, profiled
 from .state import field
 from .stats_merge import SPLIT_M, SPLIT_Y_LABEL
 
-# The largest number of bytes for the sums of all splits.
 MOST_BYTES = config.NARROW_SUMS
 
 
@@ -40,20 +34,16 @@ class Expected(NamedTuple):
     """The sums Σ_i e^(d_i/T) w_i of each split, without the label's column (see above)."""
 
     sums: Tensor  # (splits, N, D), fp32
-    # (padded N, fields, splits), where N is padded to whole tiles. `state` holds the max of each
-    # split, and y at the label.
+    # (padded N, fields, splits), N padded to whole tiles: the max of each split, y at the label
     state: Tensor
 
 
 def is_expected(reading: Reading) -> bool:
-    """Whether the gradient of the hidden states can be computed from the sums in `Expected`.
+    """Whether the gradient of the hidden states can be computed from `Expected`.
 
-    The result is False for a loss with ids. The gradient at an id contains the difference between p
-    and a teacher's probability. The sums leave out only the label's column, so p of an id would be
-    computed from the sums. If p and the teacher's probability are nearly equal, the difference
-    would lose digits. The result is also False if the loss reads no statistic at the label. In such
-    a loss, labels only mark ignored rows. The result is also False if the loss has a softcap, or if
-    any flag of `Sums` (contract.py) is set.
+    Not with ids: their p would come from the sums, and its difference to a teacher's p could lose
+    digits. Not if labels only mark ignored rows, and not with a softcap or any flag of `Sums`
+    (contract.py).
     """
     at_label = reading.ids is None and not {"nll", "logprob", "picked"}.isdisjoint(reading.wants)
     return at_label and reading.softcap is None and not any(reading.sums)
@@ -61,8 +51,6 @@ def is_expected(reading: Reading) -> bool:
 
 @dataclass(frozen=True)
 class _Constants:
-    """The constants that the kernel is compiled for."""
-
     width: int
     stride_w: int
     fields: int
@@ -97,7 +85,7 @@ def _narrow_expected_bwd_kernel(
     total = tl.zeros((field(CONSTANTS, "block_d"),), tl.float32)
     for split in range(splits):
         m = tl.load(SPLITS + SPLIT_M * splits + split)
-        # If a split has no finite logits, its sum counts as 0.
+        # a split without finite logits counts as 0
         scale = tl.where(tl.abs(m) == INF, 0.0, tl.exp2((m - shift) * rate))
         at = (split * tl.cast(N, tl.int64) + row) * D + offs_d
         total += scale * tl.load(SUMS + at, mask=mask, other=0.0)
@@ -116,7 +104,6 @@ def hidden_from_expected(
     pairs: Pairs,  # one pair (row, column of the label) per row, with its gradient g
     d_hidden: Tensor,  # (N, D), contiguous
 ) -> None:
-    """Writes the gradient of the hidden states to d_hidden."""
     N, D = d_hidden.shape
     splits, fields = len(expected.sums), expected.state.shape[1]
     _launch(N, D, weight.stride(0), fields, splits)(

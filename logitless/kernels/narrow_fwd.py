@@ -1,10 +1,9 @@
 """Partial statistics of the logits of a narrow head (narrow_tile.py), without logits in memory.
 
-A split is a range of columns of the vocabulary. Each program has one tile of rows and one split.
-The program computes one tile of logits at a time, and adds each tile to the running state of the
-rows (state.py). If the gradient of the hidden states is needed, the program also computes the sums
-of narrow_expected.py. Another kernel computes the logits at the label and at the ids
-(narrow_pick.py). The kernels of stats_merge.py merge the splits.
+Each program has a tile of rows and a split of the vocabulary, and adds one tile of logits at a time
+to the running state of the rows (state.py), and to the sums of narrow_expected.py if the gradient
+of the hidden states is needed. narrow_pick.py computes the logits at labels and ids, stats_merge.py
+merges the splits.
 """
 
 import functools
@@ -48,18 +47,15 @@ from .stats_split_fwd import aligned
 
 @dataclass(frozen=True)
 class _Constants:
-    """The constants that the kernel is compiled for."""
-
     layout: HeadLayout
     block_n: int
     block_v: int
 
 
 class _Labels(NamedTuple):
-    """The labels of all rows, sorted by tile.
+    """The labels of all rows as pairs of row and column, sorted by tile (see narrow_terms.py).
 
-    Each label is a pair of row and column (see narrow_terms.py). All fields except `count` are
-    pointers. PLACES, ENDS and INDEX are None if `Expected` is not computed.
+    PLACES, ENDS and INDEX are None if `Expected` is not computed.
     """
 
     LABEL: tl.tensor
@@ -79,7 +75,7 @@ class _Sums(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """The inputs for a tile of rows, and flags that select the sums to compute."""
+    """What a program reads for a tile of rows, and flags of the sums to compute."""
 
     h: tl.tensor  # (rows, D)
     rows: tl.tensor  # (rows, 1)
@@ -99,10 +95,7 @@ class _Window(NamedTuple):
 
 @triton.jit
 def _logits(window, start, cols, mask, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Returns the logits y in the columns `cols` (1, BLOCK), and the weight of these columns.
-
-    The columns begin at `start`. A mask of None selects all columns.
-    """
+    """Returns the logits y of the columns `cols` (1, BLOCK), and these rows of the weight."""
     w = load_weight(window.WEIGHT, start, window.V, BLOCK, mask is None, CONSTANTS)
     x = with_bias(dot(window.h, tl.trans(w), None), window.BIAS, cols, mask)
     y, _ = capped(x, window.softcap)
@@ -121,7 +114,7 @@ def _fold(sums, window, ref, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr
     else:
         mask = cols < window.V
         y, w = _logits(window, start, cols, mask, BLOCK_V, CONSTANTS)
-        # The mask is applied after the softcap, because tanh would turn -inf into -softcap.
+        # after the softcap, as in `state.fold`
         y = tl.where(mask, y, -INF)
     top = tl.max(y, axis=1)
     place = state.block
@@ -133,8 +126,7 @@ def _fold(sums, window, ref, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr
     )  # fmt: skip
     expected, pair, at = sums.expected, sums.pair, sums.place
     if window.labels.PLACES is not None:
-        # `fold_values` computes the same exponentials. The compiled kernel computes these
-        # exponentials only once.
+        # the same as in `fold_values`; the compiled kernel computes them once
         e, _ = exponentials(y, new.m, window.rate)
         labels = window.labels
         if at == window.begin + start // BLOCK_V:
@@ -152,10 +144,7 @@ def _fold(sums, window, ref, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr
 
 @triton.jit
 def _reference(window, CONSTANTS: tl.constexpr):
-    """Returns the mean of y over the first 16 columns, or 0 if the mean is not finite.
-
-    The kernel subtracts this mean to avoid cancellation in Σ y.
-    """
+    """Like `reference` in state.py, over the first 16 columns."""
     cols = tl.arange(0, 16)[None, :]
     mask = cols < window.V
     y, _ = _logits(window, 0, cols, mask, 16, CONSTANTS)
@@ -180,10 +169,7 @@ def _narrow_fwd_kernel(
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes the partial statistics of one tile of rows in one split.
-
-    A split of the vocabulary has `span` columns.
-    """
+    """Each program computes one tile of rows in one split of `span` columns."""
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     BLOCK_D: tl.constexpr = layout(CONSTANTS, "block_d")
@@ -209,8 +195,7 @@ def _narrow_fwd_kernel(
         ref = _reference(window, CONSTANTS)
     lo = tl.multiple_of(split * span, BLOCK_V)
     hi = tl.minimum(lo + span, V)
-    # If all logits of a split are -inf, the argmax is the first column of the split. An empty split
-    # has no argmax.
+    # argmax of a split that is all -inf is its first column; an empty split has none
     place = tl.zeros((BLOCK_N,), tl.int32) + tl.where(lo < V, lo, NOWHERE)
     state = State(zero - INF, zero, zero, zero, zero, place, zero, zero)
     expected = zero
@@ -243,11 +228,10 @@ def narrow_partial(
     reading: Reading,
     expects: bool = False,  # whether the gradient of the hidden states is needed too
 ) -> tuple[Partials, Expected | None]:
-    """Returns the partial statistics of each split of the logits hidden @ weight.T + bias.
+    """Returns the partial statistics of each split of hidden @ weight.T + bias, and `Expected`.
 
-    The second result holds the sums for the gradient of the hidden states. The second result is
-    None if `expects` is False, if `is_expected(reading)` is False, or if the sums would take too
-    much memory.
+    The latter is None without `expects` or `is_expected`, or if the sums would take too much
+    memory.
     """
     (N, D), V, device = hidden.shape, len(weight), hidden.device
     sums, label, ids = reading.sums, reading.label, reading.ids
@@ -259,7 +243,7 @@ def narrow_partial(
     cut = config.narrow(kernel, where.block_d, size, memory, heavy)
     cut = config.narrow_splits(cut, N, V, D, config.processors(device), limit)
     tiles, fields = config.ceil_div(N, cut.block_n), _contract.part_width(*sums)
-    # The kernel writes whole tiles, so the last tile can end after row N.
+    # whole tiles, so the last one can end after row N
     shape = (tiles * cut.block_n, fields, cut.splits)
     state = torch.empty(shape, device=device, dtype=torch.float32)
     K = reading.ids_per_row
@@ -287,7 +271,6 @@ def narrow_partial(
 
 
 def _visits_of_labels(label: Tensor, V: int, cut: config.Config) -> Visits:
-    """Sorts the labels (N,) by the tiles that contain them."""
     order = order_by_rows(len(label), V, cut)
     tiles = torch.arange(len(label), device=label.device) // cut.block_n
     places = tiles * order.step + label // cut.block_v

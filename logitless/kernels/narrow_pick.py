@@ -17,8 +17,6 @@ from .stats_merge import SPLIT_M, SPLIT_Y_LABEL
 
 @dataclass(frozen=True)
 class _Constants:
-    """The constants that the kernel is compiled for."""
-
     layout: HeadLayout
     fields: int
     block_k: int
@@ -29,9 +27,8 @@ class _Constants:
 def _pick(WEIGHT, BIAS, h, ids, inside, softcap, top, CONSTANTS: tl.constexpr):
     """Returns min(y, top) at the ids, where y are the logits, and `top` is the max of the row.
 
-    Each y is a sum over the width D of the hidden states. Another kernel computes `top`, and can
-    round these sums differently. If `_pick` returned y instead of min(y, top), y could be larger
-    than the max of its row. Then log p would be larger than 0.
+    The kernel that computed `top` may round sums over D differently; a y above it would make log
+    p > 0.
     """
     offs_d = tl.arange(0, layout(CONSTANTS, "block_d"))
     first = WEIGHT + ids.to(tl.int64) * layout(CONSTANTS, "stride_w")
@@ -67,8 +64,8 @@ def _narrow_pick_kernel(
 ):  # fmt: skip
     """Each program computes the logits y of one row at the label and at the ids.
 
-    The logit at the label is stored in the first split of the row. The logits at the ids are stored
-    in PICKED. PICKED is 0 for ids outside the vocabulary, and for all ids of an ignored row.
+    The label's goes to the row's first split. PICKED is 0 for ids outside the vocabulary, and for
+    all ids of an ignored row.
     """
     BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
     row = tl.program_id(0).to(tl.int64)

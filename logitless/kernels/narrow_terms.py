@@ -1,12 +1,9 @@
-"""Computes two inputs of the kernels in narrow_bwd.py: terms per row, and pairs of row and column.
+"""Two inputs of the kernels in narrow_bwd.py: terms per row, and pairs of row and column.
 
-The terms of a row are the numbers that the gradient formula of bwd_tile.py needs for the row. A
-label or an id adds a number g to the gradient of a single logit. A pair holds the row and column of
-the logit, and the number g. The pairs are sorted in the order in which a kernel visits the tiles of
-logits. Therefore one comparison per tile is enough to find out whether the tile contains the next
-pair. The kernel adds the number g of each pair to the gradient of the tile, and then rounds the
-gradient to 16 bits. Rounding before the addition would lose digits. For example, the gradient at a
-label is p - 1, and the difference p - 1 is small if p is near 1.
+The terms are what the formula in bwd_tile.py needs of a row. A pair is a label or an id that adds a
+number g to the gradient of one logit. Pairs are sorted in the order in which a kernel visits the
+tiles of logits, so one comparison per tile finds the tile of the next pair. They are added before
+the gradient is rounded to 16 bits, because p - 1 at a label is small if p is near 1.
 """
 
 import functools
@@ -28,7 +25,7 @@ from .numerics import INF, LOG2E, NO_ID, inverse_temperature, load, only_if
 from .profiling import profiled
 from .state import STATE_WIDTH, field, is_live, load_label
 
-# The fields of a row's terms, which are stored in a tensor of shape (TERMS, N).
+# fields of a tensor (TERMS, N)
 TERM_SHIFT = tl.constexpr(0)
 TERM_C0 = tl.constexpr(1)
 TERM_RATE = tl.constexpr(2)
@@ -36,18 +33,15 @@ TERM_C1 = tl.constexpr(3)
 TERM_LOGPROB_T1 = tl.constexpr(4)
 TERM_G_C = tl.constexpr(5)
 TERMS = 6
-# If a pair has an invalid id, or is in an ignored row, the pair belongs to no tile. The place of
-# such a pair is NO_TILE, which is larger than the place of every tile (see `Order`).
+# the place, above that of every tile, of a pair that is in none: an invalid id or an ignored row
 NO_TILE = tl.constexpr(2**62)
 
 
 class Order(NamedTuple):
-    """The order in which the programs of a kernel visit tiles of logits.
+    """The order in which the programs of a kernel visit tiles of logits, `count` tiles each.
 
-    A program visits `count` tiles. The place of a tile is its position in this order, and equals
-    i · step + j. If `by_rows` is True, i is the index of the tile along the rows, and j is the
-    index of the tile along the columns. Otherwise, i is the index along the columns, and j is the
-    index along the rows.
+    The place of a tile in this order is i · step + j. With `by_rows`, i counts tiles along the rows
+    and j along the columns; otherwise i is along the columns, and j along the rows.
     """
 
     block_n: int  # rows of a tile
@@ -59,14 +53,14 @@ class Order(NamedTuple):
 
 
 def order_by_rows(N: int, V: int, cut: config.Config) -> Order:
-    """The order for a kernel in which each program has one tile of rows and one split."""
+    """One tile of rows and one split per program."""
     tiles = tiles_per_split(V, cut)
     programs = config.ceil_div(N, cut.block_n) * cut.splits
     return Order(cut.block_n, cut.block_v, True, cut.splits * tiles, tiles, programs)
 
 
 def order_by_columns(N: int, V: int, cut: config.Config) -> Order:
-    """The order for a kernel in which each program has one tile of columns and all rows."""
+    """One tile of columns and all rows per program."""
     tiles, programs = config.ceil_div(N, cut.block_n), config.ceil_div(V, cut.block_v)
     return Order(cut.block_n, cut.block_v, False, tiles, tiles, programs)
 
@@ -76,10 +70,7 @@ def tiles_per_split(V: int, cut: config.Config) -> int:
 
 
 class Visits(NamedTuple):
-    """Pairs of row and column, sorted by the order in which one kernel visits the tiles.
-
-    P is the number of pairs.
-    """
+    """P pairs of row and column, in the order in which one kernel visits the tiles."""
 
     first: Tensor  # (programs,), the index of the first pair of each program
     places: Tensor  # (P,), the places of the tiles that contain the pairs, in ascending order
@@ -88,7 +79,7 @@ class Visits(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Pairs of row and column with their numbers g. Every row has `slots` pairs."""
+    """Pairs of row and column with their numbers g."""
 
     columns: Tensor  # (N, slots)
     g: Tensor  # (N, slots)
@@ -97,8 +88,6 @@ class Pairs(NamedTuple):
 
 @dataclass(frozen=True)
 class _Constants:
-    """The constants that the kernel is compiled for."""
-
     has: tuple[str, ...]  # names of the coefficients in use, and "second" if needed (see `uses`)
     step_c: int  # row stride of COEF; 0 if COEF has a single row
     step_u: int  # row stride of UPSTREAM; 0 if all rows share one number
@@ -115,10 +104,7 @@ def order_of(constants, index):
 
 @triton.jit
 def next_place(PLACES, pair, count):
-    """Returns the place of the tile that contains a pair (see `Order`), or -1 after the last pair.
-
-    PLACES is None if there are no pairs.
-    """
+    """Returns the place of a pair's tile (see `Order`), or -1 after the last pair."""
     if PLACES is not None:
         return tl.load(PLACES + pair, mask=pair < count, other=-1)
     else:
@@ -127,7 +113,6 @@ def next_place(PLACES, pair, count):
 
 @triton.jit
 def _store_places(PLACES, at, row, ids, inside, mask, step, ORDER: tl.constexpr):
-    """Stores the places of the tiles that contain the pairs, for one `Order`."""
     if ORDER is not None:
         i, j = row // ORDER[0], ids.to(tl.int64) // ORDER[1]
         if ORDER[2]:
@@ -165,11 +150,8 @@ def _narrow_terms_kernel(
 ):  # fmt: skip
     """Each program computes the terms and the pairs of one row.
 
-    OUT has shape (TERMS, N), and PLACES has shape (orders, N, slots). COLUMNS and G have shape
-    (N, slots).
-
-    For an ignored row, the kernel writes terms that give a gradient of 0. For a row with an invalid
-    label or id, the kernel writes terms that give a gradient of NaN.
+    OUT is (TERMS, N), PLACES (orders, N, slots), COLUMNS and G (N, slots). The terms make the
+    gradient of an ignored row 0, and that of a row with an invalid label or id NaN.
     """
     HAS: tl.constexpr = field(CONSTANTS, "has")
     row = tl.program_id(0).to(tl.int64)
@@ -206,7 +188,7 @@ def _narrow_terms_kernel(
             )
         c0 = tl.where(tl.max(bad, axis=0) > 0, float("nan"), c0)
     OUT += row
-    # A shift of +inf makes every exponential of an ignored row 0.
+    # a shift of +inf makes every exponential of an ignored row 0
     tl.store(OUT + TERM_SHIFT * N, tl.where(live, d_row.shift, INF))
     tl.store(OUT + TERM_C0 * N, tl.where(live, c0, 0.0))
     tl.store(OUT + TERM_RATE * N, inv_t * LOG2E)
@@ -224,10 +206,7 @@ def terms_of(
     vocab: int,
     orders: tuple[Order, ...],
 ) -> tuple[Tensor, Pairs | None, tuple[str, ...]]:
-    """Returns the terms (TERMS, N), the pairs, and the names of the coefficients in use.
-
-    The pairs are None if the gradient of the loss has no term for a label or for ids.
-    """
+    """Returns the terms (TERMS, N), the pairs or None, and the names of coefficients in use."""
     N, device = len(state), state.device
     has, g_ids, temperature = coefficients.has, coefficients.ids, reading.row_temperature
     K = 0 if g_ids is None else g_ids.shape[-1]
@@ -271,7 +250,6 @@ def visited(order: Order, places: Tensor) -> Visits:  # places (P,)
 
 
 def steps_of(orders: tuple[Order, ...]) -> tuple[int, int]:
-    """Returns the field `step` of the first `Order`, and the field `step` of the last `Order`."""
     return (orders[0].step, orders[-1].step) if orders else (0, 0)
 
 

@@ -1,10 +1,8 @@
-"""Tiles of a narrow head. A tile of logits stays on the chip and is not written to memory.
+"""Tiles of a narrow head, whose logits stay on the chip.
 
-A head is narrow if the whole width D of its hidden states fits into one tile. A kernel multiplies a
-tile of hidden states (rows, D) by a tile of the weight (columns, D). For a narrow head, this single
-product gives a finished tile of logits. If D is small, computing logits again can take less time
-than writing logits to memory. The width of a tile is D padded to a power of two. The width is at
-least 16, because `tl.dot` requires at least 16.
+A head is narrow if the whole width D of its hidden states fits into one tile, so that one product
+of (rows, D) by (columns, D) gives finished logits. For a small D, computing them again can take
+less time than writing them to memory. `tl.dot` requires a width of at least 16.
 """
 
 from dataclasses import dataclass
@@ -21,8 +19,7 @@ from .numerics import load
 from .state import field
 
 UPCAST = tl.constexpr(knobs.runtime.interpret)  # the interpreter cannot multiply bf16
-# The largest width D of a narrow head. The key is the number of bytes per element. Wider tiles do
-# not fit into the registers.
+# bytes per element -> largest D; wider tiles do not fit into the registers
 MAX_WIDTH = {2: 512, 4: 64}
 
 
@@ -47,12 +44,10 @@ def load_rows(
     STRIDE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     ALL_ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Returns the rows [start, start + BLOCK) of a matrix (count, D), as a tile (BLOCK, BLOCK_D).
+    """Returns the rows [start, start + BLOCK) of a matrix (count, D), with 0 outside of it.
 
-    Elements of the tile that are outside the matrix are 0. If ALL_ROWS is True, all rows of the
-    tile are rows of the matrix. If ALIGNED is True, every row of the matrix starts on a 16-byte
-    boundary. STRIDE and D are constants, so that the compiler can load 16 bytes at a time for every
-    D.
+    ALL_ROWS: the tile ends inside the matrix. ALIGNED: its rows start on 16-byte boundaries. STRIDE
+    and D are constants, so that the compiler can load 16 bytes at a time for every D.
     """
     offs = tl.arange(0, BLOCK)
     offs_d = tl.arange(0, BLOCK_D)
@@ -73,16 +68,12 @@ def load_rows(
 
 @triton.constexpr_function
 def layout(constants, name):
-    """Returns the field `name` of `constants.layout`, which is a HeadLayout.
-
-    The argument `constants` is the parameter CONSTANTS of a kernel (see launch.py).
-    """
+    """Returns a field of the HeadLayout in a kernel's CONSTANTS (see launch.py)."""
     return getattr(constants.layout, name)
 
 
 @triton.jit
 def load_hidden(P, start, count, ALL_ROWS: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Returns the hidden states of BLOCK_N rows from `start` on, in shape (BLOCK_N, BLOCK_D)."""
     return load_rows(
         P, start, count, layout(CONSTANTS, "stride_h"), layout(CONSTANTS, "width"),
         field(CONSTANTS, "block_n"), layout(CONSTANTS, "block_d"), ALL_ROWS,
@@ -94,7 +85,6 @@ def load_hidden(P, start, count, ALL_ROWS: tl.constexpr, CONSTANTS: tl.constexpr
 def load_weight(
     P, start, count, BLOCK: tl.constexpr, ALL_ROWS: tl.constexpr, CONSTANTS: tl.constexpr
 ):  # fmt: skip
-    """Returns the rows [start, start + BLOCK) of the weight, in shape (BLOCK, BLOCK_D)."""
     return load_rows(
         P, start, count, layout(CONSTANTS, "stride_w"), layout(CONSTANTS, "width"),
         BLOCK, layout(CONSTANTS, "block_d"), ALL_ROWS, layout(CONSTANTS, "w_aligned"),
@@ -103,7 +93,6 @@ def load_weight(
 
 @triton.jit
 def with_bias(x, BIAS, cols, mask):
-    """Adds the bias of the columns to a tile of logits. `cols` broadcasts with x."""
     if BIAS is not None:
         return x + load(BIAS, cols, mask).to(tl.float32)
     else:
@@ -113,7 +102,7 @@ def with_bias(x, BIAS, cols, mask):
 def is_narrow(hidden: Tensor, weight: Tensor) -> bool:
     """Whether the kernels for narrow heads support a head with these tensors on this device.
 
-    AMD GPUs are not supported, because their shared memory is too small for the tiles.
+    The shared memory of AMD GPUs is too small for the tiles.
     """
     device, width = hidden.device, MAX_WIDTH.get(hidden.element_size(), 0)
     if hidden.dtype != weight.dtype or weight.stride(1) != 1 or len(weight) == 0:
@@ -125,10 +114,7 @@ def is_narrow(hidden: Tensor, weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """The memory layout of the hidden states (N, D) and of the weight (V, D).
-
-    A kernel takes the layout as a constant, and is compiled once per layout.
-    """
+    """The memory layout of hidden states (N, D) and weight (V, D), a constant of kernels."""
 
     width: int  # D
     stride_h: int

@@ -1,14 +1,11 @@
 """Computes -log p of each row's label, and the gradient of the logits, in one pass.
 
-Each logit is read from memory once. Several programs share a long row. Each program reads one
-split, which is a part of the row. A program computes the max m and the normaliser s of its split,
-and writes m and s to memory. The program then waits for m and s of the other splits
-(program_exchange.py). After that, the program reads its split again, from the L1 cache, and writes
-the gradient of the split.
+Each logit is read from memory once. Several programs share a long row: each computes the max m and
+the normaliser s of its split, waits for those of the others (program_exchange.py), then reads its
+split again, from the L1 cache, and writes its gradient.
 
-For a small tensor or a small head, a kernel launch takes longer than the work of the kernel.
-Therefore, the same launch can also compute the mean over rows. The program that is the last to
-write a loss adds up the losses of all rows. The same launch can also copy the hidden states of a
+For a small tensor or head, a launch takes longer than its work. So the same launch can compute the
+mean over rows (the program that writes the last loss adds them up), and copy the hidden states of a
 head, with 0 in ignored rows (zero_ignored.py).
 """
 
@@ -43,15 +40,12 @@ from .state import field, fold_span, is_live, pack_of
 from .zero_ignored import columns_per_block, copy_block
 
 HAS = tl.constexpr(("a", "label"))
-# For a mean, every program reads all labels and counts the rows that are not ignored. Up to
-# MAX_COUNTED rows, counting is fast enough, because the labels are in the cache.
+# for a mean, every program counts the live rows; up to here the labels are in the cache
 MAX_COUNTED = 4096
 
 
 @dataclass(frozen=True)
 class _Constants:
-    """The constants that the kernel is compiled for."""
-
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
     x_aligned: bool  # for each row, X and DX have the same address modulo 16
     step_c: int  # row stride of COEF; 0 if COEF has a single row
@@ -77,8 +71,8 @@ def _share(LABEL, N, ignore_index):
 def _write_nll(NLL, LABEL, EXCHANGE, row, nll, mask, N, ignore_index, MEAN: tl.constexpr):
     """Writes -log p of a row's label. `mask` is True in exactly one program per row.
 
-    For a mean, the last of these N programs writes the mean over the rows that are not ignored. The
-    losses are always added in the same order, so the mean does not depend on which program is last.
+    For a mean, the last of these N programs writes it. The order of the sum is fixed, so which one
+    is last does not matter.
     """
     if not MEAN:
         tl.store(NLL + row, nll, mask=mask)
@@ -101,22 +95,18 @@ def _write_nll(NLL, LABEL, EXCHANGE, row, nll, mask, N, ignore_index, MEAN: tl.c
 )
 def _nll_fwd_bwd_kernel(
     X, LABEL, COEF, FACTOR, HIDDEN,  # inputs; HIDDEN is copied to COPY
-    # Outputs. If DX is None, the gradient overwrites X. NLL is one number per row, or the mean.
+    # without DX the gradient overwrites X; NLL is one number per row, or the mean
     DX, NLL, COPY,
-    # EXCHANGE is an array of 64-bit integers, initially 0. The array starts with one integer per
-    # program (program_exchange.py). For a mean, the next integer, FINISHED, counts the rows whose
-    # loss is written. After FINISHED, the array holds one fp32 loss per row (VALUES). EXCHANGE is
-    # None if rows are not split and no mean is computed.
+    # int64, initially 0, or None for whole rows without a mean: one word per program
+    # (program_exchange.py), and for a mean FINISHED, which counts the losses written, and VALUES,
+    # one fp32 loss per row.
     EXCHANGE,
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, splits, stride_h, D,  # sizes
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one split, which is SPAN columns of a row's body (see layout.py).
-
-    The first split of a row also contains the row's fringe.
-    """
+    """Each program computes a split: SPAN columns of a row's body, the first also its fringe."""
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     X_ALIGNED: tl.constexpr = field(CONSTANTS, "x_aligned")
     SPAN: tl.constexpr = field(CONSTANTS, "span")
@@ -156,8 +146,7 @@ def _nll_fwd_bwd_kernel(
         Xrow, None, head, body, V, lo, hi, 0.0, rate, softcap, None,
         False, False, False, PACK, ALIGNED, X_ALIGNED, BLOCK_V,
     )  # fmt: skip
-    # One program has the label in its split. This program loads the logit at the label before the
-    # gradient overwrites this logit.
+    # loaded by the program whose split it is in, before the gradient overwrites it
     label = tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)
     has_label = in_span(label, span, ALIGNED)
     x_label = tl.load(Xrow + label, mask=has_label, other=0.0)
@@ -202,7 +191,6 @@ def nll_fwd_bwd_plan(
     copied: tuple | None,  # shape, strides and address modulo 16 of HIDDEN
     waiting: bool, revision: int,
 ) -> _Plan | None:  # fmt: skip
-    """Returns the launch plan, or None if one pass is not possible."""
     temperature, softcap, ignore_index = options
     rows = describe(shape, strides, offset, itemsize)
     if rows is None or rows.vocab == 0 or (mean and not 0 < rows.count <= MAX_COUNTED):

@@ -1,8 +1,7 @@
 """Arithmetic that all kernels share: softcap, temperature, and subtracting the max of a row.
 
-Kernels first compute y = softcap · tanh(x / softcap) from each logit x. Without a softcap, y = x.
-The logits of the loss are z = y / temperature. Kernels subtract max(y) before they divide by the
-temperature. The differences y - max(y) are exact even if all logits have a large common offset.
+y = softcap · tanh(x / softcap), or x without a softcap, and z = y / temperature. Kernels subtract
+max y before they divide: the differences are exact even under a large common offset of the logits.
 """
 
 import triton
@@ -30,19 +29,15 @@ def load(P, at, mask):
 def only_if(flag, mask):
     """Returns `mask & flag`, where `flag` is a scalar.
 
-    In Triton's interpreter, the result of an int32 comparison is int32. From Triton 3.9 on, the
-    interpreter rejects masks that were combined with an int32 flag. Therefore the mask is combined
-    with `True & flag`, which is a bool. The compiler removes `True &`.
+    In Triton's interpreter an int32 comparison is int32, and from 3.9 on it rejects masks combined
+    with one. `True & flag` is a bool; the compiler removes `True &`.
     """
     return mask & (True & flag)
 
 
 @triton.jit
 def inverse_temperature(temperature, row):
-    """Returns 1 / temperature of a row.
-
-    `temperature` is a number, or a pointer to one number per row.
-    """
+    """Returns 1 / temperature, which is a number, or a pointer to one per row."""
     if isinstance(temperature, float):  # in Triton's interpreter, numbers are Python floats
         return 1.0 / temperature
     elif temperature.dtype.is_ptr():
@@ -53,12 +48,12 @@ def inverse_temperature(temperature, row):
 
 @triton.jit
 def _tanh(u, IN: tl.constexpr):
-    """Returns tanh(u) with a precision that suits logits of dtype IN. NaN stays NaN.
+    """Returns tanh(u) as precisely as logits of dtype IN need. NaN stays NaN.
 
-    For bf16 on NVIDIA GPUs, tanh is one instruction. This instruction has an error of 2^-11, which
-    is a quarter of the rounding error of bf16 logits. For other dtypes and GPUs, tanh(u) is
-    approximated by u times a ratio of two polynomials in u². The error is 4e-7 for fp32 and 2e-6
-    for fp16. A more exact tanh would take longer than the loads and stores of the kernel.
+    For bf16 on NVIDIA GPUs it is one instruction, with an error of 2^-11, a quarter of bf16's
+    rounding error. Otherwise it is u times a ratio of polynomials in u², with an error of 4e-7 for
+    fp32 and 2e-6 for fp16; a more exact one would take longer than the loads and stores of the
+    kernel.
     """
     if IN == tl.bfloat16 and is_cuda():
         return tl.inline_asm_elementwise(
@@ -83,10 +78,9 @@ def _tanh(u, IN: tl.constexpr):
 def rounded_product(a, b):
     """Returns a · b, rounded to fp32 before any further arithmetic.
 
-    With the operator `*`, the compiler could compute the product y = a · b and a later difference
-    y - max(y) with one fused multiply-add. A fused multiply-add does not round y, but max(y) is
-    rounded. Therefore the difference y - max(y) would not be exactly 0 at the max. Dividing this
-    difference by a temperature of 1e-12 would make the exponent infinite.
+    The compiler could fuse a product y = a · b into a later y - max y, with y unrounded but max y
+    rounded. The difference at the max would not be exactly 0, and divided by a temperature of 1e-12
+    it would make the exponent infinite.
     """
     if is_cuda():
         return tl.inline_asm_elementwise(
@@ -98,10 +92,7 @@ def rounded_product(a, b):
 
 @triton.jit
 def capped(x, softcap):
-    """Returns the logits y after the softcap, in fp32, and dy/dx.
-
-    Without a softcap, dy/dx is the number 1.0.
-    """
+    """Returns the logits y after the softcap, in fp32, and dy/dx."""
     y = x.to(tl.float32)
     if softcap is not None:
         t = _tanh(y * (1.0 / softcap), x.dtype)
@@ -112,9 +103,9 @@ def capped(x, softcap):
 
 @triton.jit
 def reciprocal(u):
-    """Returns 1 / u for u in [1, 2], with an error of at most one unit in the last place.
+    """Returns 1 / u for u in [1, 2], exact to one unit in the last place.
 
-    The operator `/` takes more instructions, because `/` must be correct for all numbers u.
+    `/` takes more instructions, because it must be right for all u.
     """
     if is_cuda():
         return tl.inline_asm_elementwise(
@@ -126,10 +117,7 @@ def reciprocal(u):
 
 @triton.jit
 def finite(m):
-    """Returns the max m of each row, or 0 where the max is ±inf.
-
-    Kernels subtract the result from the logits y before they compute exponentials.
-    """
+    """Returns the max m of a row, or 0 where it is ±inf: what exponentials subtract from y."""
     return tl.where(tl.abs(m) == INF, 0.0, m)
 
 

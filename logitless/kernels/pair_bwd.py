@@ -1,7 +1,7 @@
 """Backward pass of losses against a dense teacher, in one pass over student and teacher.
 
-Besides the logits, the backward reads only the five numbers per row that the forward saved. For
-each loss, the gradient of the student's logits z is:
+Besides the logits, it reads only the five numbers per row that the forward saved (pair_state.py).
+The gradient of the student's logits z is, with v the target of soft cross-entropy:
 
     forward KL       q - p
     cross-entropy    q Σ v - v
@@ -10,13 +10,8 @@ each loss, the gradient of the student's logits z is:
     skewed KL        q (g - Σ q g), with the g of jsd_math.py; forward: times 1-α
     TVD              ½ q (sign(q-p) - Σ q sign(q-p)), computed without cancellation (tvd_math.py)
 
-In these formulas, q is the student's probability, p is the teacher's probability, v is the target
-of soft cross-entropy, and M = βp + (1-β)q. The kernel also divides the gradient by the temperature,
-and multiplies the gradient by the upstream gradient. `_row_terms` computes the numbers that all
-columns of a row share.
-
-If student and teacher are equal, the gradient is exactly 0. There is one exception. If the columns
-of fp32 logits are computed in parts, the gradient of the skewed forward KL can be a rounding error.
+The kernel also divides by the temperature. If student and teacher are equal, the gradient is
+exactly 0, except that of the skewed forward KL of fp32 logits in several parts, a rounding error.
 """
 
 import functools
@@ -52,8 +47,6 @@ from .tvd_math import gradient_of, to_student
 
 
 class Terms(NamedTuple):
-    """The numbers of the gradient formula that are the same for all columns of a row."""
-
     shift_q: tl.tensor
     shift_p: tl.tensor
     norm_q: tl.tensor  # log2 of the student's normaliser, for JSD and a skewed KL
@@ -85,13 +78,12 @@ def _row_terms(STATE, row, g, inv_t, blend, KIND: tl.constexpr):
         mean = s_p / alive
         if KIND == "forward":
             gain = gain / s_p
-    # If all logits of a student's row are -inf, the row has no distribution, and its gradient is 0.
+    # a row that is all -inf has no distribution, and the gradient 0
     return Terms(saved.m_q, saved.m_p, norm_q, norm_p, mean, tl.where(s_q == 0, 0.0, gain))
 
 
 @triton.jit
 def _write_tile(DX, both, terms, cols, mask, KIND: tl.constexpr):
-    """Reads a tile of student and teacher, and writes the gradient of the student."""
     y, slope = capped(load(both.X, cols, mask), both.softcap)
     d_q = y - terms.shift_q
     if KIND == "soft":
@@ -115,23 +107,18 @@ def _write_tile(DX, both, terms, cols, mask, KIND: tl.constexpr):
                 gap = (d_q - d_p) * both.rate - (terms.norm_q - terms.norm_p)
                 q, g, _ = skewed(log_q, log_p, gap, both.blend, IN, KIND == "skewed_forward")
             dz = q * (g - terms.mean)
-    # With the modifier ".cs", the cache evicts the gradient first. So the logits of the next tiles
-    # can stay in the cache. The gradient need not stay in the cache, because no kernel reads the
-    # gradient soon.
+    # .cs: as in bwd_tile.py
     dx = (dz * terms.gain * slope).to(DX.dtype.element_ty)
     tl.store(DX + cols, dx, mask=mask, cache_modifier=".cs")
 
 
 @triton.jit
 def _zero_tile(DX, cols, mask):
-    """Writes the zero gradient of an ignored row."""
     tl.store(DX + cols, tl.zeros(cols.shape, DX.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True)
 class _Constants:
-    """The constants that the kernel is compiled for."""
-
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
     x_aligned: bool  # for each row, X and DX have the same address modulo 16
     t_aligned: bool  # for each row, T and DX have the same address modulo 16
@@ -153,10 +140,7 @@ def _pair_bwd_kernel(
     vocab, softcap, blend, ignore_index,  # options
     KIND: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes one block of a row.
-
-    The first block of a row also contains the row's fringe (see layout.py).
-    """
+    """Each program writes one block of a row, the first also the row's fringe (see layout.py)."""
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     blocks = tl.cdiv(V, BLOCK_V)
@@ -204,10 +188,6 @@ def pair_gradient(
     factor: Tensor | None = None,  # one number, or one number per row
     into: Tensor | None = None,  # output, in the shape of x; can be x itself
 ) -> Tensor:
-    """Returns the gradient of the student's logits, multiplied by `upstream` and `factor`.
-
-    If `into` is None, the gradient is a new tensor in the dtype of the logits.
-    """
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if into is None else into
     if dx.numel() == 0:
         return dx
@@ -234,8 +214,7 @@ def pair_gradient(
     )  # fmt: skip
     weight = aligned(reading.class_weight)
     launch(source, teacher, weight, label, contiguous(state), upstream, factor, output, *tensor)
-    # `output` is a new tensor if dx has no (B, T, V) view with contiguous rows, or if no `rows_t`
-    # fits all layouts (see `with_one_rows_t`).
+    # a new tensor, if dx has no (B, T, V) view with contiguous rows, or no `rows_t` fits all
     if output.data_ptr() != dx.data_ptr():
         dx.copy_(output)
     return dx

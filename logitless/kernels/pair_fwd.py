@@ -1,20 +1,15 @@
 """Forward pass of losses against a dense teacher: divergences and soft cross-entropy.
 
-Kernels accumulate a sum c over the columns of a row, and compute the loss of the row from c:
+Kernels accumulate a sum c over the columns of a row, and compute its loss from it:
 
     forward KL       Σ p log(p/q) = c / (s_p T) + log(s_q / s_p)     c = Σ e_p (d_p - d_q)
     reverse KL       Σ q log(q/p) = c / (s_q T) + log(s_p / s_q)     c = Σ e_q (d_q - d_p)
     cross-entropy    -Σ v log q = c / T + Σ v log s_q                c = -Σ v d_q
 
-In these formulas, q is the student's probability, p is the teacher's probability, v is the target
-of soft cross-entropy, and T is the temperature. The suffix _q stands for the student, and the
-suffix _p for the teacher. For the student and for the teacher, d is a logit minus the max of its
-row, e is exp(d / T), and s is the normaliser Σ e.
-
-KL and cross-entropy need one pass over student and teacher. If a later block has a larger max, all
-d of the earlier blocks change by the same number. Then the kernel corrects c. If student and
-teacher are equal, the divergence is exactly 0. JSD, a skewed KL and the total variation need two
-passes (jsd_tvd_fwd.py).
+v is the target of soft cross-entropy and T the temperature; pair_state.py defines the others. This
+takes one pass: if a later block has a larger max, all earlier d change by one number, and c is
+corrected. If student and teacher are equal, the divergence is exactly 0. JSD, a skewed KL and the
+total variation need two passes (jsd_tvd_fwd.py).
 """
 
 import functools
@@ -56,9 +51,8 @@ from .stats_split_fwd import aligned
 def _cross(c, s, moved, scale, e, h):
     """Returns the sum c = Σ e · h of a row after one more block.
 
-    A column where e is 0 adds 0, even if h is infinite. If the max of the row changes, `scale` and
-    `moved` correct the sum c of the earlier blocks. If `scale` is 0, the earlier blocks add 0, even
-    if c is infinite.
+    `scale` and `moved` correct the earlier sum for a new max. Columns where e is 0, and earlier
+    blocks where `scale` is 0, add 0, even if h or c is infinite.
     """
     before = tl.where(scale == 0, 0.0, c * scale + s * (moved * scale))
     return before + tl.where(e != 0, e * h, 0.0)
@@ -104,10 +98,7 @@ def _pair_fwd_kernel(
     vocab, softcap, blend, ignore_index,  # options
     KIND: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Each program reads one row of the student and of the teacher.
-
-    If VALUE is None, the program computes no loss, and saves a partial state (see pair_state.py).
-    """
+    """Each program reads one row of both; without VALUE, it saves a partial state."""
     row = tl.program_id(0)
     if ignore_index is not None:
         if tl.load(LABEL + row) == ignore_index:
@@ -141,7 +132,7 @@ def _pair_fwd_kernel(
             else:
                 mean = state.c / state.s_q
                 value = mean * inv_t + tl.log(state.s_p / state.s_q)
-            # A negative divergence is a rounding error, and is set to 0. NaN stays NaN.
+            # a divergence below 0 is a rounding error; NaN stays NaN
             value = tl.where(value < 0, 0.0, value)
         tl.store(VALUE + row, value)
         save_state(STATE, row, finite(state.m_q), state.s_q, finite(state.m_p), state.s_p, mean)
@@ -151,14 +142,9 @@ def pair_read(
     x: Tensor,  # (..., V)
     reading: Reading,
     pair: Pair,
-    # (N, PAIR_STATE), the shifts and normalisers of whole rows. JSD and TVD need `norms` if the
-    # logits are sharded over ranks.
+    # (N, PAIR_STATE), see eager/pair.py
     norms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the loss of each row, and the state (N, PAIR_STATE) that the backward needs.
-
-    If `norms` is given, the results are sums over the columns of x (see eager/pair.py).
-    """
     value = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
     state = torch.empty((value.numel(), PAIR_STATE), device=x.device, dtype=torch.float32)
     if value.numel() == 0:
@@ -175,10 +161,6 @@ def pair_read(
 
 
 def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
-    """Returns the partial state of each row over the columns of x, in shape (N, PAIR_STATE).
-
-    The partial state is described in pair_state.py.
-    """
     rows = x.shape[:-1].numel()
     state = torch.empty((rows, PAIR_STATE), device=x.device, dtype=torch.float32)
     if rows:
@@ -187,11 +169,7 @@ def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
 
 
 def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
-
-    For the kinds in PAIR_SUMS, the loss and the mean need another pass over the logits. For these
-    kinds, the returned loss is 0, and the mean in the returned state is 0.
-    """
+    """Like `pair_finish` in eager/, with the mean in the unit of y."""
     value, state = finish_in_torch(partial, kind, inv_t)
     if inv_t is not None:  # convert the mean from nats to the unit of y
         state[:, 4:] /= inv_t

@@ -1,25 +1,18 @@
 """The loop over a student's row and a teacher's row, and the five numbers saved for each row.
 
-For each row of logits y, let d = y - max y, e = 2^(d·rate) and s = Σ e, where
-rate = 1 / (temperature ln 2). With the normalisers s_q and s_p, the student's probabilities are
-q = e_q / s_q, and the teacher's probabilities are p = e_p / s_p. Kernels use only differences from
-the max, so that a common offset of the logits costs no precision.
+With d = y - max y, e = 2^(d·rate), rate = 1 / (temperature ln 2) and s = Σ e, the student has
+q = e_q / s_q and the teacher p = e_p / s_p. Only differences from the max occur, so a common offset
+of the logits costs no precision. The state (N, PAIR_STATE) holds the shift (max, or 0 if infinite)
+and s of the student, both of the teacher, and
 
-The saved state has shape (N, PAIR_STATE) and holds five numbers per row: the student's shift and
-normaliser, the teacher's shift and normaliser, and a mean. A shift is the max, or 0 if the max is
-infinite. The mean is an expectation under the student's probabilities. For reverse KL, the mean is
-Σ q (d_q - d_p), which is not divided by the temperature. For JSD, the mean is Σ q log2(q / M), in
-bits, where M is the mixture of student and teacher. For a skewed KL, the mean is Σ q g in
-nats (see `skewed` in jsd_math.py). For fp32 logits, this mean is divided by Σ q. For the total
-variation (TVD), the state holds `ratio` (see tvd_math.py) instead of the mean. For other losses,
-the mean is 0. The eager backend (eager/pair.py) saves the mean in nats. The different units cause
-no conflict, because a backend never reads the state of the other backend.
+    reverse KL   Σ q (d_q - d_p), not divided by the temperature
+    JSD          Σ q log2(q / M), where M is the mixture of student and teacher
+    skewed KL    Σ q g in nats (`skewed` in jsd_math.py), for fp32 logits divided by Σ q
+    TVD          `ratio` (tvd_math.py)
 
-The function `pair_partial` returns a partial state, which covers only some columns of a row. A
-partial state holds the max instead of the shift. Instead of the mean, a partial state holds the sum
-c (see pair_fwd.py), divided by the temperature. In both backends, the sum in a partial state is in
-nats. The reason is that both backends merge partial states with the same function `merge_pairs`
-(eager/pair.py).
+and 0 for the other losses. A partial state, of some columns, holds the max instead of the shift,
+and c / temperature (pair_fwd.py) instead of these, in nats as in eager/pair.py, because both
+backends merge with its `merge_pairs`.
 """
 
 import functools
@@ -40,10 +33,9 @@ PAIR_STATE = tl.constexpr(PAIR_STATE_)
 
 
 class PairState(NamedTuple):
-    """The max and the sums of a student's row and a teacher's row, over the columns read so far.
+    """The max and the sums of both rows over the columns read so far.
 
-    During the loop, each sum has shape (BLOCK_V,). The BLOCK_V elements are called lanes, and
-    `sum_lanes` adds them after the loop.
+    In the loop, each sum has shape (BLOCK_V,), its lanes, which `sum_lanes` adds up.
     """
 
     m_q: tl.tensor  # max y of the student
@@ -69,10 +61,7 @@ class Both(NamedTuple):
 
 @triton.jit
 def elements_to(P):
-    """Returns the address of P, counted in elements instead of bytes.
-
-    From this number, kernels compute how far P is from a 16-byte boundary.
-    """
+    """Returns the address of P in elements, which shows how far it is from a 16-byte boundary."""
     return P.to(tl.int64) // (P.dtype.element_ty.primitive_bitwidth // 8)
 
 
@@ -81,14 +70,13 @@ def student(both, at, mask):
     """Loads the student's logits y, after the softcap, with -inf where the mask is False."""
     y, _ = capped(load(both.X, at, mask), both.softcap)
     if mask is not None:
-        # The mask is applied after the softcap, because tanh would turn -inf into -softcap.
+        # as in `state.fold`
         y = tl.where(mask, y, -INF)
     return y
 
 
 @triton.jit
 def teacher(both, at, mask):
-    """Loads the teacher's logits, with -inf where the mask is False."""
     t = load(both.T, at, mask).to(tl.float32)
     if mask is not None:
         t = tl.where(mask, t, -INF)
@@ -97,7 +85,7 @@ def teacher(both, at, mask):
 
 @triton.jit
 def target(both, at, mask):
-    """Returns the smoothed target probability of each class, times the class weight."""
+    """Returns the smoothed target probabilities, times the class weights."""
     v = load(both.T, at, mask).to(tl.float32) * (1.0 - both.blend) + both.blend / both.vocab
     if both.W is not None:
         v *= load(both.W, both.first + at, mask).to(tl.float32)
@@ -108,10 +96,7 @@ def target(both, at, mask):
 
 @triton.jit
 def extend(m, y, rate):
-    """Returns the new max, the change of the max, d = y - max, and e = 2^(d·rate).
-
-    The change is 0 if the old max is -inf.
-    """
+    """Returns the new max, its change (0 from -inf), d = y - max, and e = 2^(d·rate)."""
     m_new = tl.maximum(m, tl.max(y, axis=0))
     moved = tl.where((m == m_new) | (m == -INF), 0.0, tl.maximum(m - m_new, -1e38))
     d = y - finite(m_new)
@@ -123,10 +108,9 @@ def walk_both(
     f: tl.constexpr, state, row, head, body, lo, hi,
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Calls f for each block of columns of a student's row and a teacher's row.
+    """Folds f over a student's row and a teacher's row, as `walk` of layout.py.
 
-    The function `walk` of layout.py loops over the blocks. The fringe tile is as wide as a block,
-    because the sums have one element per column of a block.
+    The fringe tile is as wide as a block, because the sums have one element per column of a block.
     """
     PACK: tl.constexpr = pack_of(row.X)
     X = tl.multiple_of(row.X + head, 16)
@@ -142,14 +126,12 @@ def walk_both(
 
 @triton.jit
 def fresh_state(BLOCK_V: tl.constexpr):
-    """The state before any column is read."""
     empty, zero = tl.full((), -INF, tl.float32), tl.zeros((BLOCK_V,), tl.float32)
     return PairState(empty, zero, empty, zero, zero)
 
 
 @triton.jit
 def sum_lanes(state):
-    """Returns the state with each sum reduced over all lanes."""
     return PairState(
         state.m_q, tl.sum(state.s_q, axis=0), state.m_p, tl.sum(state.s_p, axis=0),
         tl.sum(state.c, axis=0),
@@ -169,10 +151,7 @@ def save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean):
 
 @triton.jit
 def load_state(STATE, row):
-    """Loads the saved state of a row as a PairState.
-
-    The fields m_q and m_p are the saved shifts, and the field c is the saved mean.
-    """
+    """Loads the saved state of a row: shifts as m_q and m_p, the mean as c."""
     at = STATE + row.to(tl.int64) * PAIR_STATE
     return PairState(
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
@@ -180,11 +159,7 @@ def load_state(STATE, row):
 
 
 def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
-    """Returns x and its layout, and `other` and its layout.
-
-    Both layouts have the same `rows_t`, which is the size T of a (B, T, V) view. If no `rows_t`
-    fits both layouts, `other` is copied.
-    """
+    """Returns x and `other` with their layouts of one `rows_t`, for which `other` may be copied."""
     x, rows = rows_of(x)
     other, o_rows = rows_of(other)
     if rows.rows_t != o_rows.rows_t:
@@ -197,11 +172,10 @@ def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
 
 @functools.lru_cache(REMEMBERED)
 def with_one_rows_t(*several: Rows) -> tuple[Rows, ...] | None:
-    """Returns copies of the layouts with one common `rows_t`, or None if no `rows_t` fits all
-    layouts.
+    """Returns the layouts with one common `rows_t`, or None if none fits all.
 
-    `rows_t` is the size T of a (B, T, V) view. With a common `rows_t`, a kernel finds a row in all
-    tensors by one division. A layout with a single row stride can use any `rows_t`.
+    It is the size T of a (B, T, V) view: a kernel then finds a row in all tensors by one division.
+    A layout with a single row stride can use any `rows_t`.
     """
     rows_t = min(rows.rows_t for rows in several)
     if any(rows.rows_t not in (rows_t, rows.count) for rows in several):
@@ -219,11 +193,6 @@ def contiguous(t: Tensor | None) -> Tensor | None:
 
 
 def temperature_of(reading: Reading) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
-    """Returns the temperature as launch arguments: a tuple of tensors and a tuple of numbers.
-
-    One of the two tuples is empty. If each row has its own temperature, the first tuple holds the
-    tensor of temperatures. A launch takes this tensor as its last tensor. Otherwise, the second
-    tuple holds the temperature. A launch takes this number as its first number.
-    """
+    """Returns the temperature as the last tensors or the first numbers of a launch."""
     t = contiguous(reading.row_temperature)
     return ((), (reading.temperature,)) if t is None else ((t,), ())

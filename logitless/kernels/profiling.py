@@ -3,11 +3,9 @@
 `@triton.jit(**profiled("ids_bwd", ...))` gives a kernel two functions:
 
 - `repr` names the compiled kernel for Nsight, torch.profiler and compute-sanitizer, for example
-  `logitless_ids_bwd_bf16`. PTX allows only letters, digits and underscores in a name. Triton calls
-  `repr` once per compilation.
+  `logitless_ids_bwd_bf16` (PTX allows only letters, digits and underscores);
 - `launch_metadata` gives Proton the name of a launch, for example `ids_bwd[bf16, K=64]`, and the
-  number of bytes that the launch reads and writes. Triton calls `launch_metadata` only while a
-  profiler is active (see launch.py), so `launch_metadata` costs no time without a profiler.
+  bytes it reads and writes. Triton calls it only while a profiler is active (see launch.py).
 """
 
 import math
@@ -19,8 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 Arguments = dict[str, Any]  # the arguments of one launch, by parameter name
 
-# The name of a kernel contains the dtype of one tensor. The candidates are listed in LOGITS. The
-# dtype comes from the first candidate that is a parameter of the kernel and is not None.
+# a kernel's name contains the dtype of the first of these that it has and that is not None
 LOGITS = ("X", "STUDENT", "DX", "HIDDEN")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -30,10 +27,8 @@ def profiled(
 ) -> dict[str, Callable]:
     """Returns the options `repr` and `launch_metadata` of triton.jit.
 
-    The name of the kernel shows the values of the parameters in `shows`. By default, the bytes of a
-    launch are the bytes of all its tensors. The keyword argument `P=count` replaces the default for
-    the parameter P. The function `count(args)` returns the number of elements of P that a launch
-    reads and writes.
+    The kernel's name shows the parameters in `shows`. A launch moves the bytes of all its tensors,
+    but with `P=count`, `count(args)` elements of the parameter P.
     """
 
     def repr(specialization) -> str:
@@ -56,11 +51,7 @@ def profiled(
 
 
 def _bytes_moved(args: Arguments, moves: dict[str, Callable[[Arguments], int]]) -> int:
-    """Returns the bytes that a launch reads and writes.
-
-    Ignored rows are counted, although kernels do not read ignored rows. An element that is read
-    several times counts once.
-    """
+    """Returns the bytes of a launch, counting each element once, even in ignored rows."""
     total = 0
     for name, value in args.items():
         tensor = value.base if isinstance(value, TensorDescriptor) else value
@@ -71,21 +62,18 @@ def _bytes_moved(args: Arguments, moves: dict[str, Callable[[Arguments], int]]) 
 
 
 def elements(t: torch.Tensor | TensorDescriptor) -> int:
-    """Returns the number of elements that a tensor has in memory.
-
-    An expanded dimension counts as size 1.
-    """
+    """Returns the number of elements in memory: an expanded dimension counts as size 1."""
     base = t.base if isinstance(t, TensorDescriptor) else t
     return math.prod(n for n, stride in zip(base.shape, base.stride(), strict=True) if stride)
 
 
 def at_ids(args: Arguments) -> int:
-    """Returns the number of ids, for tensors that a launch accesses only at the ids."""
+    """For tensors that a launch accesses only at the ids."""
     return elements(args["IDS"])
 
 
 def nothing(args: Arguments) -> int:
-    """Returns 0, for tensors of which a launch accesses only a small part."""
+    """For tensors of which a launch accesses only a small part."""
     return 0
 
 

@@ -1,18 +1,14 @@
 """Exchanges the max m and the normaliser s between the programs that share a row.
 
-A split is the part of a row that one program reads. Each split has one 64-bit integer in memory.
-The integer is initially 0. A program packs two fp32 numbers, the max m and the normaliser s of its
-split, into this integer. The program then waits until the integers of all splits are written, and
-computes the max and the normaliser of the whole row. While the program waits, its split stays in
-the L1 cache.
+Each program packs m and s of its split, two fp32 numbers, into a 64-bit integer in memory that is
+initially 0, waits until those of all splits are written, and computes m and s of the row. Meanwhile
+its split stays in the L1 cache.
 
-The exchange is free of deadlocks if programs start in the order of `tl.program_id`, and if all
-programs of one row fit on the GPU together. Under these two conditions, all programs of the oldest
-unfinished row are always running, and no program waits forever. A row has at most MAX_PROGRAMS
-programs. In Triton's interpreter, programs must not share a row, because the interpreter runs one
-program after another. On a GPU that is partitioned or shared with other processes, the two
-conditions can fail. For example, programs can start in another order. With LOGITLESS_WAITING=0,
-programs do not wait for each other, and the kernels read every row twice instead.
+This is free of deadlocks if programs start in the order of `tl.program_id` and all programs of a
+row, at most MAX_PROGRAMS, fit on the GPU together: those of the oldest unfinished row then always
+run. It can fail on a GPU that is partitioned or shared with other processes; with
+LOGITLESS_WAITING=0 the kernels read every row twice instead. In Triton's interpreter, which runs
+one program after another, rows are not shared.
 """
 
 import os
@@ -37,29 +33,20 @@ _pieces: dict[tuple[torch.device, int], list[Tensor]] = {}  # unused zeros, by d
 
 
 def may_wait(programs: int, device: torch.device) -> bool:
-    """Whether this number of programs is allowed to share a row and wait for each other."""
     return programs == 1 or (WAITING and programs <= MAX_PROGRAMS and device.type != "cpu")
 
 
 def piece_of(count: int) -> int:
-    """Returns the size of the piece for `count` integers.
-
-    The size is rounded up to a power of two, so that there are few different sizes. A size above
-    LARGEST_PIECE is not rounded.
-    """
+    """Rounds up to a power of two, up to LARGEST_PIECE, so that there are few sizes."""
     return count if count > LARGEST_PIECE else max(config.ceil_pow2(count), 64)
 
 
 def zeros(size: int, like: Tensor) -> Tensor:
-    """Returns `size` 64-bit zeros on the device of `like`, for one launch.
+    """Returns `size` 64-bit zeros for one launch, on the device of `like`.
 
-    `size` must be a result of `piece_of`.
-
-    A fill takes as much host time as a launch. Therefore one fill serves many calls, and each call
-    gets a piece of memory that no other call gets. At most 512 KiB per size and device stay
-    allocated. A launch must run after the fill of its piece. Therefore pieces are used only on the
-    default stream of a GPU, where the fill and all launches run in order. A CUDA graph cannot be
-    captured on the default stream, so a graph never contains a piece.
+    A fill takes as much host time as a launch, so one fill serves many calls, each with its own
+    piece; at most 512 KiB per size and device stay allocated. Pieces are for the default stream
+    only, where fill and launches run in order, and which no CUDA graph can capture.
     """
     device = like.device
     on_default_stream = like.is_cuda and driver.active.get_current_stream(device.index) == 0
@@ -77,11 +64,7 @@ def zeros(size: int, like: Tensor) -> Tensor:
 
 @triton.jit
 def publish(at, m, s):
-    """Packs the max m and the normaliser s of a split into one integer, and stores this integer.
-
-    The packed integer is never 0. If the normaliser is 0, the max is -inf, and the bits of -inf are
-    not 0.
-    """
+    """Stores m and s of a split as one integer, which is never 0: if s is 0, m is -inf."""
     high = m.to(tl.int32, bitcast=True).to(tl.int64) << 32
     low = s.to(tl.uint32, bitcast=True).to(tl.int64)
     tl.atomic_xchg(at, high | low, sem="relaxed")
@@ -89,13 +72,10 @@ def publish(at, m, s):
 
 @triton.jit
 def collect(at, splits, rate, BLOCK_P: tl.constexpr):
-    """Waits for m and s of all splits, and returns the max and the normaliser of the whole row.
-
-    BLOCK_P must be at least `splits`.
-    """
+    """Waits for m and s of all splits, at most BLOCK_P, and returns those of the whole row."""
     offs_p = tl.arange(0, BLOCK_P)
     mask_p = offs_p < splits
-    # First, only the last split is polled, because polling one integer causes less cache traffic.
+    # first the last split alone, because polling one integer causes less cache traffic
     last = tl.load(at + splits - 1, volatile=True)
     while last == 0:
         last = tl.load(at + splits - 1, volatile=True)

@@ -15,10 +15,7 @@ from .state import is_live
 
 @triton.jit
 def row_block(LABEL, start, N, ignore_index, BLOCK_N: tl.constexpr):
-    """Returns the rows of one block, and two masks.
-
-    The first mask selects rows below N. The second mask selects rows below N that are not ignored.
-    """
+    """Returns the rows of one block, a mask of those below N, and one of those also not ignored."""
     rows = start + tl.arange(0, BLOCK_N)
     mask = rows < N
     if LABEL is not None:
@@ -40,7 +37,7 @@ def _reduce_kernel(
     N, ignore_index,  # sizes, options
     MEAN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A single program reduces all rows, so that the result is bitwise reproducible."""
+    """One program, so that the result is bitwise reproducible."""
     total = tl.zeros((BLOCK_N,), tl.float32)
     mass = tl.zeros((BLOCK_N,), tl.float32)
     count = tl.zeros((BLOCK_N,), tl.int32)
@@ -87,13 +84,9 @@ def reduce(
     mass: Tensor | None = None,  # (N,), 0 for ignored rows
     mean: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the weighted sum over the rows, and the factor of each row's gradient.
+    """Returns the weighted sum or mean over the rows, and the factor of each row's gradient.
 
-    For a mean, the sum and the factor are divided by Σ mass. If `mass` is None, the sum and the
-    factor are divided by the number of rows that are not ignored (see `share`). With a
-    `row_weight`, there is one factor per row. Without a `row_weight`, all rows have the same
-    factor. Then the returned factor can be None, which means 1. An ignored row adds 0, even if its
-    value or weight is NaN.
+    The factor is one per row with a `row_weight`, else one for all, or None for 1.
     """
     if row_weight is None and not mean:  # the values of ignored rows are already 0
         return value.sum(), None
@@ -115,17 +108,10 @@ def reduce(
 
 
 def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """Returns the factor that turns a sum over rows into a mean, in fp32.
-
-    The factor is 1 / Σ mass, where `mass` holds the class weight of each row's label. If `mass` is
-    None, the factor is 1 divided by the number of rows that are not ignored. If the divisor is 0,
-    the factor is 1.
-    """
     if mass is None and reading.ignore_index is None:
         return torch.full((), 1.0 / max(rows, 1), device=like.device, dtype=torch.float32)
     factor = torch.empty((), device=like.device, dtype=torch.float32)
     label = None if reading.ignore_index is None else reading.label.contiguous()
-    # If VALUE is None, the kernel writes only its last argument, `factor`. The first argument only
-    # selects the GPU, and is not written.
+    # without VALUE, only the last argument is written; the first one selects the GPU
     reduce_launch(rows, reading.ignore_index, True)(factor, None, label, None, mass, factor)
     return factor

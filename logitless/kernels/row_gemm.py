@@ -1,10 +1,8 @@
 """A GEMM in which the bits of each result row do not depend on the number of rows.
 
-A GEMM library chooses its kernel by the shapes of the matrices. So the order in which the terms of
-a sum are added depends on the number of rows. In this file, the order is fixed. One program
-computes a whole tile of the result. The program reads the columns of the first matrix from left to
-right, BLOCK_K columns per step. The tile sizes depend only on the dtype and the device
-(config.row_gemm).
+A library chooses its kernel, and so the order of the sums, by the shapes. Here one program computes
+a whole tile, BLOCK_K columns of the first matrix per step from left to right, and the tile sizes
+depend only on dtype and device (config.row_gemm).
 """
 
 import functools
@@ -20,8 +18,7 @@ from .blockfp_gemm import PACK, aligned_matrix, is_aligned, tiles_of
 from .launch import REMEMBERED, Launch
 from .profiling import nothing, profiled
 
-# A group consists of GROUP rows of tiles. Programs that compute tiles of the same group share data
-# in the cache.
+# rows of tiles in a group, whose programs share data in the cache
 GROUP = 16
 
 
@@ -31,19 +28,16 @@ GROUP = 16
     do_not_specialize_on_alignment=["BIAS"],
 )
 def _row_gemm_kernel(
-    # BIAS is a pointer. A, B and OUT are tensor descriptors. If HAS_BIAS is False, BIAS is not
-    # read.
+    # BIAS is a pointer, not read without HAS_BIAS; A, B and OUT are tensor descriptors
     BIAS, A, B, OUT,
     M, N, K, programs,  # sizes
     HAS_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes several tiles of the result in a loop.
+    """Each program loops over tiles, group by group, column by column, from top to bottom.
 
-    Tiles are numbered group by group. A group is GROUP rows of tiles. Inside a group, the tiles are
-    numbered column by column, from top to bottom. The result is A @ B.T + BIAS if TRANSPOSED is
-    True, and A @ B + BIAS otherwise.
+    The result is A @ B + BIAS, or A @ B.T + BIAS if TRANSPOSED.
     """
     down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), down * across, programs, flatten=True):
@@ -64,8 +58,7 @@ def _row_gemm_kernel(
         if HAS_BIAS:
             offs_n = n + tl.arange(0, BLOCK_N)
             x += tl.load(BIAS + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-        # The store copies the tile to shared memory first. The tile is stored in two halves,
-        # because half a tile needs less shared memory.
+        # OUT goes through shared memory; two halves need less of it
         left, right = x.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
         OUT.store([m, n], left.to(OUT.dtype))
         OUT.store([m, n + BLOCK_N // 2], right.to(OUT.dtype))
@@ -78,10 +71,9 @@ def row_gemm(
     bias: Tensor | None = None,  # (N,)
     transposed: bool = False,
 ) -> Tensor:
-    """Writes a @ b + bias to `out`. The bits of a row do not depend on the number of rows M.
+    """Writes a @ b + bias to `out`, or a @ b.T + bias: fp32 sums, rounded once.
 
-    If `transposed` is True, the product is a @ b.T. The sums are fp32, and are rounded once to the
-    dtype of `out`. For fp32 matrices, the products use TF32 if PyTorch's setting allows TF32.
+    fp32 matrices are multiplied in TF32 if PyTorch's setting allows it.
     """
     (M, K), N = a.shape, out.shape[1]
     if M == 0 or N == 0:
@@ -90,7 +82,7 @@ def row_gemm(
         return out.zero_() if bias is None else out.copy_(bias)
     cut = config.row_gemm(a.element_size(), config.memory(a.device))
     a, b, target = aligned_matrix(a), aligned_matrix(b), out
-    # A TensorDescriptor requires that the rows of its tensor start on 16-byte boundaries.
+    # a TensorDescriptor requires rows that start on 16-byte boundaries
     if not is_aligned(out):
         width = config.ceil_div(N, PACK) * PACK
         target = torch.empty((M, width), device=out.device, dtype=out.dtype)[:, :N]
@@ -107,11 +99,8 @@ def row_gemm(
 
 
 def _precision(a: Tensor) -> str:
-    """Returns "tf32" for CUDA tensors if PyTorch's setting allows TF32, and "ieee" otherwise.
-
-    The precision has no effect on 16-bit matrices.
-    """
-    # Reading the older attribute `allow_tf32` would raise an error if `fp32_precision` was set.
+    """Returns "tf32" or "ieee", which matters to fp32 matrices only."""
+    # reading the older `allow_tf32` would raise if `fp32_precision` was set
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" and a.is_cuda else "ieee"
 
 

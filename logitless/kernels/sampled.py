@@ -1,17 +1,11 @@
-"""Draws ids at random from softmax(z)^proposal of each row.
+"""Draws ids from softmax(z)^proposal of each row, by the method of eager/sampled.py.
 
-The file eager/sampled.py describes the draws, and contains the part of the algorithm that both
-backends share. Two kernels read logits. A span is SPAN columns of a row. The mass of a column is
-its exponential, relative to the max of the row. The first kernel writes the sum of the masses in
-each span. To find the max of the row, each program first computes the max of its own columns. The
-programs of a row exchange their maxima (program_exchange.py), and then read the same columns again,
-from the L1 cache. PyTorch computes the cumulative sums of each row, and finds the span of each
-draw. The second kernel reads only the spans of the draws, and finds the column of each draw. A
-third kernel counts how often each id was drawn.
+The first kernel sums the masses of each span of SPAN columns: the programs of a row exchange their
+maxima (program_exchange.py), and read their columns again, from the L1 cache. PyTorch finds the
+span of each draw, of which the second kernel finds the column. The third counts equal ids.
 
-A mass is an integer of up to 41 bits. Kernels hold a mass as two 32-bit integers. A span is short,
-so the sums of these integers over a span fit into 32 bits. The sums have no rounding errors, so a
-span can begin at any column. Spans begin on 16-byte boundaries.
+A mass, of up to 41 bits, is held as two 32-bit integers, whose sums over the short span fit into 32
+bits and have no rounding errors. So spans can begin anywhere, and do on 16-byte boundaries.
 """
 
 import functools
@@ -46,11 +40,10 @@ RESTS = tl.constexpr(-(1 << 31))  # lowest 32 bits of SPAN · REST; for SPAN · 
 def _mass_bits(y, top, rate):
     """Returns two integers, UP + high and REST + low.
 
-    The mass is high · 2^20 + low, which is round(2^40 · e^((y - top) · rate)). All fp32 numbers
-    from 2^23 to 2^24 are integers. Therefore, adding 2^23 to a smaller positive number rounds this
-    number to an integer. The lowest bits of the sum hold the integer. This rounding takes less time
-    than a conversion. `low` can be negative, so 1.5 · 2^23 is added instead of 2^23. The results
-    are arbitrary integers if y or `top` is NaN, or if y and `top` are both infinite.
+    The mass is high · 2^20 + low = round(2^40 · e^((y - top) · rate)). As all fp32 numbers from
+    2^23 to 2^24 are integers, adding 2^23 rounds a smaller positive number into the lowest bits,
+    faster than a conversion; `low` can be negative, so 1.5 · 2^23 is added. The results are
+    arbitrary if y or `top` is NaN, or both are infinite.
     """
     x = tl.exp2((y - top) * (rate * LOG2E) + 20.0)
     up = x + 8388608.0
@@ -105,8 +98,7 @@ def _sample_sums_kernel(
     for block in range(first, last):
         _, y = read_block(X + offset, block * BLOCK_V - early, V, softcap, BLOCK_V)
         up, rest = _mass_bits(y, top, rate)
-        # The sums of `up` and `rest` overflow, and keep only their lowest 32 bits. These bits are
-        # enough, because the sums of `high` and `low` (see `_mass_bits`) fit into 32 bits.
+        # the sums overflow but keep their lowest 32 bits, enough for those of `high` and `low`
         high = tl.sum(tl.reshape(up, (SPANS, SPAN)), axis=1)
         low = tl.sum(tl.reshape(rest, (SPANS, SPAN)), axis=1) ^ RESTS
         span = block * SPANS + tl.arange(0, SPANS)
@@ -125,7 +117,7 @@ def _sample_columns_kernel(
     rate, softcap,  # options
     PACK: tl.constexpr, ALIGNED: tl.constexpr, SPAN: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
-    """Each program finds the columns of DRAWS draws. All these draws belong to one row."""
+    """Each program finds the columns of DRAWS draws of one row."""
     row = tl.program_id(0)
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
     early = 0
@@ -144,8 +136,7 @@ def _sample_columns_kernel(
         up, low = _mass_bits(y, top, rate)
         mass = (up - UP).to(tl.int64) * 1048576 + (low - REST)
         passed = tl.sum((tl.cumsum(mass, axis=0) <= rest).to(tl.int32), axis=0)
-        # In a row with NaN or +inf, the masses are arbitrary, and so `begin + passed` can be
-        # outside the row.
+        # with NaN or +inf, masses are arbitrary, and `begin + passed` can be outside the row
         tl.store(COLUMNS + at, tl.minimum(tl.maximum(begin + passed, 0), V - 1).to(tl.int64))
         if RELATIVE is not None:
             tl.store(RELATIVE + at, tl.sum(tl.where(offs == passed, y - top, 0.0), axis=0))
@@ -158,10 +149,7 @@ def _sample_counts_kernel(
     n,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes the distinct ids of one row, and log(count / n) of each id.
-
-    The logarithm is computed in fp64, as in `logprobs_of_counts`.
-    """
+    """Each program writes a row's distinct ids, with log(count / n) as in `logprobs_of_counts`."""
     row = tl.program_id(0).to(tl.int64)
     top = tl.load(TOP + row)
     offs = tl.arange(0, BLOCK)
@@ -179,7 +167,7 @@ def _sample_counts_kernel(
     tl.store(IDS + row * n + slot, ids, mask=written)
     tl.store(WEIGHTS + row * n + slot, weight, mask=written)
     tl.store(MASK + row * n + slot, tl.full((BLOCK,), 1, tl.int8), mask=written)
-    # The other slots are masked. In a row with NaN or +inf, all slots except the first are masked.
+    # the other slots are masked, but not the first of a row with NaN or +inf
     rest = inside & (offs >= found)
     nan = offs < tl.where((top != top) | (top == INF), 1, 0)
     tl.store(IDS + row * n + offs, tl.zeros((BLOCK,), tl.int64), mask=rest)
@@ -199,15 +187,11 @@ def sampled(
     join: Callable[[Tensor], Tensor] | None = None,
     start: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the distinct ids that are drawn, their log-weights, and a mask.
-
-    The results of a row have the same bits in every batch, even if `how.invariant` is False.
-    """
+    """Like `sampled` in eager/, but invariant to the batch even without `how.invariant`."""
     return draw(Parts(_top, _ends, _columns, _distinct), x, uniforms, how, join, start)
 
 
 def _top(x: Tensor, how: Sampling) -> Tensor:
-    """Returns the max of y of each row. The max is NaN if a logit of the row is NaN."""
     state = partial(x, Reading(x.shape[-1], softcap=how.softcap)).state
     top, s = state[..., contract.M].amax(1), state[..., contract.S].sum(1)
     return torch.where(s.isnan() & (top != torch.inf), torch.nan, top)

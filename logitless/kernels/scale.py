@@ -1,6 +1,6 @@
-"""Multiplies each row by a number, in place. Rows that are multiplied by 1 are not read.
+"""Multiplies rows in place, each by its number, or two tensors by one number, in one launch.
 
-A second kernel multiplies two tensors by the same number, in one launch.
+Nothing is read where the number is 1.
 """
 
 import functools
@@ -25,7 +25,7 @@ def _scale_kernel(
     step_g, rows_t, stride_xb, stride_xt, V, tiles, blocks,  # sizes
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Each program loops over tiles. The grid has as many programs as the GPU can run at once."""
+    """Each program loops over tiles; the grid has as many as the GPU can run at once."""
     if step_g == 0:
         if tl.load(G).to(tl.float32) == 1.0:
             return
@@ -68,7 +68,7 @@ def _scale_two_kernel(
     size_x, size_y, tiles_x, tiles,  # elements of X, elements of Y, tiles of X, all tiles
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Each program loops over tiles. The tiles of X come before the tiles of Y."""
+    """Each program loops over tiles, those of X before those of Y."""
     g = tl.load(G).to(tl.float32)
     if g == 1.0:
         return
@@ -90,10 +90,9 @@ def _scale_tile(X, tile, size, g, BLOCK_V: tl.constexpr):
 def scale_two_launch(
     size_x: int, size_y: int, offsets: tuple[int, int], device: torch.device
 ) -> Launch:
-    """Returns the Launch for two contiguous tensors. `offsets` holds their addresses modulo 16.
+    """Returns the Launch for two contiguous tensors at `offsets`, their addresses modulo 16.
 
-    Each pair of offsets needs its own Launch, because the compiled kernel depends on the alignment
-    of the tensors.
+    The compiled kernel depends on these.
     """
     block = 4096
     tiles_x, tiles_y = config.ceil_div(size_x, block), config.ceil_div(size_y, block)

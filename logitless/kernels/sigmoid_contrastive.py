@@ -1,12 +1,11 @@
 """The sigmoid loss of all pairs, and its gradient, from one pass over the similarities.
 
-Let z = scale · x + bias, and let t be z for negatives and -z for positives. The loss of a pair is
-softplus(t) = max(t, 0) + log1p(e), where e = exp(-|t|). The derivative with respect to t is
-sigmoid(t).
+Let t be z = scale · x + bias for negatives, and -z for positives. The loss of a pair is
+softplus(t) = max(t, 0) + log1p(e) with e = exp(-|t|), and its derivative is sigmoid(t).
 
-Most pairs are negatives with a tiny e, and the losses of all pairs are summed. So the relative
-error of log1p(e) must be small. In fp32, log(1 + e) has a large relative error if e is tiny. The
-kernel computes log1p(e) = e · p(e) with a polynomial p. The relative error is 2e-7.
+Most pairs are negatives with a tiny e whose losses are summed, so the relative error matters, and
+that of log(1 + e) is large in fp32. The kernel computes log1p(e) = e · p(e) with a polynomial p, to
+a relative error of 2e-7.
 """
 
 import functools
@@ -41,7 +40,6 @@ def _log1p(e):
 
 @triton.jit
 def _flipped(t, pairs, rows, cols, n):
-    """Returns -t for positives, and t for all other pairs."""
     return tl.where(positives_of(pairs, rows, cols, n), -t, t)
 
 
@@ -56,7 +54,6 @@ def _sigmoid_contrastive_kernel(
     n, m, stride_x, diagonal,  # sizes
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPAN: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes SPAN rows of a strip of BLOCK_M columns."""
     strip, span = tl.program_id(0), tl.program_id(1)
     strips, spans = tl.num_programs(0), tl.num_programs(1)
     offs_m = strip * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -112,13 +109,6 @@ def sigmoid_contrastive(
     gradient: bool,
     upstream: Tensor | None = None,  # (n,); None means 1 for every row
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the sum of softplus(-y (scale · x + bias)) over each row.
-
-    In this formula, y is 1 for positives and -1 for all other pairs.
-
-    If `gradient` is True, the function overwrites x with the gradient of the logits. The second
-    result then has shape (2,) and holds Σ gradient · x and Σ gradient.
-    """
     n, m = x.shape
     if n == 0 or m == 0:
         return bias.new_zeros(n), bias.new_zeros(2) if gradient else None

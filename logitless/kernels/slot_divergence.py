@@ -1,40 +1,31 @@
-"""Computes a divergence over the K slots of each row, and the divergence's gradient, in one pass.
+"""Computes a divergence over the K slots of each row, and its gradient, in one pass.
 
-Each slot holds an id, the teacher's log p of the id, and the student's log q of the id. Each slot
-adds a term f to the divergence. The gradient of the divergence with respect to log q of the slot is
-g = ∂f / ∂log q. The probabilities p and q of a row need not sum to 1. Each divergence has its own f
-and g:
+A slot holds an id, the teacher's log p and the student's log q, and adds f to the divergence. The
+sums of p and of q over a row need not be 1. With the mixture M = βp + (1-β)q:
 
-    "forward_kl" has f = p log(p/q) and g = -p.
-    "reverse_kl" has f = q log(q/p) and g = f + q.
-    "jsd" has f = β p log(p/M) + (1-β) q log(q/M) and g = (1-β) q log(q/M).
-    "tvd" has f = ½ |p - q| and g = ½ q sign(q - p).
+                 f                                     g = ∂f / ∂log q
+    forward_kl   p log(p/q)                            -p
+    reverse_kl   q log(q/p)                            f + q
+    jsd          β p log(p/M) + (1-β) q log(q/M)       (1-β) q log(q/M)
+    tvd          ½ |p - q|                             ½ q sign(q - p)
 
-For "jsd", M = βp + (1-β)q is the mixture of teacher and student. The option `support` of a loss
-determines how p and q are normalised before they are compared. Let P be the sum of the teacher's p,
-and Q the sum of the student's q, over the slots that are not masked. For each value of `support`,
-the loss compares:
+`support` says what is compared, with P and Q the sums over the slots that are not masked:
 
     "truncate"           p and q
     "tail"               p and q, with one more slot for the rest of the vocabulary
     "renorm_teacher"     p/P and q
     "renorm"             p/P and q/Q
     "gathered_renorm"    p and q/Q
-    "gathered"           p and q/Q, where Q is the sum over all slots
+    "gathered"           p and q/Q, where Q is the sum over all slots, even masked ones
 
-With "renorm", "gathered_renorm" and "gathered", the kernel reads the student's logits at the slots,
-and divides q by Q. The gradient of the logit at slot k is (g_k - G q_k/Q) / temperature, where G is
-the sum of g over all slots. With "truncate", "tail" and "renorm_teacher", the kernel reads log q,
-where q is the softmax over the whole row. With "truncate" and "renorm_teacher", the coefficient `a`
-of the row (see bwd_tile.py) is -G. With "tail", G also includes the additional slot, and the
-coefficient `a_ids` is -G. The kernel computes `a` from `a_ids`, and from g and log q of the
-additional slot.
+The first three read log q of the softmax over the whole row: with G = Σ g over the slots, the
+coefficient `a` of the row (see bwd_tile.py) is -G; for "tail", G includes the additional slot,
+`a_ids` is -G, and `a` follows from it. The others read the student's logits at the slots, whose
+gradient is (g_k - G q_k/Q) / temperature.
 
-All divergences except "tvd" multiply a probability by a logarithm. If the probability is 0, the
-product is set to 0, even if the logarithm is infinite. For example, p log(p/q) is 0 if p = 0, for
-every q. The log of the mixture M is computed relative to the larger of p and q, so that JSD is
-exactly 0 if p = q. In a masked slot, p, q and the gradient are 0. For "gathered", the mask applies
-only to the teacher.
+A product with a probability of 0 is 0, even if its logarithm is infinite. log M is relative to the
+larger of p and q, so that JSD is exactly 0 if p = q. In masked slots, p, q and the gradient are 0,
+but with "gathered", only p.
 """
 
 import functools
@@ -65,10 +56,7 @@ WARP = 512  # slots per warp; if one warp reads a whole row, the sums over the r
 
 @triton.jit
 def _inverse_temperatures(temperature, row, mask):
-    """Returns 1 / temperature of each row.
-
-    `temperature` is a number, or a pointer to one number per row.
-    """
+    """Like `inverse_temperature` in numerics.py, for a block of rows."""
     if isinstance(temperature, float):  # in Triton's interpreter, numbers are Python floats
         return 1.0 / temperature
     elif temperature.dtype.is_ptr():
@@ -79,13 +67,8 @@ def _inverse_temperatures(temperature, row, mask):
 
 @triton.jit
 def _normalised(y, inv_t):
-    """Returns log q, q and a mask, where q = softmax(y · inv_t). The mask has one element per row.
-
-    If all values of a row are -inf, log q is -inf, q is 0, and the mask is False. `inv_t` is
-    1 / temperature, and None means 1.
-    """
-    # The max is subtracted before the temperature applies, so that a common offset of the logits
-    # costs no precision.
+    """Returns log q, q = softmax(y · inv_t), and a mask of the rows that are not all -inf."""
+    # before the temperature applies, so that a common offset of the logits costs no precision
     d = y - finite(tl.max(y, axis=1))[:, None]
     if inv_t is not None:
         d *= inv_t
@@ -100,8 +83,7 @@ def _normalised(y, inv_t):
 def _rest(log_p, p, k):
     """Returns log(1 - Σ p) of each row, or -inf where rounding makes Σ p ≥ 1.
 
-    For the largest p, 1 - p is computed as -expm1(log p). In fp32, the subtraction 1 - p would give
-    0 for p = 1 - 1e-9, and the teacher would have no tail.
+    1 - max p is -expm1(log p): in fp32, 1 - p would be 0 for p = 1 - 1e-9, and leave no tail.
     """
     top, at = tl.max(log_p, axis=1, return_indices=True)
     others = tl.sum(tl.where(k[None, :] == at[:, None], 0.0, p), axis=1)
@@ -134,7 +116,7 @@ def _terms(log_p, p, log_q, q, beta, DIVERGENCE: tl.constexpr):
 
 @triton.jit
 def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE: tl.constexpr):
-    """Returns f, g and log q of an additional slot, which stands for the rest of the vocabulary.
+    """Returns f, g and log q of the additional slot for the rest of the vocabulary.
 
     f and g are 0 in rows that are ignored, and in rows whose slots are all masked.
     """
@@ -143,8 +125,8 @@ def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE
         log_p_tail = load(TEACHER_TAIL, row, counts).to(tl.float32)
     else:
         log_p_tail = _rest(log_p, p, k)
-    # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is treated as empty too.
-    # Such a small tail can come from rounding the teacher's p to 16 bits.
+    # If the student's tail is empty, a teacher's tail below LOG_ROUNDING counts as empty too: it
+    # can come from rounding p to 16 bits.
     no_tail = (log_q_tail == -INF) & (log_p_tail < LOG_ROUNDING)
     log_p_tail = tl.where(no_tail, -INF, log_p_tail)
     f, g = _terms(log_p_tail, tl.exp(log_p_tail), log_q_tail, tl.exp(log_q_tail), beta, DIVERGENCE)
@@ -154,10 +136,7 @@ def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE
 
 @triton.jit
 def _row_weights(WEIGHT, row, live, kd_weight):
-    """Returns the factor of each row's divergence.
-
-    The factor of an ignored row is 0.
-    """
+    """Returns the factor of each row's divergence, 0 in ignored rows."""
     if WEIGHT is not None:
         weight = tl.load(WEIGHT + row, mask=live, other=0.0).to(tl.float32)
         return kd_weight * weight
@@ -218,7 +197,7 @@ def _slot_divergence_kernel(
     f, g = _terms(log_p, p, log_q, q, beta, DIVERGENCE)
     value = tl.sum(f, axis=1)
     if STUDENT_OVER is not None:
-        # The gradient is 0 if the student has no mass on the slots.
+        # 0 if the student has no mass on the slots
         g = tl.where(has_mass[:, None], g - q * tl.sum(g, axis=1)[:, None], 0.0)
         if inv_t is not None:
             g *= inv_t
@@ -240,9 +219,7 @@ def _slot_divergence_kernel(
         )
         value += f_tail
         g_tail = tl.where(counts, g_tail * weight, 0.0)
-        # Let z_i be the student's logit in column i. If i is among the ids, the derivative of the
-        # student's tail with respect to z_i is -q_i. Otherwise, the derivative is
-        # q_i / e^tail - q_i.
+        # the derivative of the student's tail by z_i is -q_i at an id, else q_i / e^tail - q_i
         a -= g_tail
         tl.store(COEF + COEF_A_IDS, a, mask=mask_r)
         a = a * tl.exp(lift_of(log_q_tail)) + g_tail * tl.exp(-tl.maximum(log_q_tail, LEAST_TAIL))
@@ -263,11 +240,7 @@ def slots(
     logprob_t1: Tensor | None = None,  # (...), log q of the label at temperature 1
     temperature: float | Tensor | None = None,  # temperature of the student's logits, () or (...)
 ) -> tuple[Tensor, Coefficients]:
-    """Returns the loss of each row, and the coefficients of the backward formula.
-
-    The loss is kd_weight · row_weight · divergence - ce_weight · logprob_t1. All results are fp32.
-    Rows with more than MAX_K slots are computed by eager/slot_divergence.py.
-    """
+    """Like `slots` in eager/, which computes rows of more than MAX_K slots."""
     shape = student.shape
     if shape[-1] > MAX_K or student.numel() == 0:
         return slots_in_torch(student, reading, sparse, tail, logprob_t1, temperature)
@@ -317,11 +290,7 @@ def _plan(
     ignore_index: int | None, divergence: str, support: str, beta: float, kd_weight: float,
     ce_weight: float,
 ) -> _Plan:  # fmt: skip
-    """Builds a launch plan. The arguments named `..._offset` are addresses modulo 16.
-
-    Triton compiles one kernel per alignment of student, teacher and mask, so each alignment needs
-    its own plan.
-    """
+    """Builds a plan. The compiled kernel depends on the addresses modulo 16, `..._offset`."""
     *lead, K = shape
     N, block_k = math.prod(lead), config.ceil_pow2(K)
     rows = max(1, WARP // block_k)

@@ -1,11 +1,6 @@
-"""Computes cross-entropy with label smoothing, z-loss and class weights from row statistics.
+"""Cross-entropy with label smoothing ε, z-loss and class weights v, and its coefficients.
 
-The kernel also computes the coefficients of the backward formula (see bwd_tile.py).
-
-    loss = (1-ε) v_t nll - ε/V log_total + z_loss lse²
-
-In this formula, v_t is the class weight of the row's label, ε is the label smoothing, and V is the
-size of the vocabulary. The statistics nll, log_total and lse are defined in contract.py.
+The loss is (1-ε) v_t nll - ε/V log_total + z_loss lse², from row statistics (contract.py).
 """
 
 import functools
@@ -45,7 +40,7 @@ def _cross_entropy_kernel(
     live = mask & is_live(label, ignore_index)
     g = keep  # factor of nll
     if W is not None:
-        # For an invalid label, the loaded weight does not matter, because nll is NaN.
+        # of an invalid label, any weight will do, because nll is NaN
         v = tl.load(W + tl.minimum(tl.maximum(label, 0), V - 1), mask=live, other=0.0)
         g = keep * v.to(tl.float32)
         if MASS is not None:
@@ -77,7 +72,6 @@ def _cross_entropy_kernel(
 def cross_entropy(
     statistics: Statistics, reading: Reading, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Coefficients]:
-    """Returns the loss of each row, and the coefficients of the backward formula."""
     value, coefs = torch.empty_like(statistics.nll), _zero_coefficients(reading)
     _launch(
         reading, label_smoothing, z_loss, nll=statistics.nll, value=value, coefs=coefs,
@@ -89,30 +83,18 @@ def cross_entropy(
 
 
 def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
-    """Returns the coefficients of the backward formula for the loss `weighted_nll`.
-
-    The coefficients need no statistics of the logits.
-    """
     coefs = _zero_coefficients(reading)
     _launch(reading, coefs=coefs)
     return Coefficients(coefs, ("a", "label"))
 
 
 def weighted_nll(nll: Tensor, reading: Reading) -> Tensor:
-    """Returns the loss of each row, which is nll times the class weight of the label.
-
-    The loss of ignored rows is 0.
-    """
     value = torch.empty_like(nll)
     _launch(reading, nll=nll, value=value)
     return value
 
 
 def label_mass(reading: Reading, dtype: torch.dtype) -> Tensor:
-    """Returns the class weight of each row's label, or 0 for ignored rows.
-
-    The argument `reading` must have class weights.
-    """
     label = reading.label
     mass = torch.empty(label.numel(), device=label.device, dtype=torch.float32)
     _launch(reading, mass=mass)
@@ -130,10 +112,7 @@ def _launch(
     nll: Tensor | None = None, lse: Tensor | None = None, log_total: Tensor | None = None,
     value: Tensor | None = None, coefs: Tensor | None = None, mass: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launches the kernel. The outputs are `value`, `coefs` and `mass`.
-
-    The kernel does not compute an output that is None.
-    """
+    """Launches the kernel for those outputs (`value`, `coefs`, `mass`) that are not None."""
     label, weight, vocab = reading.label, reading.class_weight, reading.vocab
     if label.numel() == 0:
         return

@@ -2,13 +2,11 @@
 
     m = max y,  s = Σ e^(d/T),  w = Σ d e^(d/T),  c = Σ v (y - ref),  n = Σ v,  where d = y - m
 
-In these formulas, y are the logits after the softcap, and T is the temperature. The numbers v are
-the class weights. Without class weights, every v is 1. The number `ref` is close to the mean of the
-row's logits, so that the sum of the differences y - ref stays small and exact. The field `block` is
-the first column of the first block that contains the row's max. The field `s1` is Σ e^(y - max y),
-the normaliser at temperature 1. The field `above` is the number of logits y that are greater than
-y0, where y0 is the logit of the row's first id or label. If y or y0 is NaN, y counts as greater
-than y0.
+y are the logits after the softcap, T the temperature, v the class weights (or 1), and `ref` is
+close to the mean of y, so that the differences stay small and exact. `block` is the first column of
+the first block with the max, `s1` = Σ e^(y - max y) the normaliser at temperature 1, and `above`
+counts the logits greater than y0, the logit of the row's first id or label; a NaN in y or y0 counts
+as greater.
 """
 
 from typing import NamedTuple
@@ -28,11 +26,7 @@ NOWHERE = tl.constexpr(_contract.NOWHERE)  # stands for "no column"
 
 
 class State(NamedTuple):
-    """The state of a row over the columns read so far.
-
-    If no requested statistic needs a field, the field stays 0, and the compiler removes its
-    computation.
-    """
+    """The state over the columns read so far. The compiler removes fields that stay 0."""
 
     m: tl.tensor
     s: tl.tensor
@@ -67,13 +61,13 @@ def field(struct, name):
 
 @triton.constexpr_function
 def pack_of(P):
-    """Returns the number of elements of P that fit into 16 bytes."""
+    """Returns the number of elements in 16 bytes."""
     return 128 // P.dtype.element_ty.primitive_bitwidth
 
 
 @triton.jit
 def is_live(label, ignore_index):
-    """Returns True for a row that is not ignored. The logits of an ignored row are not read."""
+    """Whether a row is not ignored; the logits of an ignored row are not read."""
     if ignore_index is not None:
         return label != ignore_index
     else:
@@ -82,11 +76,7 @@ def is_live(label, ignore_index):
 
 @triton.jit
 def across(t, y):
-    """Reshapes t, which has one number per row, so that t broadcasts with y.
-
-    The shape of y is (columns,) for a block of one row, or (rows, columns) for a tile of several
-    rows.
-    """
+    """Makes t, one number per row, broadcast with y: (columns,) of one row, or (rows, columns)."""
     if len(y.shape) == 2:
         return tl.expand_dims(t, 1)
     else:
@@ -105,12 +95,9 @@ def fold_values(
     state, y, top, place, W, first, at, mask, ref, rate, y0,
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Returns the state after the columns `first + at` are added. The argument y holds the logits
-    of these columns.
+    """Returns the state after the columns `first + at`, whose logits are y.
 
-    The shape of y is (columns,) for a block of one row, or (rows, columns) for a tile of several
-    rows. `top` is the max of y per row. In rows where `top` is larger than the previous max, the
-    field `block` is set to the argument `place`.
+    `top` is the max of y per row. Where it exceeds the previous max, `place` becomes `block`.
     """
     AXIS: tl.constexpr = len(y.shape) - 1
     block = tl.where(top > state.m, place, state.block)
@@ -120,7 +107,7 @@ def fold_values(
     e, d = exponentials(y, m, rate)
     s, w, c, n, s1, above = state.s, state.w, state.c, state.n, state.s1, state.above
     if ENTROPY:
-        # d is clamped, because d can be -inf where e is 0, and -inf · 0 would be NaN.
+        # d can be -inf where e is 0, and -inf · 0 would be NaN
         w = w * scale + moved * (s * scale) + tl.sum(tl.maximum(d, -1e38) * e, axis=AXIS)
     s = s * scale + tl.sum(e, axis=AXIS)
     if SECOND:
@@ -145,11 +132,10 @@ def fold_values(
 
 @triton.jit
 def fold(state, window, start, offs, mask):
-    """Returns the state after the columns `start + offs` are added."""
     at = start + offs
     y, _ = capped(load(window.X, at, mask), window.softcap)
     if mask is not None:
-        # The mask is applied after the softcap, because tanh would turn -inf into -softcap.
+        # after the softcap, because tanh would turn -inf into -softcap
         y = tl.where(mask, y, -INF)
     return fold_values(
         state, y, tl.max(y, axis=0), start, window.W, window.first, at, mask, window.ref,
@@ -163,10 +149,9 @@ def fold_span(
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, X_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Returns the state over the columns [lo, hi) of a row's body.
+    """Returns the state over the columns [lo, hi) of a row's body, and over the fringe if lo = 0.
 
-    If lo is 0, the state also covers the fringe. If X_ALIGNED is True, the body starts on a 16-byte
-    boundary. Body and fringe are defined in layout.py.
+    X_ALIGNED: the body starts on a 16-byte boundary (see layout.py).
     """
     zero = tl.full((), 0.0, tl.float32)
     block = tl.full((), 0, tl.int32) + lo
@@ -186,10 +171,8 @@ def fold_span(
 def reference(Xrow, V, softcap, TOTAL: tl.constexpr, STARTS_ALIGNED: tl.constexpr):
     """Returns the mean of y over the row's first 512 columns, or 0 if the mean is not finite.
 
-    Kernels subtract this mean to avoid cancellation in Σ y. STARTS_ALIGNED means that the row
-    starts on a 16-byte boundary. The order of the additions in the mean depends on the width of the
-    loads. If STARTS_ALIGNED is True, this width does not depend on the row stride, so the mean has
-    the same bits for every row stride.
+    Subtracting it avoids cancellation in Σ y. The order of its sum depends on the width of the
+    loads; STARTS_ALIGNED (rows start on 16-byte boundaries) fixes it for every row stride.
     """
     ref = 0.0
     if TOTAL:
@@ -215,10 +198,7 @@ def column_of_max(
     Xrow, state, head, body, V, softcap,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Returns the lowest column whose logit is the row's max.
-
-    The kernel searches only the fringe (see layout.py) and the first block that contains the max.
-    """
+    """Returns the lowest column of the max, in the fringe or in the first block that has it."""
     at = state.block + tl.arange(0, BLOCK_V)
     arg = _leftmost(tl.multiple_of(Xrow + head, 16), at, at < body, head, state.m, softcap)
     if not ALIGNED:
@@ -229,13 +209,12 @@ def column_of_max(
 
 @triton.jit
 def with_count(state, n):
-    """Returns a copy of `state` with the given n. Without class weights, n counts the columns."""
+    """Sets n, which counts the columns if there are no class weights."""
     return State(state.m, state.s, state.w, state.c, n, state.block, state.s1, state.above)
 
 
 @triton.jit
 def with_above(state, above):
-    """Returns a copy of `state` with the given `above`."""
     return State(
         state.m, state.s, state.w, state.c, state.n, state.block, state.s1, above
     )  # fmt: skip
@@ -243,7 +222,6 @@ def with_above(state, above):
 
 @triton.jit
 def load_label(LABEL, row):
-    """Returns the label of a row, or 0 if there are no labels."""
     if LABEL is not None:
         return tl.load(LABEL + row)
     else:
@@ -252,7 +230,6 @@ def load_label(LABEL, row):
 
 @triton.jit
 def load_first(LABEL, IDS, row, K):
-    """Returns the first of a row's K ids, or the row's label if there are no ids."""
     if IDS is not None:
         return tl.load(IDS + row.to(tl.int64) * K)
     else:

@@ -1,15 +1,11 @@
-"""Computes the coefficients of the backward formula from gradients of statistics.
+"""The coefficients of the backward formula (contract.py) from gradients of statistics.
 
-The file contract.py defines the backward formula and its coefficients `a`, `b`, `g_label` and
-`g_c`. In this file, `g_c` is called `g_total`. The functions of this file apply the RULES of
-eager/stats_coefficients.py. With PyTorch's own operations, the coefficients for `ll.score` would
-take eight launches. These eight launches would take most of the host time of a small backward.
+These functions apply the RULES of eager/stats_coefficients.py. PyTorch's operations would take
+eight launches for `ll.score`, most of the host time of a small backward.
 
-If there are no ids and at most MOST_IN_ROW statistics have a gradient, the kernel of label_bwd.py
-calls `coefs_of_row`. The backward then needs no launch for the coefficients. In most other cases,
-for example with ids or for a head that is computed in blocks, the kernel of this file writes the
-coefficients of all rows to memory. Terms that neither supports are computed by
-eager/stats_coefficients.py.
+Without ids, and with at most MOST_IN_ROW gradients, the kernel of label_bwd.py calls `coefs_of_row`
+and needs no launch for them. Otherwise, as with ids or a head computed in blocks, the kernel here
+writes those of all rows; what it does not support is left to eager/. `g_total` is g_c.
 """
 
 import functools
@@ -33,8 +29,7 @@ from .smoothing_z_loss import COEF_WIDTH
 from .state import STATE_WIDTH, field
 from .stats_outputs import STATE_ENTROPY
 
-# The largest number of gradients in one launch. The functions `row_stats` and `row_loss` have at
-# most five statistics with a gradient: lse, picked, logprob, entropy and total.
+# `row_stats` and `row_loss` have at most lse, picked, logprob, entropy and total
 MOST = 5
 MOST_IN_ROW = 3  # the largest number of gradients that `coefs_of_row` supports
 
@@ -50,16 +45,12 @@ class Given:
 
 @dataclass(frozen=True)
 class _Constants:
-    """The constants that the kernel is compiled for."""
-
     given: Given
     block_n: int
     block_k: int
 
 
 class _Sums(NamedTuple):
-    """The coefficients of one row or of a block of rows."""
-
     a: tl.tensor
     b: tl.tensor
     g_label: tl.tensor
@@ -68,9 +59,7 @@ class _Sums(NamedTuple):
 
 @triton.constexpr_function
 def sign_of(given, index, coefficient, times):
-    """Returns the sign of the term that a statistic adds to a coefficient. If the statistic adds no
-    term, the result is 0.
-    """
+    """Returns the sign of the term that a statistic adds to a coefficient, or 0 without one."""
     if index >= len(given.names):
         return 0
     terms = RULES[given.names[index]]
@@ -89,10 +78,7 @@ def step_of(given, index):
 
 @triton.jit
 def _plus(total, d, SIGN: tl.constexpr):
-    """Returns total + SIGN · d.
-
-    If SIGN is 0, d is not used, because 0 times an infinite d would be NaN.
-    """
+    """Returns total + SIGN · d, without d if SIGN is 0: 0 times an infinite d would be NaN."""
     if SIGN == 0:
         return total
     else:
@@ -101,7 +87,6 @@ def _plus(total, d, SIGN: tl.constexpr):
 
 @triton.jit
 def _sum_over_ids(D, row, mask, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Returns the sum of each row of D (N, K)."""
     total = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
@@ -115,7 +100,7 @@ def _add(
     sums, D, entropy, row, mask, K, INDEX: tl.constexpr, GIVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Returns `sums` plus the terms of one statistic. D is the statistic's gradient, or None."""
+    """Returns `sums` plus the terms of one statistic, of which D is the gradient or None."""
     if D is None:
         return sums
     else:
@@ -141,7 +126,6 @@ def reads_entropy(given):
 
 @triton.jit
 def _times(coefficient, gain, USED: tl.constexpr):
-    """Returns `coefficient` · `gain`, or 0 if the loss does not use the coefficient."""
     if USED:
         return coefficient * gain
     else:
@@ -150,10 +134,7 @@ def _times(coefficient, gain, USED: tl.constexpr):
 
 @triton.jit
 def coefs_of_row(D0, D1, D2, STATE, row, gain, GIVEN: tl.constexpr, HAS: tl.constexpr):
-    """Returns the coefficients of one row, multiplied by `gain`.
-
-    D0, D1 and D2 are the gradients of the statistics in GIVEN. Unused gradients are None.
-    """
+    """Returns the coefficients of one row, times `gain`, from the gradients in GIVEN (or None)."""
     entropy = 0.0
     if reads_entropy(GIVEN):
         entropy = tl.load(STATE + row.to(tl.int64) * STATE_WIDTH + STATE_ENTROPY)
@@ -182,7 +163,6 @@ def _stats_coefficients_kernel(
     N, K,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes the coefficients of one block of rows."""
     GIVEN: tl.constexpr = field(CONSTANTS, "given")
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
     BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
@@ -209,10 +189,6 @@ def _stats_coefficients_kernel(
 def coefficients(
     reading: Reading, state: Tensor, gradients: dict[str, Tensor | None]
 ) -> Coefficients:
-    """Returns the coefficients of the backward formula.
-
-    `gradients` maps the name of each statistic to its gradient. A missing gradient is 0.
-    """
     has_ids = reading.ids is not None
     N, K = state.shape[0], reading.ids.shape[-1] if has_ids else 0
     names, tensors, steps = [], [], []
@@ -263,11 +239,7 @@ def _plan(
 
 @functools.cache
 def fields_in_row(names: tuple[str, ...], wants: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Returns the names of the coefficients that `coefs_of_row` computes.
-
-    `names` are the statistics that have a gradient. The result is None if `coefs_of_row` does not
-    support these statistics.
-    """
+    """Returns the coefficients that `coefs_of_row` computes from `names`, or None if it cannot."""
     if not 0 < len(names) <= MOST_IN_ROW or not {*names} <= {*RULES} or _reads_classes(names):
         return None
     return fields_given(names, wants)

@@ -1,7 +1,6 @@
 """Statistics of whole rows in one pass over the logits, with one program per row.
 
-If there are too few rows to fill the GPU, the kernel of stats_split_fwd.py splits each row over
-several programs instead. Then a second launch merges the splits (stats_merge.py).
+Rows too few to fill the GPU are split over programs (stats_split_fwd.py, stats_merge.py).
 """
 
 from dataclasses import dataclass
@@ -31,8 +30,6 @@ from .stats_outputs import Outputs, write_ids, write_label, write_row
 
 @dataclass(frozen=True)
 class _Constants:
-    """The constants that the kernel is compiled for."""
-
     second: bool  # whether to compute s1, the normaliser at temperature 1
     aligned: bool
     starts_aligned: bool
@@ -47,14 +44,13 @@ class _Constants:
 )
 def _stats_fwd_kernel(
     X, LABEL, IDS, W,  # inputs
-    # Outputs.
+    # outputs
     STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, RANK, LOGPROB_T1,
     temperature,
     rows_t, stride_xb, stride_xt, lead, V, K,  # sizes
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one row."""
     SECOND: tl.constexpr = field(CONSTANTS, "second")
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")

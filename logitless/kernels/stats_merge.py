@@ -1,7 +1,7 @@
 """Merges the splits of each row into one split (`merge`) or into statistics (`finish`).
 
-A split holds the partial statistics of a row, over the columns that belong to one program, one
-block or one rank. The fields of a split are listed in contract.py.
+A split holds the partial statistics of a row (fields in contract.py) over the columns of one
+program, one block or one rank.
 """
 
 import functools
@@ -47,9 +47,9 @@ def _merge(
 ):  # fmt: skip
     """Merges all splits of a row, and returns the row's state, argmax and `ref` (see state.py).
 
-    `at` points to the first field of each split. The fields of a split are `step` elements apart.
+    `at` points to the first field of each split; the next ones are `step` elements apart.
     """
-    # All loads come before the first reduction, so that the loads overlap.
+    # all loads before the first reduction, so that they overlap
     m_p = tl.load(at + SPLIT_M * step, mask=mask, other=-INF)
     s_p = tl.load(at + SPLIT_S * step, mask=mask, other=0.0)
     if ENTROPY:
@@ -72,9 +72,8 @@ def _merge(
     if SECOND:
         s1 = tl.sum(s1_p * tl.exp2(move(m_p, m, s1_p) * LOG2E), axis=0)
     if TOTAL:
-        # The merged `ref` (see state.py) is the largest `ref` among the splits that are not empty.
-        # If one launch computed all splits of a row, the splits have the same `ref`. Then
-        # ref_p - ref is 0, and the merge adds no rounding error.
+        # `ref` (see state.py) becomes the largest of the splits that are not empty. Those of one
+        # launch are equal, and then the merge adds no rounding error.
         ref = tl.max(tl.where(mask & (n_p != 0), ref_p, -INF), axis=0)
         ref = tl.where(ref == -INF, 0.0, ref)
         c = tl.sum(c_p + n_p * (ref_p - ref), axis=0)
@@ -89,11 +88,7 @@ def store_split(
     at, step, state, ref, arg,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """Stores the needed fields of a split.
-
-    In memory, the fields are `step` elements apart. The argmax is an integer, whose bits are stored
-    as a float.
-    """
+    """Stores the needed fields of a split, `step` elements apart; the argmax as a float's bits."""
     tl.store(at + SPLIT_M * step, state.m)
     tl.store(at + SPLIT_S * step, state.s)
     if ENTROPY:
@@ -119,7 +114,6 @@ def _stats_merge_kernel(
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     HAS_LABEL: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one row."""
     row = tl.program_id(0).to(tl.int64)
     offs_p = tl.arange(0, BLOCK_P)
     mask_p = offs_p < splits
@@ -134,11 +128,6 @@ def _stats_merge_kernel(
 
 
 def merge(several: Sequence[Partials], reading: Reading) -> Partials:
-    """Merges the partial statistics of several splits of the same rows into one split.
-
-    The merged tensor `picked` is the sum over all splits. Each id belongs to one split, and the
-    other splits hold 0 for this id.
-    """
     splits = several[0].state
     if len(several) > 1:
         splits = torch.cat([partials.state for partials in several], 1)
@@ -169,14 +158,11 @@ def _merge_launch(
 
 
 def constants_of(sums: Sums) -> dict[str, bool]:
-    """Returns the flags in `sums` as keyword arguments of a kernel."""
     return {name.upper(): wanted for name, wanted in sums._asdict().items()}
 
 
 @dataclass(frozen=True)
 class _Constants:
-    """The constants that the kernel is compiled for."""
-
     second: bool  # whether to compute s1, the normaliser at temperature 1
     block_k: int
     block_p: int
@@ -188,16 +174,14 @@ class _Constants:
     do_not_specialize_on_alignment=["SPLITS", "Y", "LABEL", "IDS", "ABOVE", "temperature"],
 )
 def _stats_finish_kernel(
-    # Inputs. SPLITS has shape (N, splits, fields) in any layout. Y (N, K) holds y at the ids. ABOVE
-    # (N, splits) is None, or holds how many logits of each split are greater than y0 (see
-    # state.py).
+    # inputs: SPLITS (N, splits, fields) in any layout, y at the ids (N, K), and ABOVE (N, splits)
+    # of state.py or None
     SPLITS, Y, LABEL, IDS, ABOVE,
-    # Outputs.
+    # outputs
     STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, RANK, LOGPROB_T1,
     temperature, V, K, splits, step_row, step_split, step_field, ignore_index,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one row."""
     SECOND: tl.constexpr = field(CONSTANTS, "second")
     BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
     row = tl.program_id(0)
@@ -230,11 +214,10 @@ def _stats_finish_kernel(
 def finish(
     partials: Partials, reading: Reading, shape: tuple[int, ...] | None = None
 ) -> Statistics:
-    """Merges the splits of each row, and returns the statistics of whole rows.
+    """Merges the splits of each row (dim 1), and returns its statistics.
 
-    The splits of each row are along dim 1 of `partials.state`. `shape` is the shape of a statistic
-    with one number per row. If `shape` is None, the shape is taken from the field `label`,
-    `row_temperature` or `ids` of the reading. If these three fields are None, the shape is (N,).
+    `shape` is that of a statistic with one number per row, by default that of label,
+    row_temperature or ids.
     """
     wants, label, ids = reading.wants, reading.label, reading.ids
     temperature = reading.row_temperature

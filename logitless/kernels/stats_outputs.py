@@ -37,16 +37,14 @@ class Outputs(NamedTuple):
 
 @triton.jit
 def write_row(out, state, arg, ref, row, V, live, inv_t):
-    """Writes the state of a row, and the statistics that need neither the label nor the ids.
+    """Writes what needs neither label nor ids, and returns shift and log normaliser of the row.
 
-    In ignored rows, argmax and rank are -1, and all other numbers are 0. Returns the shift of a
-    row, and the log of the row's normaliser.
+    In ignored rows, argmax and rank are -1, and all other numbers are 0.
     """
     shift = finite(state.m)
     log_s = tl.log(state.s)
     at = out.STATE + row.to(tl.int64) * STATE_WIDTH
-    # One store writes all fields of the state, with 0 in unused fields. Two fields are stored
-    # separately: LOG_S1 if logprob_t1 is requested, and ENTROPY if the entropy is requested.
+    # one store for all fields, 0 if unused, except for LOG_S1 and ENTROPY if requested
     j = tl.arange(0, 8)
     mask = j < STATE_WIDTH
     if out.LOGPROB_T1 is not None:
@@ -80,11 +78,7 @@ def write_label(
     out, y, label, row, V, live, shift, log_s, s1, inv_t,
     SECOND: tl.constexpr, ONLY: tl.constexpr,
 ):  # fmt: skip
-    """Writes the statistics of a row's label.
-
-    If ONLY is True, there are no ids, and the statistics `picked` and `logprob` are written for the
-    label.
-    """
+    """Writes the statistics of a row's label; `picked` and `logprob` too if ONLY, without ids."""
     inside = (label >= 0) & (label < V) & live
     none = tl.where(live, float("nan"), 0.0)
     log_p = tl.where(inside, (y - shift) * inv_t - log_s, none)  # z - lse would lose precision
@@ -108,10 +102,7 @@ def write_label(
 def write_ids(
     out, Xrow, Y, IDS, row, V, K, live, shift, log_s, inv_t, softcap, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Writes the statistics of a row's ids.
-
-    The logits y at the ids are loaded from Xrow, or from Y (N, K) if Xrow is None.
-    """
+    """Writes the statistics of a row's ids, with y from Xrow, or from Y (N, K) if Xrow is None."""
     for start in range(0, K, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         mask_k = offs_k < K
@@ -125,7 +116,7 @@ def write_ids(
         none = tl.where(live, float("nan"), 0.0)
         if out.PICKED is not None:
             tl.store(out.PICKED + at, tl.where(inside, y * inv_t, none), mask_k)
-        # log p is not computed as z - lse, because this difference would lose precision.
+        # z - lse would lose precision
         if out.LOGPROB is not None:
             log_p = (y - shift) * inv_t - log_s
             tl.store(out.LOGPROB + at, tl.where(inside, log_p, none), mask_k)

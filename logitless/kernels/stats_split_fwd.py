@@ -1,7 +1,6 @@
-"""Computes the partial statistics of each split of a row.
+"""Partial statistics of each split of a row; stats_merge.py merges them.
 
-Rows are split if several programs share a row, or if the vocabulary is sharded over ranks. The
-kernels of stats_merge.py merge the splits of a row.
+Several programs share a row, or the vocabulary is sharded over ranks.
 """
 
 import functools
@@ -57,8 +56,6 @@ def _load_at(Xrow, column, columns, wanted):
 
 @dataclass(frozen=True)
 class _Constants:
-    """The constants that the kernel is compiled for."""
-
     aligned: bool
     starts_aligned: bool
     block_v: int
@@ -81,12 +78,11 @@ def _stats_split_fwd_kernel(
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one split, which is `span` columns of a row's body (see layout.py).
+    """Each program computes a split: `span` columns of a row's body (see layout.py).
 
-    The first split of a row also contains the row's fringe. The program of the first split also
-    loads the logits at the label and at the ids. If ABOVE is not None, each program counts the
-    logits in its split that are greater than y0, and writes the count. Here y0 is the logit at the
-    row's first id or label.
+    The first one also has the fringe, and loads the logits at the label and at the ids. ABOVE
+    counts the logits of the split that are greater than y0, the logit at the row's first id or
+    label.
     """
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
@@ -102,7 +98,7 @@ def _stats_split_fwd_kernel(
     Xrow = X + offset
     inv_t = inverse_temperature(temperature, row)
     ref = reference(Xrow, columns, softcap, TOTAL, field(CONSTANTS, "starts_aligned"))
-    # Triton cannot derive that split · span is a multiple of BLOCK_V.
+    # Triton cannot derive that split · span is a multiple of BLOCK_V
     lo = tl.multiple_of(split * span, BLOCK_V)
     head, body = split_row(offset, columns, lead, PACK, ALIGNED)
     if W is not None:
@@ -149,11 +145,9 @@ def partial(
     reading: Reading,
     start: int = 0,
 ) -> Partials:
-    """Returns the partial statistics of each row over the columns of x.
+    """Returns the partial statistics over the columns of x, in as many splits as fill the GPU.
 
-    The number of splits per row is chosen to fill the GPU. The label, the ids, the class weights
-    and the argmax refer to columns of the whole vocabulary. The field `picked` of the result is 0
-    for an id outside the columns of x.
+    Label, ids, class weights and argmax refer to columns of the whole vocabulary.
     """
     x, rows = rows_of(x)
     label, ids, temperature = reading.label, reading.ids, reading.row_temperature
@@ -187,11 +181,6 @@ def partial(
 
 
 def above(x: Tensor, reading: Reading, y0: Tensor) -> Tensor:
-    """For each row of x (..., V), returns the number of logits greater than y0 (N,), as int64.
-
-    The logits are compared after the softcap. If x or y0 is NaN, x counts as greater than y0. The
-    result of an ignored row is 0.
-    """
     x, rows = rows_of(x)
     label = None if reading.ignore_index is None else reading.label
     sums = _contract.sums_of((), True)
@@ -214,10 +203,8 @@ def cut_of(
 ) -> config.Config:
     """Returns the Config of the forward kernels for these rows.
 
-    If `invariant` is True, the function chooses the Config as if there were many rows and the
-    kernel were heavy (see `config.stats_fwd`). The chosen Config then depends only on the
-    vocabulary and the dtype. So the bits of a log-probability do not depend on the number of rows,
-    or on the other requested statistics.
+    `invariant` assumes many rows and a heavy kernel (see `config.stats_fwd`), so that the bits
+    depend neither on the number of rows nor on the other statistics.
     """
     heavy = invariant or softcap is not None or sums.entropy or sums.argmax or sums.total
     processors = config.processors(device)
@@ -226,10 +213,7 @@ def cut_of(
 
 
 def aligned(weight: Tensor | None) -> Tensor | None:
-    """Returns the class weights in contiguous memory that starts on a 16-byte boundary.
-
-    The class weights are copied only if needed.
-    """
+    """Returns the class weights, copied unless contiguous and on a 16-byte boundary."""
     if weight is None or (weight.is_contiguous() and weight.data_ptr() % 16 == 0):
         return weight
     return weight.clone(memory_format=torch.contiguous_format)

@@ -1,12 +1,9 @@
 """Dot products of each hidden state with M rows of a table.
 
-A pair consists of a hidden state and one of its M rows of the table. The gradient of a row of the
-table is a sum over all pairs with this row. The pairs are sorted by the row of the table, so that
-all pairs with the same row are adjacent. These adjacent pairs are called a run. A block consists of
-LENGTH adjacent pairs. Each program sums the pairs of one block, and writes the sums of the runs
-that lie inside this block. A run that crosses the end of a block has one partial sum per block. A
-second kernel adds these partial sums. So no atomic operations are needed, and the result is bitwise
-reproducible.
+A pair is a hidden state and one of its M rows of the table. The gradient of a row sums its pairs,
+which are sorted by row; those of one row are a run. Each program sums a block of LENGTH adjacent
+pairs, and writes the runs that lie inside. A run that crosses the end of a block has a partial sum
+per block, which a second kernel adds up: no atomics, and a bitwise reproducible result.
 """
 
 import functools
@@ -118,9 +115,9 @@ def _row_dots_d_table_kernel(
 ):  # fmt: skip
     """Each program sums the pairs of one block, in BLOCK_D columns.
 
-    RUNS holds the index of each pair's run, in ascending order. A run outside [0, rows) has no
-    output. PARTS[:, 0] is the partial sum of a run that began in an earlier block. PARTS[:, 1] is
-    the partial sum of a run that begins in this block and continues in the next block.
+    RUNS holds the index of each pair's run, in ascending order; a run outside [0, rows) has no
+    output. PARTS[:, 0] is the partial sum of a run from an earlier block, PARTS[:, 1] that of a run
+    which begins here and continues in the next.
     """
     block = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -188,11 +185,6 @@ def _row_dots_d_table_ends_kernel(
 
 
 def row_dots(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """Returns hidden[i] · weight[ids[i, j]] as a tensor (N, M), in fp32.
-
-    `hidden` has shape (N, D), `weight` has shape (V, D), and `ids` has shape (N, M). The result is
-    0 for the id NO_ID, and NaN for all other ids outside [0, V).
-    """
     dots = torch.empty(ids.shape, device=ids.device, dtype=torch.float32)
     if dots.numel():
         hidden, weight = _contiguous_rows(hidden), _contiguous_rows(weight)
@@ -207,13 +199,7 @@ def row_dots(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 def row_dots_gradients(
     hidden: Tensor, weight: Tensor, ids: Tensor, g: Tensor, needs: tuple[bool, bool], sparse: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of `hidden` and `weight`, where `g` is the gradient of `row_dots`.
-
-    `needs` holds two flags, which select the gradients of `hidden` and of `weight`. A gradient that
-    is not selected is None. If `sparse` is True, the gradient of the weight is a sparse COO tensor
-    that holds only the rows in `ids`. The host then waits for the number of these rows. A pair (i,
-    j) with g[i, j] = 0 adds 0, even if the hidden state or the row of the table is not finite.
-    """
+    """Like `row_dots_gradients` in eager/; if `sparse`, the host waits for the number of rows."""
     g, ids = g.to(torch.float32).contiguous(), ids.contiguous()
     d_hidden = None
     if needs[0]:
@@ -227,7 +213,6 @@ def row_dots_gradients(
 
 
 def _d_weight(hidden: Tensor, weight: Tensor, ids: Tensor, g: Tensor, sparse: bool) -> Tensor:
-    """Returns the gradient of the weight."""
     V, D = weight.shape
     used = (ids >= 0) & (ids < V) & (g != 0)
     runs, order = torch.where(used, ids, V).view(-1).sort(stable=True)
@@ -262,10 +247,7 @@ def _contiguous_rows(t: Tensor) -> Tensor:
 
 
 def _aligned(t: Tensor) -> bool:
-    """Returns whether every row of t starts on a 16-byte boundary.
-
-    In such a tensor, one load instruction can read 16 bytes.
-    """
+    """Whether every row starts on a 16-byte boundary, so that one instruction can load 16 bytes."""
     return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
 
 

@@ -1,10 +1,9 @@
-"""Computes each row's tail, the log of the softmax mass outside the ids, without cancellation.
+"""Each row's tail, the log of the softmax mass outside the ids, without cancellation.
 
-The kernel first computes the mass outside the ids as 1 minus the mass of the ids. If this
-difference is below ENOUGH, the subtraction has lost too many bits. In this case, the kernel reads
-the row again. The kernel then sums the exponentials of the columns outside the ids, relative to the
-max of these columns. A repeated id counts once, because the mass at each slot is divided by the
-number of slots with the same id. The division is skipped in rows without repeated ids.
+It is 1 minus the mass of the ids, unless that is below ENOUGH, where the subtraction loses too many
+bits. Then the kernel reads the row again, and sums the exponentials outside the ids relative to
+their own max. A repeated id counts once: its mass is divided by the number of its slots, in rows
+that have repeated ids.
 """
 
 import functools
@@ -25,23 +24,19 @@ from .profiling import nothing, profiled
 from .state import LOG_S, SHIFT, STATE_WIDTH, is_live, load_label
 
 STATE_TAIL = tl.constexpr(_contract.TAIL)
-# If 1 - (mass of the ids) is at least ENOUGH, the subtraction loses at most six bits.
+# the subtraction loses at most six bits
 ENOUGH = tl.constexpr(2.0**-6)
 LEAST_TAIL = tl.constexpr(_contract.LEAST_TAIL)
 
 
 @triton.jit
 def lift_of(tail):
-    """Returns the lift, which is min(tail - LEAST_TAIL, 0) (see contract.py).
-
-    The lift is 0 if the tail is empty or NaN.
-    """
     return tl.where(tail > -INF, tl.minimum(tail - LEAST_TAIL, 0.0), 0.0)
 
 
 @triton.jit
 def _copies(IDS, ids, K):
-    """Returns one number per id in `ids`: the number of slots that hold this id."""
+    """Returns, for each id in `ids`, how many slots hold it."""
     count = tl.zeros(ids.shape, tl.int32)
     for j in range(K):
         count += (ids == tl.load(IDS + j).to(tl.int32)).to(tl.int32)
@@ -65,7 +60,7 @@ def _rank(IDS, ids, offs_k, K, repeated):
 def _sum_between(Xrow, SORTED, V, rate, softcap, BLOCK_V: tl.constexpr):
     """Returns the max m of y, and Σ e^((y - m) / temperature), without the columns in SORTED.
 
-    The last element of SORTED must be at least V, so that the search for the next id ends.
+    SORTED ends with a number ≥ V, so that the search for the next id ends.
     """
     m = tl.full((), -INF, tl.float32)
     s = tl.full((), 0.0, tl.float32)
@@ -89,8 +84,7 @@ def _sum_between(Xrow, SORTED, V, rate, softcap, BLOCK_V: tl.constexpr):
 def _sort_ids(IDS, SORTED, K, V, repeated, BLOCK_K: tl.constexpr):
     """Writes the sorted ids and then V to SORTED. Returns the number of empty slots.
 
-    Empty slots come first in the sorted order, because their id NO_ID is negative. The elements of
-    SORTED for the empty slots are not written.
+    These come first, because NO_ID is negative, and are not written.
     """
     empty = tl.zeros((BLOCK_K,), tl.int32)
     for start in range(0, K, BLOCK_K):
@@ -134,7 +128,6 @@ def _tail_mass_kernel(
     softcap, ignore_index,  # options
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one row."""
     row = tl.program_id(0)
     STATE += row.to(tl.int64) * STATE_WIDTH
     if ignore_index is not None:
@@ -172,10 +165,9 @@ def write_tail(
     logprob: Tensor,  # (..., K), log p at the ids
     shape: tuple[int, ...],
 ) -> Tensor:
-    """Returns the log of the softmax mass outside the ids, one number per row.
+    """Returns the tails, and writes the fields TAIL and REPEATS of the state.
 
-    The result is NaN for a row with an invalid id. An id is invalid if it is outside [0, V) and is
-    not NO_ID. The fields TAIL and REPEATS of the state are written too.
+    The tail is NaN for a row with an id outside [0, V) that is not NO_ID.
     """
     K = reading.ids.shape[-1]
     tail = torch.empty(shape, device=x.device, dtype=torch.float32)
@@ -197,10 +189,6 @@ def write_tail(
 
 
 def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
-    """Returns the log of the softmax mass outside `reading.ids`, one number per row.
-
-    The function reads the fields `state` and `logprob` of `statistics`.
-    """
     x, rows = rows_of(x)
     state, logprob = statistics.state, statistics.logprob
     return write_tail(x, rows, reading, state, logprob, x.shape[:-1])

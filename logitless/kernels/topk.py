@@ -1,11 +1,9 @@
 """Computes the k largest logits of each row, and the mass of the other columns, in one pass.
 
-If there are too few rows to fill the GPU, each row is cut into several splits. A first kernel
-computes a list of the k largest logits of each split (topk_stream.py). For each row, a second
-kernel merges the lists of all splits, and writes the result. If a row has fewer than k logits above
--inf, the second kernel completes the list with the row's first columns whose logit is -inf.
-
-Logits are sorted before the softcap, because the softcap can round two logits to the same number.
+Rows too few to fill the GPU are split. A first kernel lists the k largest of each split
+(topk_stream.py), and a second one merges the lists of a row. If fewer than k logits are above -inf,
+it adds the row's first columns of logit -inf. Logits are sorted before the softcap, which can round
+two of them to one number.
 """
 
 import functools
@@ -76,10 +74,10 @@ def _topk_merge_kernel(
         best, m, s = merge(best, m_new, s, rising, rate, softcap, LOG_K, DTYPE)
     m, s = leave_out_keys(m, s, tl.where(mask_k, EMPTY, best), rate, softcap, DTYPE)
 
-    # Empty entries of the list have the logit -inf.
+    # empty entries have the logit -inf
     y, _ = capped(tl.where(mask_k, logit_of(best), -INF).to(DTYPE), softcap)
     count = tl.sum((mask_k & (best != EMPTY)).to(tl.int32), axis=0)
-    # If fewer than k logits of a row are above -inf, all logits of the tail are -inf.
+    # then all logits of the tail are -inf
     if count < k:
         m = tl.min(y, axis=0)
         s = tl.where(s == s, 1.0 * (V - k), s)
@@ -96,7 +94,7 @@ def _topk_merge_kernel(
     if count < k:
         offset = row_offset(row, rows_t, stride_xb, stride_xt)
         count = _fill(X + offset, IDS + row.to(tl.int64) * k, count, V, k, BLOCK_V)
-        # If so many logits are NaN that fewer than k remain, the other ids are arbitrary.
+        # arbitrary ids, if NaNs leave fewer than k logits
         tl.store(IDS + at, offs_k.to(tl.int64), mask=mask_k & (offs_k >= count))
 
 
@@ -107,13 +105,9 @@ def topk(
     softcap: float | None,
     invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the ids and log-probabilities of the k largest logits of each row, and `log_tail`.
+    """Like `topk` in eager/, which computes k > MAX_K and reads the logits more than once.
 
-    `log_tail` is the log of the softmax mass of all other columns. Ids are sorted by descending
-    logit. Equal logits are sorted by ascending id. For k > 256, eager/topk.py computes the results
-    on the same device, one chunk of rows at a time. The logits are then read more than once. If
-    `invariant` is True and the rows of x start on 16-byte boundaries, the results of a row have the
-    same bits in every batch.
+    `invariant` requires that the rows of x start on 16-byte boundaries.
     """
     if k > MAX_K:
         return topk_by_chunks(x, k, temperature, softcap, invariant)
@@ -148,9 +142,8 @@ def _log_k(k: int) -> int:
 def _cut(rows: int, vocab: int, processors: int, narrow: bool) -> config.Config:
     """Returns the Config of both kernels. A program has one warp, so reductions need no barrier.
 
-    A row of B blocks has at most ceil(B / 4) splits. The block sizes were chosen so that the
-    registers of sm_90 suffice. `narrow` selects smaller blocks for programs that need more
-    registers.
+    A row of B blocks has at most ceil(B / 4) splits. The registers of sm_90 suffice; `narrow` is
+    for programs that need more of them.
     """
     block = min(512 if narrow else 1024, max(128, config.ceil_pow2(vocab)))
     splits = min(
@@ -166,10 +159,8 @@ def _plan(
     rows: Rows, k: int, temperature: float, softcap: float | None, cut: config.Config,
     programs: int,
 ) -> tuple[Launch, Launch]:  # fmt: skip
-    """Returns the launches of the two kernels, topk_stream_kernel and _topk_merge_kernel."""
     V, layout = rows.vocab, {"BLOCK_V": cut.block_v, "LOG_K": _log_k(k)}
-    # Blocks start on 16-byte boundaries, so the first block can start up to `rows.pack - 1` columns
-    # before the row.
+    # blocks start on 16-byte boundaries: the first one up to `rows.pack - 1` columns early
     columns = config.ceil_div(V + rows.pack - 1, cut.splits)
     span = config.ceil_div(columns, cut.block_v) * cut.block_v
     return Launch(

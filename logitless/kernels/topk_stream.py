@@ -1,20 +1,14 @@
 """Computes the k largest logits of one split of a row, and the mass of the rest, in one pass.
 
-A program reads its split block by block. A key is one integer that encodes a logit and its column
-(topk_keys.py). The program keeps a sorted list of the largest keys so far. The threshold is the
-logit of the k-th key in the sorted list. Logits above the threshold are appended to a short waiting
-list. The other logits of a block cannot be among the k largest, so their exponentials are added to
-the tail. The exponentials in the tail are relative to the max of the tail. No mass is ever
-subtracted from the tail, so the tail has no cancellation. When the waiting list is long enough, its
-keys are sorted and merged into the sorted list. Keys that drop out of the sorted list are added to
-the tail, and the threshold rises. If the logits of a row are in random order, only a few of the
-later blocks have logits above the threshold. If the logits of a row are in ascending order, every
-logit is appended to the waiting list and merged.
+A program reads its split block by block, and keeps a sorted list of the largest keys so far
+(topk_keys.py). Logits above the threshold, that of the k-th key, go to a waiting list, which is
+sorted and merged when it is long enough; the threshold rises. All others, and keys that drop out of
+the list, are added to the tail, relative to its own max; nothing is ever subtracted from it, so
+there is no cancellation. In random order, few later blocks have logits above the threshold; in
+ascending order, every logit is merged.
 
-Among equal logits, a lower column has a larger key (topk_keys.py). Blocks are read in the order of
-columns. So a later logit that equals the threshold has a smaller key than the k-th key of the
-sorted list. Such a logit is not among the k largest. A logit of -inf is never appended to the
-waiting list.
+Blocks are read in the order of columns, so a later logit equal to the threshold has a smaller key
+and is not among the k largest. -inf never waits.
 """
 
 import triton
@@ -28,10 +22,7 @@ from .topk_keys import EMPTY, key_of, logit_of, sort, sort_bitonic
 
 @triton.jit
 def _leave_out(m, s, y, top, rate):
-    """Adds the logits y of a block to the tail. `top` is the max of the block.
-
-    Returns the tail's new max m and its new sum s = Σ e^((y - m) / temperature).
-    """
+    """Adds the logits y of a block with max `top` to the tail's max m and s = Σ e^((y - m) / T)."""
     m_new = tl.maximum(m, top)
     scale = tl.exp2(move(m, m_new, s) * rate)
     return m_new, s * scale + tl.sum(tl.exp2((y - finite(m_new)) * rate), axis=0)
@@ -39,7 +30,6 @@ def _leave_out(m, s, y, top, rate):
 
 @triton.jit
 def leave_out_keys(m, s, keys, rate, softcap, DTYPE: tl.constexpr):
-    """Adds the logits of the given keys to the tail."""
     y, _ = capped(logit_of(keys).to(DTYPE), softcap)
     y = tl.where(keys == EMPTY, -INF, y)
     return _leave_out(m, s, y, tl.max(y, axis=0), rate)
@@ -49,7 +39,7 @@ def leave_out_keys(m, s, keys, rate, softcap, DTYPE: tl.constexpr):
 def merge(best, m, s, rising, rate, softcap, LOG_K: tl.constexpr, DTYPE: tl.constexpr):
     """Merges a descending and an ascending list of keys into a descending list of the largest keys.
 
-    Keys that are not in the merged list are added to the tail.
+    The others are added to the tail.
     """
     m, s = leave_out_keys(m, s, tl.minimum(best, rising), rate, softcap, DTYPE)
     return sort_bitonic(tl.maximum(best, rising), LOG_K), m, s
@@ -57,9 +47,9 @@ def merge(best, m, s, rising, rate, softcap, LOG_K: tl.constexpr, DTYPE: tl.cons
 
 @triton.jit
 def read_block(Xrow, start, V, softcap, BLOCK_V: tl.constexpr):
-    """Returns the logits x of a block, and the logits y after the softcap.
+    """Returns the logits x of a block, and y after the softcap; -inf outside the row.
 
-    The block starts on a 16-byte boundary. Outside the row, x and y are -inf.
+    The block starts on a 16-byte boundary.
     """
     offs = tl.arange(0, BLOCK_V)
     Xblock = tl.multiple_of(Xrow + start, 16)
@@ -81,10 +71,10 @@ def read_block(Xrow, start, V, softcap, BLOCK_V: tl.constexpr):
 def _set_aside(
     Xrow, Wait, waiting, start, V, threshold, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """Finds the logits of a block above the threshold, and appends their keys to the waiting list.
+    """Appends the keys of a block's logits above the threshold to the waiting list.
 
-    The block is read again from the cache, in pieces of BLOCK_S columns, so that few registers are
-    needed. Returns the new length of the waiting list.
+    The block is read again from the cache, BLOCK_S columns at a time to save registers. Returns the
+    new length of the list.
     """
     for first in range(start, start + BLOCK_V, BLOCK_S):
         x, _ = read_block(Xrow, first, V, None, BLOCK_S)
@@ -102,8 +92,8 @@ def _set_aside(
 )
 def topk_stream_kernel(
     X,  # input
-    # Outputs. BEST (rows, splits, 1 << LOG_K) holds the largest keys of each split in ascending
-    # order. TAIL (rows, splits, 2) holds the max m and the sum s of the tail.
+    # outputs: keys of each split, ascending (rows, splits, 1 << LOG_K), and tails (rows, splits,
+    # 2), max m and sum s
     BEST, TAIL,
     WAITING,  # the waiting lists of keys, (programs, BLOCK_V + (1 << LOG_K))
     rows_t, stride_xb, stride_xt, lead, V, k, span, splits, splits_in_all,  # sizes
@@ -113,7 +103,7 @@ def topk_stream_kernel(
     """Each program loops over splits. `splits` is the number of splits per row."""
     BLOCK_K: tl.constexpr = 1 << LOG_K
     offs_k = tl.arange(0, BLOCK_K)
-    # In Triton 3.5, min() of constants is not a constant.
+    # in Triton 3.5, min() of constants is not a constant
     BLOCK_S: tl.constexpr = BLOCK_V if BLOCK_V < 128 else 128
     rate = inverse_temperature(temperature, 0) * LOG2E
     Wait = WAITING + tl.program_id(0).to(tl.int64) * (BLOCK_V + BLOCK_K)
@@ -140,8 +130,7 @@ def topk_stream_kernel(
                 top = tl.max(y, axis=0)
             m, s = _leave_out(m, s, y, top, rate)
             if (waiting >= BLOCK_K) | (start + BLOCK_V >= hi):
-                # The first barrier is needed, because threads read keys that other threads wrote.
-                # The second barrier is needed, because the next block overwrites these keys.
+                # threads read keys of others here, and the next block overwrites them below
                 tl.debug_barrier()
                 for at in range(0, waiting, BLOCK_K):
                     keys = tl.load(Wait + at + offs_k, mask=at + offs_k < waiting, other=EMPTY)

@@ -24,7 +24,7 @@ def _zero_ignored_kernel(
     stride, D, ignore_index,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Each program copies one block of columns of one row. An ignored row is not read."""
+    """Each program copies one block of columns of one row."""
     row = tl.program_id(0)
     live = is_live(load_label(LABEL, row), ignore_index)
     copy_block(X, OUT, row, tl.program_id(1) * BLOCK_D, live, stride, D, BLOCK_D)
@@ -40,10 +40,6 @@ def copy_block(X, OUT, row, start, live, stride, D, BLOCK_D: tl.constexpr):
 
 
 def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
-    """Returns a copy of x with 0 in all ignored rows.
-
-    If `reading.ignore_index` is None, the result is x itself.
-    """
     if reading.ignore_index is None or x.numel() == 0:
         return x
     x, out = with_memory_of_copy(x)
@@ -66,10 +62,7 @@ def columns_per_block(D: int) -> int:
 
 @functools.lru_cache(REMEMBERED)
 def _launch(N: int, D: int, stride: int, offset: int, ignore_index: int) -> Launch:
-    """Returns a Launch for inputs whose address modulo 16 is `offset`.
-
-    Each offset needs its own Launch, because the compiled kernel depends on the alignment of X.
-    """
+    """`offset`: the compiled kernel depends on the address of x modulo 16."""
     block = columns_per_block(D)
     return Launch(
         _zero_ignored_kernel, (N, config.ceil_div(D, block)), (stride, D, ignore_index),
