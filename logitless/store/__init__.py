@@ -1,17 +1,8 @@
 """Stores a teacher's distributions on disk: per token, the most probable ids or sampled ids.
 
-- writer.py writes documents and their distributions.
-- capture.py computes distributions with a model.
-- importers.py reads distributions from the output of an inference server.
-- reader.py reads a store.
-- lookup.py finds documents by their tokens.
-- training.py computes a student's loss.
-- documents.py iterates over a store.
-- format.py describes the layout on disk.
-- remote.py reads a store at an address, such as s3://bucket/targets.
-- cache.py keeps the fetched files of remote stores.
-- upload.py uploads a store.
-- parquet.py converts a store to parquet files and back.
+`Writer` and `capture` write a store, the importers fill it from an inference server, `Store` reads
+it, locally or at an address such as s3://bucket/targets, and `distill_loss` trains with its
+targets. format.py describes the files.
 """
 
 from .capture import capture, share

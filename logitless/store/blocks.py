@@ -1,10 +1,9 @@
 """Reads the tensors of a shard block by block, and compares every block with its checksum.
 
 The checksums follow the tensors in the same file, one CRC-32 per BLOCK bytes (store/format.py). A
-read copies the blocks into memory and then compares the copy with the checksums. So a read raises
-an error if a byte of these blocks has changed since the shard was written. A read also raises an
-error if the file was cut off after it was opened. Files are not memory-mapped, because the system
-kills a process that reads a mapped file beyond its end.
+read copies whole blocks and compares the copy, so it raises if a byte has changed since the shard
+was written, or if the file was cut off. Files are not memory-mapped, because the system kills a
+process that reads a mapped file beyond its end.
 """
 
 import os
@@ -28,31 +27,23 @@ _recent: deque["weakref.ref[Blocks]"] = deque()
 
 
 class Blocks:
-    """Reads the tensors of a file.
-
-    The tensors begin at byte `start` of the file, and take `size` bytes in total.
-    """
+    """Reads the tensors of a file: `size` bytes from byte `start`."""
 
     def __init__(self, path: Path, start: int, size: int, checked: bool):
         self.path, self.start, self.size, self.checked = path, start, size, checked
-        # The path is absolute, because the process can change its working folder before it opens
-        # the file again.
+        # Absolute, because the process may change its folder before it opens the file again.
         self._absolute = path.absolute()
         self._file: _File | None = None
         self._header: bytes | None = None  # the bytes before the tensors
 
     def read(self, begin: int, end: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Returns a copy of the bytes [begin, end) of the tensors, as one tensor."""
         if begin == end:
             return torch.empty(0, dtype=dtype)
         (piece,) = self.pieces([(begin, end)])
         return torch.frombuffer(piece, dtype=dtype)
 
     def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Copies the bytes of each range.
-
-        If a block is in several ranges, the block is read and compared with its checksum only once.
-        """
+        """Copies the bytes of each range. A block that several ranges share is read only once."""
         file, unit = self._file or self._opened(), BLOCK if self.checked else 1
         runs: list[list[int]] = []  # ranges [first, end) of block numbers to read, ascending
         complete, shift, places = 0, 0, [0] * len(ranges)
@@ -76,11 +67,7 @@ class Blocks:
         return [data[p : p + b - a] for p, (a, b) in zip(places, ranges, strict=True)]
 
     def _compare(self, data: memoryview, checksums: memoryview, runs: list[list[int]]) -> None:
-        """Compares the blocks in `data` with their checksums.
-
-        `runs` lists ranges [first, end) of block numbers, and `data` holds these blocks one after
-        the other. Every block has BLOCK bytes, except the last block of the file.
-        """
+        """Compares `data`, the blocks of `runs` one after the other, with their checksums."""
         crc32, wanted = zlib.crc32, []
         for first, last in runs:
             wanted += checksums[first:last]
@@ -115,17 +102,13 @@ class Blocks:
 
 
 class _File:
-    """An open file.
-
-    The file is closed only when no thread refers to this object, so that all reads can finish.
-    """
+    """An open file. It is closed when no thread refers to it, so that all reads can finish."""
 
     def __init__(self, path: Path):
         self.path, self.checksums = path, memoryview(b"")
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, place: int, into: memoryview) -> None:
-        """Fills `into` with the bytes of the file that start at the offset `place`."""
         while into:
             done = os.preadv(self.number, [into], place)
             if not done:
@@ -138,10 +121,7 @@ class _File:
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns one checksum per block of a file, as a uint8 tensor.
-
-    `tensors` holds the tensors of the file, in the order of the file.
-    """
+    """One checksum per block of a file, as bytes. `tensors` come in the order of the file."""
     found, checksum, room = [], 0, BLOCK
     for t in tensors:
         view = memoryview(buffer(t)).cast("B")
@@ -157,11 +137,10 @@ def checksums(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _as_bytes(numbers: list[Any]) -> Tensor:
-    """Returns 32-bit numbers as a uint8 tensor of little-endian bytes."""
     data = bytearray().join(n.to_bytes(4, "little") for n in numbers)
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0).byte()
 
 
 def checksum_bytes(size: int) -> int:
-    """Returns the total size of the checksums in bytes. `size` is the total size of the tensors."""
+    """Size of the checksums of `size` bytes of tensors."""
     return 4 * -(-size // BLOCK)

@@ -6,15 +6,12 @@
     SHA256.failed  the error of the last fetch that failed
     cache.lock     locked while a process makes room for another file, or renames a fetched file
 
-A file is fetched under the name SHA256.part and then renamed, so that no reader finds an incomplete
-file. Only one process fetches a file, and the other processes wait for this process. If the fetch
-fails, the waiting processes raise the same error. Otherwise, the waiting processes would repeat the
-failing fetch one after the other. If there is no room for a file, the least recently used files are
-deleted, except files that are being read or fetched. If all files are being read or fetched, the
-process waits until one file is free. This wait always ends, because a process holds the shared lock
-on a file only during a read. The system releases the locks of a killed process. Files named
-SHA256.lock are never deleted, because another process could be waiting for the lock on the file.
-Files with other names do not belong to the cache. These files are neither counted nor deleted.
+A file is fetched as SHA256.part and then renamed, so that no reader finds an incomplete one. One
+process fetches it while the others wait, and if the fetch fails, they raise the same error instead
+of repeating it one after the other. Room is made by deleting the least recently used files that
+nobody reads or fetches, after a wait if necessary; the wait ends, because a file is locked only
+during a read, and the system releases the locks of a killed process. SHA256.lock is never deleted,
+because a process may be waiting for it. Files with other names are neither counted nor deleted.
 """
 
 import contextlib
@@ -36,7 +33,7 @@ COUNTED = re.compile(r"[0-9a-f]{64}(\.part)?")  # names of the files that the li
 
 
 def default_folder() -> Path:
-    """Returns the folder in LOGITLESS_CACHE, or else `logitless` in the user's cache folder."""
+    """LOGITLESS_CACHE, or else `logitless` in the user's cache folder."""
     if chosen := os.environ.get("LOGITLESS_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logitless"
@@ -55,7 +52,7 @@ class Cache:
                 self._deleted(path)
 
     def use(self, listed: Listed) -> bool:
-        """Returns whether the cache has a file, and sets the time of the file's last use."""
+        """Whether the cache has a file. Sets the time of its last use."""
         try:
             os.utime(self.folder / listed.sha256)
         except FileNotFoundError:
@@ -64,10 +61,9 @@ class Cache:
 
     @contextlib.contextmanager
     def reading(self, listed: Listed, fetch: Callable[[Listed, Any], None]) -> Iterator[Path]:
-        """Yields the path of a file. The file is not deleted inside the `with` block.
+        """Yields the path of a file, which is not deleted inside the `with` block.
 
-        If the cache does not have the file, `fetch` writes the bytes of the file into an open local
-        file.
+        If the cache does not have the file, `fetch` writes its bytes into an open local file.
         """
         path = self.folder / listed.sha256
         while True:
@@ -79,17 +75,15 @@ class Cache:
             self._fetched(listed, fetch, before)
 
     def _failure(self, listed: Listed) -> str:
-        """Returns the text of SHA256.failed, or "" if no fetch of the file has failed."""
         with contextlib.suppress(FileNotFoundError):
             return (self.folder / f"{listed.sha256}.failed").read_text()
         return ""
 
     def _fetched(self, listed: Listed, fetch: Callable[[Listed, Any], None], before: str) -> None:
-        """Fetches a file, if the cache does not have the file.
+        """Fetches a file, if the cache does not have it.
 
-        The caller calls `_failure` before it waits for the file, and passes the result as `before`.
-        If another process failed to fetch the file during the wait, this method raises the error of
-        that process.
+        `before` is what `_failure` returned before the wait for the file: if the text has changed,
+        another process failed to fetch the file meanwhile, and its error is raised.
         """
         path = self.folder / listed.sha256
         with Lock(self._lock(path), wait=True):
@@ -105,10 +99,10 @@ class Cache:
                     raise
 
     def prefetched(self, listed: Listed, fetch: Callable[[Listed, Any], None]) -> None:
-        """Fetches a file in the background, if the cache does not have the file.
+        """Fetches a file in the background, if the cache does not have it.
 
-        Raises a ValueError if another process is reading or fetching the file. If `fetch` fails,
-        only this process raises the error.
+        Raises a ValueError if another process reads or fetches the file. An error of `fetch` is
+        not recorded for other processes.
         """
         path = self.folder / listed.sha256
         with Lock(self._lock(path)):
@@ -116,18 +110,16 @@ class Cache:
                 self._fetch(listed, fetch)
 
     def discard(self, listed: Listed) -> None:
-        """Waits until no process reads a file, and then deletes the file."""
         path = self.folder / listed.sha256
         with Lock(self._lock(path), wait=True):
             path.unlink(missing_ok=True)
 
     def _lock(self, path: Path) -> Path:
-        """Returns the path of a file's lock. Creates the cache folder if it was deleted."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return path.with_name(f"{path.name.removesuffix('.part')}.lock")
 
     def _fetch(self, listed: Listed, fetch: Callable[[Listed, Any], None]) -> None:
-        """Fetches a file. The caller holds the file's lock."""
+        """Fetches a file, whose lock the caller holds."""
         path = self.folder / listed.sha256
         part = path.with_name(f"{path.name}.part")
         self._reserve(part, listed.bytes)
@@ -136,16 +128,15 @@ class Cache:
                 fetch(listed, file)
                 file.flush()
                 os.fsync(file.fileno())
-            # `_has_room` lists the names of the files, and then reads the sizes. Without the lock,
-            # the file could be renamed between these two steps. Then `_has_room` would not find the
-            # file under its old name, and would count the size of the file as free.
+            # Without the lock, a file renamed while `_has_room` reads the sizes would not be found
+            # under its old name, and its size would count as free.
             with Lock(self.folder / "cache.lock", wait=True):
                 os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
 
     def _reserve(self, part: Path, size: int) -> None:
-        """Deletes other files until there is room, and creates the file `part` of `size` bytes."""
+        """Makes room, and creates the file `part` with its full size."""
         checks.cache_bytes(self.limit, size)
         part.unlink(missing_ok=True)  # the file of a process that was killed
         while True:
@@ -172,11 +163,10 @@ class Cache:
         return room >= size
 
     def _files(self) -> list[Path]:
-        """Returns the files that the limit applies to."""
         return [path for path in self.folder.iterdir() if COUNTED.fullmatch(path.name)]
 
     def _deleted(self, path: Path) -> bool:
-        """Deletes a file if the file is not locked, and returns whether the file was deleted."""
+        """Deletes a file unless it is locked, and returns whether it was deleted."""
         try:
             with Lock(self._lock(path)):
                 path.unlink(missing_ok=True)
@@ -186,7 +176,7 @@ class Cache:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replaces the text of a file. Other processes read either the old text or the new text."""
+    """Replaces a file's text atomically."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(text)
     os.replace(unfinished, path)

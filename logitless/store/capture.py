@@ -1,7 +1,6 @@
 """Runs a teacher on documents and writes its distributions to a store.
 
-The teacher's logits are not materialised. While the model runs on one batch, `capture` writes the
-distributions of the previous batch to the store (store/writer.py).
+The logits are not materialised, and the rows of a batch are written while the model runs the next.
 """
 
 import contextlib
@@ -37,19 +36,16 @@ def capture(
 ) -> int:
     """Stores a teacher's k most probable next tokens, and returns the number of added documents.
 
-    If the writer has values="counts", `capture` stores next tokens that are drawn at random. The
-    number of draws per token is the writer's k. `generator` is the torch.Generator of these draws.
-    The generator must be on the device of the model.
+    A batch is a list of documents, each a list of token ids, or a tensor of input_ids (B, T) with
+    one document per row, or a dict with the keyword arguments of a Transformers model, where
+    attention_mask is 0 for padding. Documents that the writer already has are skipped before the
+    model runs, so calling `capture` again resumes a run that was killed.
 
-    A batch is a list of documents, a tensor or a dict. A document in a list is a list of token ids.
-    A tensor holds input_ids of shape (B, T), with one document per row. A dict holds the keyword
-    arguments of a Transformers model. In a dict, attention_mask is 0 for padding. Documents that
-    the writer already has are skipped before the model runs. So calling `capture` again resumes a
-    run that was killed. `k` is at most the writer's k. By default, `k` is the writer's k. `head`
-    has the same meaning as in `fuse`. After each captured document, `progress` is called with the
-    number of tokens in the document. For the skipped documents of a batch, `progress` is called
-    once, with their total number of tokens. If the head returns more logits than the writer's
-    vocab_size, the additional logits are ignored.
+    `k` is at most the writer's k, its default. `head` has the same meaning as in `fuse`. If the
+    head returns more logits than the writer's vocab_size, the rest are ignored. `progress` is
+    called after each document with its number of tokens, and once per batch for the skipped ones.
+    If the writer has values="counts", its k next tokens are drawn per token, with `generator` on
+    the device of the model.
 
     Under torchrun, each rank captures the part of the batches that the function `share` selects:
 
@@ -95,10 +91,7 @@ def share(
 
 @contextlib.contextmanager
 def lazy_head(model: nn.Module, name: str | None = None) -> Iterator[None]:
-    """Inside the `with` block, the model returns lazy logits, even if gradients are disabled.
-
-    If the model is not fused, the model is fused inside the `with` block and unfused afterwards.
-    """
+    """Fuses the model inside the `with` block if needed; its logits are lazy even without grad."""
     fused = any(guards_of(model))
     if not fused:
         fuse(model, head=name)
@@ -111,15 +104,13 @@ def lazy_head(model: nn.Module, name: str | None = None) -> Iterator[None]:
 
 
 class _Pending(NamedTuple):
-    """The documents of a batch, and the captured rows that are being copied to the host."""
-
     documents: list[tuple[Tensor, Tensor]]  # each document's tokens, and its row indices in `rows`
     rows: Table  # rows of all tokens of the batch, including padding
     copied: Any  # CUDA event at the end of the copy to the host; None on the CPU
 
 
 def _inputs(batch: Any) -> tuple[dict[str, Any], Tensor]:
-    """Returns the model's keyword arguments, and a mask that is False for padding tokens."""
+    """The model's keyword arguments, and a mask that is False for padding tokens."""
     if isinstance(batch, Mapping):
         inputs = {name: t for name, t in batch.items() if name != "labels"}
     elif isinstance(batch, Tensor):
@@ -143,7 +134,7 @@ def _padded(documents: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _new_documents(ids: Tensor, is_token: Tensor, writer: Writer) -> tuple[list[int], int]:
-    """Returns the indices of the batch rows to capture, and the number of tokens to skip."""
+    """The batch rows to capture, and the number of tokens to skip."""
     new, skipped = [], 0
     for row, (tokens, kept) in enumerate(zip(ids.cpu(), is_token, strict=True)):
         tokens = tokens[kept]
@@ -155,10 +146,7 @@ def _new_documents(ids: Tensor, is_token: Tensor, writer: Writer) -> tuple[list[
 
 
 def _rows(t: Any, wanted: list[int], rows: int) -> Any:
-    """Selects the batch rows `wanted` of one keyword argument of the model.
-
-    An argument without a batch dimension is returned unchanged.
-    """
+    """Selects batch rows of one keyword argument, if it has a batch dimension."""
     whole = not isinstance(t, Tensor) or t.dim() == 0 or len(t) != rows or len(wanted) == rows
     return t if whole else t[wanted]
 
@@ -173,7 +161,7 @@ def _launch(
 ) -> _Pending:
     """Starts the model on a batch without waiting for the device.
 
-    A copy of the tokens stays on the CPU. So the tokens are not copied back from the device.
+    The tokens stay on the CPU too, so that they need not be copied back.
     """
     tokens, device = inputs["input_ids"].cpu(), next(model.parameters()).device
     inputs = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
@@ -202,7 +190,6 @@ def _launch(
 
 
 def _write(pending: _Pending | None, writer: Writer, progress: Callable | None) -> int:
-    """Writes the documents of a batch, and returns the number of documents written."""
     if pending is None:
         return 0
     if pending.copied is not None:
@@ -213,9 +200,8 @@ def _write(pending: _Pending | None, writer: Writer, progress: Callable | None) 
         where = slice(int(places[0]), int(places[-1]) + 1) if contiguous else places
         rows = {name: t[where] for name, t in pending.rows.items()}
         checks.rows_of_teacher(rows)
-        # `_new_documents` removes only documents that the writer already has. So a document can
-        # still occur twice in this batch, or in this batch and in the previous batch. `append` adds
-        # such a document only once.
+        # `_new_documents` removes only documents that the writer has, so one may still occur twice
+        # in this batch, or in this batch and the previous one; `append` adds it once.
         added += writer.append(checks.tokens(tokens, writer.header.vocab_size), rows)
         if progress is not None:
             progress(len(tokens))

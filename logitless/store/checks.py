@@ -1,7 +1,7 @@
 """Checks the arguments of `Writer`, `Store`, `capture` and the training functions.
 
-The errors have the form `<argument> must <rule>, got <value>.` The module store/server_checks.py
-checks the output of inference servers, and store/file_checks.py checks files.
+Errors have the form `<argument> must <rule>, got <value>.`; file_checks.py checks files, and
+server_checks.py the output of inference servers.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,9 @@ SHOWN = 8  # number of tokens that an error message shows
 
 
 def header(h: Any) -> None:
-    """Checks the fields of a header."""
     whole("vocab_size", h.vocab_size, 1, 2**32)
     _checks.one_of("values", h.values, VALUES)
-    # With values="counts", k is the number of draws, which can be larger than the vocabulary.
+    # With values="counts", k is the number of draws, which may exceed the vocabulary.
     whole("k", h.k, 1, 2**16 if h.values == "counts" else min(h.vocab_size, 2**16))
     _checks.one_of("alignment", h.alignment, ALIGNMENTS)
     for name in ("teacher", "tokenizer"):
@@ -51,10 +50,7 @@ def rank(value: Any) -> None:
 
 
 def tokens(t: Any, vocab_size: int) -> Tensor:
-    """Returns the tokens of one document as a contiguous int64 tensor of shape (T,) on the CPU.
-
-    The argument `t` is a list or a tensor.
-    """
+    """Returns one document's tokens, a list or a tensor, as contiguous int64 (T,) on the CPU."""
     t = one_document(t)
     _checks._integer("tokens", t)
     if t.dim() != 1 or t.numel() == 0:
@@ -70,10 +66,7 @@ def tokens(t: Any, vocab_size: int) -> Tensor:
 
 
 def starts(value: Any, n: int) -> None:
-    """Checks the list `starts` for several documents with n tokens in total.
-
-    A valid list holds the position of each document's first token, and then n.
-    """
+    """Checks the starts of several documents: the first token of each, and then their total n."""
     if not isinstance(value, (list, tuple)) or len(value) < 2:
         raise TypeError(f"starts must be a list of at least two numbers, got {value!r:.50}.")
     increase = all(type(b) is int and a < b for a, b in pairwise(value))
@@ -84,7 +77,6 @@ def starts(value: Any, n: int) -> None:
 
 
 def one_document(tokens: Any) -> Tensor:
-    """Returns a document's token ids as a tensor. An empty list becomes an int64 tensor."""
     if isinstance(tokens, Tensor):
         return tokens
     try:
@@ -96,7 +88,6 @@ def one_document(tokens: Any) -> Tensor:
 
 
 def document(targets: Any, tokens: Tensor, h: Any, kind: type) -> None:
-    """Checks the shape, the ids and the log-probabilities of the targets of one document."""
     _checks.is_targets(targets, kind)
     if tuple(targets.shape) != (len(tokens),):
         raise ValueError(
@@ -122,10 +113,7 @@ def document(targets: Any, tokens: Tensor, h: Any, kind: type) -> None:
 
 
 def draws(targets: Any, counts: Tensor, n: int) -> None:
-    """Checks that the log-probabilities are log(count / n), as in the result of `capture_sampled`.
-
-    `counts` holds the number of draws of each slot, rounded to a whole number.
-    """
+    """Checks that each log-probability is log(count / n), as in the result of `capture_sampled`."""
     if targets.tail is not None:
         raise ValueError(
             'targets.tail must be None for a store with values="counts", got a Tensor.'
@@ -158,7 +146,6 @@ def draws(targets: Any, counts: Tensor, n: int) -> None:
 
 
 def row_range(index: Any, n: int) -> tuple[int, int]:
-    """Returns the start and the end of the slice `index` in a document of n tokens."""
     if not isinstance(index, slice) or index.step not in (None, 1):
         raise IndexError(f"a range of tokens must be a slice of step 1, got {index!r}.")
     begin, end, _ = index.indices(n)
@@ -175,7 +162,6 @@ def document_number(i: Any, n: int) -> int:
 
 
 def order(numbers: Any, documents: int, ahead: Any, mixed: Any) -> Tensor | None:
-    """Returns `numbers` as an int64 tensor on the CPU, or None if `numbers` is None."""
     whole("ahead", ahead, 1, 1000)
     whole("mixed", mixed, 1, 10**6)
     if numbers is None:
@@ -201,11 +187,10 @@ def input_ids(t: Any) -> None:
 
 
 def lengths(value: Any, rows: int, width: int) -> list[list[int]]:
-    """Returns the lengths of the documents in each row. Lengths of 0 are left out.
+    """Returns the lengths of the documents in each row, without those of 0.
 
-    `value` has one entry per row. An entry is the length of one document, or a list of the lengths
-    of several documents. If the batch has only one row, `value` can also be the list of lengths in
-    this row.
+    An entry of `value` is the length of a row's document, or a list of lengths. If the batch has
+    only one row, `value` may be this list.
     """
     if not isinstance(value, (list, tuple, Tensor)) or (
         isinstance(value, Tensor) and not value.dim()
@@ -234,10 +219,7 @@ def _length(n: Any) -> int:
 
 
 def unknown_document(tokens: Tensor, row: int, start: int, length: int | None) -> KeyError:
-    """Returns the error for tokens of a batch row that match no document.
-
-    `length` is the length of the document, or None if the caller passed no lengths.
-    """
+    """The error for tokens of a batch row that match no document. Without lengths, it is None."""
     here = tokens[start : start + min(SHOWN, length or SHOWN)].tolist()
     here = [token for token in here if token >= 0] or here  # negative ids are padding
     if start == 0 and length is None and len(here) > 1 and len(set(here)) == 1:
@@ -258,7 +240,6 @@ def unknown_document(tokens: Tensor, row: int, start: int, length: int | None) -
 
 
 def documents(seed: Any, mixed: Any, rank: Any, world: Any) -> None:
-    """Checks the arguments of `Documents`."""
     if seed is not None:
         whole("seed", seed, 0, 2**31)
     whole("mixed", mixed, 1, 10**6)
@@ -267,7 +248,6 @@ def documents(seed: Any, mixed: Any, rank: Any, world: Any) -> None:
 
 
 def state_of_documents(state: Any, fixed: dict[str, Any]) -> None:
-    """Checks that the store and the settings of `Documents` are the same as in `state`."""
     names = {"epoch", "position", *fixed}
     if not isinstance(state, Mapping) or state.keys() != names:
         got = sorted(state) if isinstance(state, Mapping) else type(state).__name__
@@ -326,10 +306,10 @@ def logits_of_batch(logits: Any, ids: Tensor, vocab_size: int) -> None:
 
 
 def rows_of_teacher(rows: dict[str, Tensor]) -> None:
-    """Checks that `top`, the largest log-probability of each row, is finite.
+    """Checks that each row has a finite largest log-probability.
 
-    A row of NaN cannot be written to a store, because a NaN in the column `top` marks a row without
-    slots. With values="counts", a row of NaN has no draws, and is refused too.
+    A NaN in the column `top` marks a row without slots, so a row of NaN cannot be stored. With
+    values="counts", it has no draws and is refused too.
     """
     fine = rows["top"].isfinite() if "top" in rows else (rows["draws"] != 0).any(-1)
     if not bool(fine.all()):

@@ -1,14 +1,12 @@
 """Rows of sampled targets (values="counts"), in memory and in a shard.
 
 `capture_sampled` draws n ids per row, and the weight of an id is count / n. The n draws of a row
-are sorted by their ids. Bit j of the column `draws` is 1 if draw j is the first draw of its id. So
-the number of bits that are 1 is the number of distinct ids. The count of an id is the distance from
-its bit to the next bit that is 1. The count of the last id is n minus the position of its bit. All
-bits of a row without slots are 0.
+are sorted by id, and bit j of the column `draws` is 1 if draw j is the first of its id: a row has
+as many ids as bits that are 1, and the count of an id is the distance from its bit to the next, or
+to n. All bits of a row without slots are 0.
 
-In memory, all rows have the same size. The column `ids` holds n numbers per row: first the distinct
-ids, and then zeros. In a shard, only the distinct ids are stored, one row after the other
-(`compact` and `expand`). The file store/format.py describes the columns of a shard.
+In memory, each row of the column `ids` has n numbers, the distinct ids and then zeros. A shard
+stores only the distinct ids, one row after the other (`compact` and `expand`).
 """
 
 import functools
@@ -24,11 +22,7 @@ from .format import Header, Table, pack
 
 
 def encoded_counts(targets: SparseTargets, header: Header) -> Table:
-    """Encodes sampled targets of shape (T,), on the device of the targets.
-
-    `capture_sampled` returns NaN for rows whose logits are NaN. Such rows are encoded without
-    slots.
-    """
+    """Encodes sampled targets (T,), on their device. Rows of NaN have no slots afterwards."""
     n = header.k
     counts = counts_of(targets, n)
     ids = torch.where(counts > 0, targets.ids.long(), header.vocab_size)
@@ -43,7 +37,7 @@ def encoded_counts(targets: SparseTargets, header: Header) -> Table:
 
 
 def counts_of(targets: SparseTargets, n: int) -> Tensor:
-    """Returns the number of draws of each slot, as int64. The count of a masked slot is 0."""
+    """The number of draws of each slot, as int64, or 0 if the slot is masked."""
     weights = targets.logprobs.detach().double().exp().nan_to_num(0.0)
     if targets.mask is not None:
         weights = weights.masked_fill(targets.mask == 0, 0.0)
@@ -61,14 +55,12 @@ class CountsDecoding:
         self.mask = torch.empty(shape, dtype=torch.bool)
 
     def add(self, table: Table) -> None:
-        """Decodes the next rows."""
         begin, end = self.rows, self.rows + len(table["draws"])
         self.rows = end
         file_checks.ids_in_vocabulary(table["ids"], self.header.vocab_size)
         bits = bits_of(table["draws"], self.header.k)
         slot = bits.cumsum(-1)  # slot number of each draw; slots are numbered from 1
-        # In a row without slots, all bits are 0, so `slot` is 0 for all draws. These draws are
-        # counted in column 0 of `counts`. The slice [:, 1:] drops column 0.
+        # In a row without slots, `slot` is 0 for all draws: column 0 counts them, and is dropped.
         counts = torch.zeros(len(bits), self.header.k + 1, dtype=torch.int64)
         counts = counts.scatter_add_(-1, slot, torch.ones_like(slot))[:, 1:]
         self.ids[begin:end] = table["ids"]
@@ -83,18 +75,18 @@ class CountsDecoding:
 
 @functools.lru_cache
 def _logprobs(n: int) -> Tensor:
-    """Returns log(c / n) for each count c from 0 to n, as computed by `capture_sampled`."""
+    """log(c / n) for each count c from 0 to n, as computed by `capture_sampled`."""
     return logprobs_of_counts(torch.arange(n + 1), n).float()
 
 
 def bits_of(draws: Tensor, n: int) -> Tensor:
-    """Returns the first n bits of each row of `draws`, as int64 (T, n)."""
+    """The first n bits of each row of `draws`, as int64 (T, n)."""
     bits = draws.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1
     return bits.flatten(-2)[..., :n].long()
 
 
 def slots_of(draws: Tensor) -> Tensor:
-    """Returns the number of distinct ids of each row, as int64 (T,)."""
+    """The number of distinct ids of each row, as int64 (T,)."""
     return _ones_of_byte().index_select(0, draws.flatten().int()).view(draws.shape).sum(-1)
 
 
@@ -104,15 +96,11 @@ def _ones_of_byte() -> Tensor:
 
 
 def _inside(slots: Tensor, k: int) -> Tensor:
-    """Returns a mask (T, k) of the slots that hold an id."""
     return torch.arange(k) < slots[:, None]
 
 
 def compact(rows: Table, starts: Tensor, header: Header) -> Table:
-    """Converts rows in memory to the columns of a shard.
-
-    `starts` holds the first row of each document, and then the number of rows.
-    """
+    """Converts rows in memory to the columns of a shard. `starts` also holds the number of rows."""
     slots = slots_of(rows["draws"])
     flat = rows["ids"][_inside(slots, header.k)]
     ends = pad(slots.cumsum(0), (1, 0))
@@ -121,17 +109,17 @@ def compact(rows: Table, starts: Tensor, header: Header) -> Table:
 
 
 def expand(draws: Tensor, ids: Tensor, header: Header) -> Table:
-    """Inverts `compact`, and returns rows in memory. `ids` holds the distinct ids of all rows."""
+    """Inverts `compact`. `ids` holds the distinct ids of all rows."""
     padded = torch.zeros(len(draws), header.k, dtype=header.id_dtype)
     padded[_inside(slots_of(draws), header.k)] = ids.to(header.id_dtype)
     return {"ids": padded, "draws": draws}
 
 
 def damaged_rows(table: Table, header: Header) -> Tensor:
-    """Returns a mask of the invalid rows.
+    """A mask of the invalid rows.
 
-    In a valid row, the distinct ids are in ascending order, and the bits after the last draw are 0.
-    The first bit is 1, or all bits are 0.
+    In a valid row, the distinct ids ascend, the bits after the last draw are 0, and the first bit
+    is 1 or all bits are 0.
     """
     draws, ids = table["draws"], table["ids"]
     slots = slots_of(draws)

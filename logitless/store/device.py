@@ -1,5 +1,3 @@
-"""Keeps the tensors of a store on the CPU, even if the default device is a GPU."""
-
 import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -11,7 +9,7 @@ Result = TypeVar("Result")
 
 
 def on_cpu(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Runs a function with the CPU as the default device of new tensors."""
+    """Runs a function with the CPU as the default device, even if that is a GPU."""
 
     @functools.wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -1,7 +1,4 @@
-"""Iterates over the documents of a store, epoch by epoch, and resumes in the middle of an epoch.
-
-torchdata's StatefulDataLoader saves and restores the state of `Documents`.
-"""
+"""Iterates over the documents of a store, and resumes in the middle of an epoch."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,20 +24,19 @@ class Place(NamedTuple):
 class Documents(IterableDataset):
     """An iterable dataset of a store's documents. Each item is a pair (tokens, targets).
 
-    Without `seed`, documents are read in the order of the store. With `seed`, each epoch has a
-    different random order. The shards are shuffled first. Then the documents of `mixed` consecutive
-    shards are shuffled together. So only a few shards of a remote store are needed at a time, and
-    the next shards are fetched in the background. Call `set_epoch` before each epoch.
+    Without `seed`, documents are read in the order of the store. With `seed`, each epoch has its
+    own random order, so call `set_epoch` before each: the shards are shuffled, and then the
+    documents of `mixed` consecutive shards together. A remote store thus needs only a few shards
+    at a time, and the next ones are fetched in the background.
 
-    Each rank reads the same number of documents. If `world` does not divide the number of
-    documents, the epoch leaves out the remainder. By default, `rank` and `world` are the
-    environment variables RANK and WORLD_SIZE, which torchrun sets. The documents of a rank are
-    divided among the workers of its DataLoader.
+    Each rank reads the same number of documents, divided among the workers of its DataLoader; the
+    remainder is left out. By default, `rank` and `world` are the environment variables RANK and
+    WORLD_SIZE, which torchrun sets.
 
-    `state_dict` returns the position in the epoch. The first iteration after `load_state_dict`
-    reads only the rest of the saved epoch. If the state was saved at the end of an epoch, the first
-    iteration reads no documents, because the saved epoch has no documents left. A resumed run must
-    have the same store, seed, `mixed`, number of ranks and number of workers.
+    The state (`state_dict`) is the position in the epoch, and StatefulDataLoader of torchdata saves
+    and restores it. The first iteration after `load_state_dict` reads the rest of the saved epoch,
+    which is nothing if the state was saved at its end. A resumed run must have the same store,
+    seed, `mixed`, number of ranks and number of workers.
 
     >>> loader = StatefulDataLoader(Documents(store, seed=0), 8, collate_fn=pad_documents)
     """
@@ -59,8 +55,8 @@ class Documents(IterableDataset):
         checks.documents(seed, mixed, rank, world)
         self.store, self.seed, self.mixed = store, seed, mixed
         self.rank, self.world = rank, world
-        # The epoch of the next iteration. The tensor is in shared memory, so that `set_epoch` also
-        # has an effect in workers that are already running.
+        # The epoch of the next iteration, in shared memory, so that `set_epoch` reaches workers
+        # that are already running.
         self._next_epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()
         self._place = Place(0, 0)
         self._resumed: Place | None = None  # the place that `load_state_dict` restored
@@ -74,10 +70,7 @@ class Documents(IterableDataset):
         return self._place.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration. The order of the documents depends on the epoch.
-
-        If `epoch` is not the current epoch, the next iteration begins at the first document.
-        """
+        """Sets the epoch of the next iteration, which begins at its first document if it is new."""
         checks.whole("epoch", epoch, 0, 2**31)
         self._next_epoch.fill_(epoch)
         if epoch != self.epoch:
@@ -103,7 +96,7 @@ class Documents(IterableDataset):
 
     @on_cpu
     def order(self, epoch: int) -> Tensor:
-        """Returns the document numbers of all ranks, in the order of the given epoch."""
+        """The document numbers of all ranks, in the order of the given epoch."""
         firsts = self.store.firsts
         order = torch.arange(len(self.store))
         if self.seed is not None:
@@ -118,10 +111,10 @@ class Documents(IterableDataset):
         return order[: len(order) - len(order) % self.world]
 
     def _share(self) -> tuple[int, int]:
-        """Returns the index of this worker's share of the documents, and the number of shares.
+        """The index of this worker's share of the documents, and the number of shares.
 
-        Worker w of a rank reads every (workers · world)-th document, starting at document
-        (w · world + rank). So all ranks read the same number of documents.
+        Worker w of a rank reads every (workers · world)-th document from number w · world + rank,
+        so that all ranks read equally many.
         """
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
@@ -132,10 +125,9 @@ class Documents(IterableDataset):
         return {**self._place._asdict(), **self._fixed()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the position in the epoch.
+        """Continues after the last document that was read before `state_dict` was called.
 
-        The next iteration continues after the last document that was read before `state_dict` was
-        called. Later iterations read whole epochs. Call `set_epoch` before each of these epochs.
+        Later iterations read whole epochs. Call `set_epoch` before each of them.
         """
         checks.state_of_documents(state, self._fixed())
         self._place = self._resumed = Place(state["epoch"], state["position"])
@@ -152,19 +144,17 @@ class Documents(IterableDataset):
 def pad_documents(
     documents: Sequence[tuple[Tensor, SparseTargets]], pad_token: int = 0
 ) -> dict[str, Any]:
-    """Pads documents on the right, and returns a batch.
+    """Pads documents, a list of (tokens, targets), on the right, and returns a batch.
 
-    `documents` is a list of (tokens, targets), as a `Documents` dataset yields them. The batch has
-    input_ids, attention_mask and labels of shape (B, T), and targets with one row per token.
-    Padding tokens have the label -100, and all their slots are masked.
+    It has input_ids, attention_mask and labels of shape (B, T), and targets with one row per token.
+    Padding tokens have the label -100 and masked slots.
     """
     checks.some_documents(documents)
     lengths = torch.tensor([len(tokens) for tokens, _ in documents])
     first = torch.cumsum(lengths, 0) - lengths
     place = torch.arange(int(lengths.max()))
     is_token = place < lengths[:, None]
-    # `pad_token` is appended after the tokens of all documents, and an empty row is appended after
-    # their rows. Both have the index `lengths.sum()`, and `at` is this index at padding positions.
+    # `pad_token` and an empty row follow the tokens and rows of all documents, at `lengths.sum()`.
     at = torch.where(is_token, first[:, None] + place, lengths.sum())
     tokens = torch.cat([*(tokens for tokens, _ in documents), torch.tensor([pad_token])])[at]
     rows = [targets for _, targets in documents]

@@ -11,14 +11,12 @@ _HEADER_BYTES = 1 << 16
 
 
 def refuse(where: object, rule: str, got: str) -> NoReturn:
-    """Raises an error about the file or folder `where`."""
     raise ValueError(
         f"{os.fspath(where) if isinstance(where, os.PathLike) else where} must {rule}, got {got}."
     )
 
 
 def header_fields(where: object, text: str | bytes, kind: type) -> dict:
-    """Returns the fields of a JSON header. Raises if a field is missing, unknown or invalid."""
     try:
         fields = json.loads(text) if len(text) <= _HEADER_BYTES else None
     except (ValueError, RecursionError):
@@ -34,11 +32,7 @@ def header_fields(where: object, text: str | bytes, kind: type) -> dict:
 
 
 def same_header(where: object, got: Any, want: Any, of: object, advice: str = "") -> None:
-    """Checks that the header `got` equals the header `want`.
-
-    `where` is the file or store with the header `got`. `of` is the file, store or writer with the
-    header `want`. The error message names `where` and `of`.
-    """
+    """Checks that the header `got` of `where` equals the header `want` of `of`."""
     for field in dataclasses.fields(want):
         expected, value = getattr(want, field.name), getattr(got, field.name)
         if expected != value:
@@ -76,7 +70,6 @@ def same_store(path: Any, same: bool) -> None:
 
 
 def shard_format(path: Any, metadata: dict, form: str, versions: tuple[str, ...]) -> str:
-    """Returns the version of a shard's format. Raises if the format or version is unknown."""
     stored = metadata.get("format"), metadata.get("version")
     if stored[0] != form or stored[1] not in versions:
         known = " or ".join(map(repr, versions))
@@ -89,7 +82,6 @@ def shard_format(path: Any, metadata: dict, form: str, versions: tuple[str, ...]
 
 
 def shard_columns(path: Any, entries: dict, wanted: dict) -> None:
-    """Checks the names, dtypes and shapes of the columns in a shard."""
     if entries.keys() != wanted.keys():
         refuse(path, f"hold the columns {', '.join(sorted(wanted))}", repr(sorted(entries))[:200])
     for name, (dtype, shape) in wanted.items():
@@ -143,10 +135,7 @@ def shard_starts(path: Any, starts: Tensor, tokens: int) -> None:
 
 
 def shard_slots(path: Any, slots: Tensor, lengths: dict[str, tuple[int, int]]) -> None:
-    """Checks the column `slots` of sampled targets.
-
-    For each column of ids, `lengths` holds the actual length and the expected length.
-    """
+    """Checks the column `slots`. `lengths` has each column's actual and expected length."""
     if int(slots[0]) != 0 or not bool((slots[1:] >= slots[:-1]).all()):
         refuse(path, "have slots that start at 0 and never decrease", "other slots")
     for name, (got, want) in lengths.items():

@@ -1,7 +1,4 @@
-"""Finds the files in a store's folder, and reads and writes store.json.
-
-store/format.py lists the files.
-"""
+"""Finds the files in a store's folder (store/format.py), and reads and writes store.json."""
 
 import os
 import re
@@ -19,7 +16,6 @@ JOURNAL = re.compile(r"(0|[1-9][0-9]*)\.journal")
 
 
 def header_of(path: Path) -> Header:
-    """Reads the header of the store in a folder."""
     file_checks.is_store(path)
     file = path / "store.json"
     with open(file, "rb") as f:
@@ -29,8 +25,7 @@ def header_of(path: Path) -> Header:
 def write_header(path: Path, header: Header) -> Header:
     """Writes store.json if it does not exist, and returns the header in store.json.
 
-    A lock keeps several writers from creating the file at the same time. A lock is used instead of
-    a hard link, because some file systems have no hard links.
+    A lock keeps several writers apart, not a hard link, which some file systems lack.
     """
     file = path / "store.json"
     if not file.exists():
@@ -43,7 +38,7 @@ def write_header(path: Path, header: Header) -> Header:
 
 
 def _write(file: Path, text: str) -> None:
-    """Writes a file atomically. After the call, the file survives a loss of power."""
+    """Writes a file atomically and durably."""
     unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
     try:
         with open(unfinished, "w") as f:
@@ -57,7 +52,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def created(path: Path) -> None:
-    """Creates the folder of a store. The created folder survives a loss of power."""
+    """Creates the folder of a store durably."""
     file_checks.folder(path)
     if not path.exists():
         path.mkdir(parents=True, exist_ok=True)
@@ -69,24 +64,17 @@ def shard_path(path: Path, rank: int | str, number: int) -> Path:
 
 
 def shard_files(path: Path) -> list[Path]:
-    """Returns the shards in a folder, sorted by name.
-
-    Raises if a safetensors file is not named RANK-NUMBER.safetensors.
-    """
+    """The shards in a folder, sorted by name. Raises for other safetensors files."""
     return [file for file, _ in _named(path, "*.safetensors", SHARD, "RANK-NUMBER.safetensors")]
 
 
 def last_number(path: Path, rank: int) -> int:
-    """Returns the number of a rank's last shard, or -1 if the rank has no shards."""
     found = _named(path, "*.safetensors", SHARD, "RANK-NUMBER.safetensors")
     return max((int(name[2]) for _, name in found if int(name[1]) == rank), default=-1)
 
 
 def journals(path: Path) -> list[tuple[Path, int]]:
-    """Returns the path and the rank of each journal in a folder.
-
-    Raises if a .journal file is not named RANK.journal.
-    """
+    """The path and the rank of each journal in a folder. Raises for other .journal files."""
     found = _named(path, "*.journal", JOURNAL, "RANK.journal")
     return [(file, int(name[1])) for file, name in found]
 

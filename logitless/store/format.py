@@ -11,17 +11,12 @@ A store is a folder:
     store.index              a list of the shards, for readers of a remote store (store/listing.py)
     store-HASH.lookup        the index of all shards, for readers of a remote store
 
-RANK is the number of a writer, or 0 if there is only one writer. NUMBER is the number of a shard,
-written with at least six digits.
+RANK is the number of a writer, 0 if there is only one. NUMBER has at least six digits.
 
-A shard is a safetensors file (targets/safetensors.py). Bytes 0-7 hold the length n of a JSON
-header, and the next n bytes hold the header. The tensors follow, widest dtype first. The
-`data_offsets` in the header give the place of each tensor, counted from the end of the header. The
-metadata of a shard holds the name and the version of the format, the store's header and a SHA-256
-of the tensors.
-
-Let a shard have D documents with T tokens in total, K slots (stored ids) per token, and ids of b
-bits. The shard has these tensors:
+A shard is a safetensors file (targets/safetensors.py), tensors with the widest dtype first. Its
+metadata holds the name and the version of the format, the store's header and a SHA-256 of the
+tensors. With D documents of T tokens in total, K slots (stored ids) per token and ids of b bits, it
+has these tensors:
 
     starts      I64 (D + 1)       first token of each document; the last entry is T
     index.hash  I64 (E)           sorted hashes of the documents' prefixes        (store/index.py)
@@ -36,48 +31,39 @@ bits. The shard has these tensors:
     crc         U8  (4 · B)       CRC-32 of each block of 4,096 bytes of the tensors above, in
                                   the order of the file                           (store/blocks.py)
 
-A larger code means a smaller probability. The codes of a row are in ascending order, because the
-slots are sorted from the largest to the smallest probability. For codes up to 223, units(code) is
-the code itself. For codes from 223 to 253, units(code) is (223 · 2^(0.4 · (code - 223))). Code 254
-means p = 0, and code 255 means an empty slot (store/rows.py).
+A larger code means a smaller probability, and the codes of a row ascend, because its slots are
+sorted. Up to 223, units(code) is the code itself; up to 253, it is 223 · 2^(0.4 · (code - 223)).
+Code 254 means p = 0, and code 255 an empty slot (store/rows.py).
 
 With values="f16", there is no `step`, and `codes` has this form:
 
     codes       F16 (T, K - 1)    log p is top - code; inf means p = 0, NaN means an empty slot
 
-With values="counts", the store holds sampled targets (`capture_sampled`), and K is the number n of
-draws per token. The rows of a shard have different lengths. Let S be the number of distinct ids of
-all rows. The columns `top`, `tail`, `step` and `codes` do not exist. The shard has these columns
-instead:
+With values="counts", the store holds sampled targets (`capture_sampled`), K is the number n of
+draws per token, and S the number of distinct ids of all rows. Instead of `top`, `tail`, `step` and
+`codes`, the shard has these columns:
 
     slots       I64 (D + 1)       first slot of each document; the last entry is S
     ids.W       (S · W / 8)       the distinct ids of all rows, packed; ascending within a row
     draws       U8  (T, n / 8)    bit j is 1 if draw j is the first draw of its id; the draws of a
                                   row are sorted by id                          (store/counts.py)
 
-Bit j of a row is in the byte with the index floor(j / 8). Within a byte, bits are counted from the
-lowest bit. All bits of a row without slots are 0.
+Bit j of a row is bit j mod 8, from the lowest, of byte floor(j / 8). All bits of a row without
+slots are 0.
 
-An integer of b bits is cut into fields of 32, 16, 8, 4, 2 or 1 bits. Each integer packs several bit
-fields, whose widths add up to b. The widest field holds the lowest bits of the integer. The fields
-of one width W form one tensor of dtype U32, U16 or U8. If W is below 8, one byte holds the fields
-of 8 / W integers. The field of the first integer is in the lowest bits. So a field narrower than 8
-bits never crosses a byte boundary. For example, an id of 18 bits takes a U16 and a quarter of a
-byte.
+An integer of b bits is cut into fields of 32, 16, 8, 4, 2 or 1 bits, whose widths add up to b; the
+widest field holds the lowest bits. The fields of one width W form one tensor of dtype U32, U16 or
+U8. If W is below 8, one byte holds the fields of 8 / W integers, the first in the lowest bits. An
+id of 18 bits takes a U16 and a quarter of a byte.
 
-At K = 64 and V = 151,936, each token takes 218.25 bytes. The 64 ids of 18 bits take 128 + 16 bytes,
-and the codes take 63 bytes. The columns `top`, `tail` and `step` take 9 bytes, and the token itself
-takes 2.25 bytes. Checksums add 1 byte per 1,024 bytes. Each document takes 8 bytes for its start
-and 12 bytes per index entry.
+At K = 64 and V = 151,936, a token takes 218.25 bytes: 144 for the ids, 63 for the codes, 9 for
+`top`, `tail` and `step`, and 2.25 for itself. A row of sampled targets with m distinct ids takes
+ceil(n / 8) + (m + 1) b / 8 bytes. A document adds 8 bytes (16 if sampled) and 12 per index entry,
+and checksums 1 byte per 1,024.
 
-With values="counts", a token with m distinct ids takes ceil(n / 8) + (m + 1) b / 8 bytes. Checksums
-also add 1 byte per 1,024 bytes. At n = 50, V = 151,936 and m = 15, each token takes 43.04 bytes.
-Each document takes 16 bytes for its start and its first slot.
-
-Shards of version 1 can be read too. Version 1 has no `crc`, so only `verify` and `merge` detect a
-changed byte. In version 1, every code c up to 253 means c units. Readers ignore the stored index of
-version 1, and compute the index from the tokens instead. `merge` rewrites shards of version 1 as
-version 2.
+Shards of version 1 have no `crc`, so only `verify` and `merge` detect a changed byte; every code c
+up to 253 means c units; and the index is computed from the tokens, not read. `merge` rewrites them
+as version 2.
 """
 
 import functools
@@ -95,7 +81,7 @@ FORMAT, VERSION, OLDER = "logitless.store", "2", ("1",)
 BLOCK = 4096  # bytes per checksum
 DISTINCT = 0.3  # assumed number of distinct ids per draw, for estimates of a store's size
 WIDTHS = {32: torch.uint32, 16: torch.uint16, 8: torch.uint8, 4: None, 2: None, 1: None}
-# Fields are computed in signed dtypes, because PyTorch lacks many operations on uint32 and uint16.
+# Fields are computed in signed dtypes, because uint32 and uint16 lack many operations.
 SIGNED = {32: torch.int32, 16: torch.int16}
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 Table = dict[str, Tensor]  # one tensor per column; all columns have the same number of rows
@@ -133,7 +119,7 @@ class Header:
 
     @property
     def sampled(self) -> bool:
-        """Whether the rows are sampled targets. Such rows hold counts of draws."""
+        """Whether the rows are sampled targets, which hold counts of draws."""
         return self.values == "counts"
 
     @property
@@ -142,27 +128,25 @@ class Header:
         return "draws" if self.sampled else "top"
 
     def layout(self) -> Layout:
-        """Returns, for each column in memory, the dtype and the shape of one row.
+        """The dtype and the shape of one row of each column in memory.
 
-        With values="u8" and "f16", the columns of a shard have the same dtypes and shapes. With
-        values="counts", the columns of a shard differ from the columns in memory (store/counts.py).
+        A shard has the same columns, except with values="counts" (store/counts.py).
         """
         return _layout(self)
 
     def sizes(self) -> dict[str, int]:
-        """Returns the number of bytes that one row takes in each column."""
+        """The bytes of one row in each column."""
         return _sizes(self)
 
     def row_bytes(self) -> int:
-        """Returns the number of bytes that one row takes in memory."""
+        """The bytes of one row in memory."""
         return sum(self.sizes().values())
 
     def token_bytes(self, distinct: float | None = None) -> float:
-        """Returns the number of bytes that a token and its row take in a shard, with checksums.
+        """The bytes of a token and its row in a shard, with checksums, without `starts` and index.
 
-        With values="counts", `distinct` is the mean number of distinct ids per row. The default is
-        DISTINCT times the number of draws. The result does not include the columns `starts`,
-        `slots`, `index.hash` and `index.doc`.
+        With values="counts", `distinct` is the mean number of distinct ids per row, by default
+        DISTINCT times the number of draws.
         """
         row = self.row_bytes()
         if self.sampled:
@@ -194,24 +178,17 @@ def _sizes(header: Header) -> dict[str, int]:
     }
 
 
-# Packing of integers
-
-
 def widths(bits: int) -> list[tuple[int, torch.dtype | None]]:
-    """Returns (width, dtype) for each field of an integer with `bits` bits, widest field first.
-
-    The dtype is None for a width below 8 bits.
-    """
+    """(width, dtype) of each field of an integer with `bits` bits, widest first; None below 8."""
     return [(width, dtype) for width, dtype in WIDTHS.items() if bits & width]
 
 
 def packed_length(n: int, width: int) -> int:
-    """Returns the number of tensor elements that hold n fields of `width` bits."""
     return n if width >= 8 else -(-n * width // 8)
 
 
 def pack(x: Tensor, bits: int) -> dict[int, Tensor]:
-    """Cuts each integer of `x`, of shape (..., n), into fields. Returns one tensor per width."""
+    """Cuts each integer of `x`, of shape (..., n), into fields, one tensor per width."""
     fields, shift = {}, 0
     for width, dtype in widths(bits):
         field = x >> shift & (1 << width) - 1
@@ -225,7 +202,7 @@ def pack(x: Tensor, bits: int) -> dict[int, Tensor]:
 
 
 def unpack(fields: Mapping[int, Tensor], integers: Tensor) -> None:
-    """Inverts `pack`, and writes the integers into the tensor `integers` of shape (..., n)."""
+    """Inverts `pack` into `integers`, of shape (..., n)."""
     shift = 0
     for width, field in fields.items():
         if width < 8:
@@ -240,7 +217,7 @@ def unpack(fields: Mapping[int, Tensor], integers: Tensor) -> None:
 
 
 def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tensor:
-    """Cuts each byte into fields of `width` bits, and shifts the fields left by `shift` bits."""
+    """Cuts each byte into fields of `width` bits, shifted left by `shift` bits."""
     fields = _fields_of_byte(width, shift, dtype)
     found = fields.index_select(0, field.flatten().int())
     return found.view(dtype).view(*field.shape[:-1], field.shape[-1] * (8 // width))
@@ -248,11 +225,10 @@ def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tens
 
 @functools.lru_cache
 def _fields_of_byte(width: int, shift: int, dtype: torch.dtype) -> Tensor:
-    """Returns a table (256, 8 / width). Row b holds the fields of byte b, shifted left by `shift`.
+    """A table (256, 8 / width). Row b holds the fields of byte b, shifted left by `shift`.
 
-    A row of 8 bytes is returned as one int64 number, and a row of 16 bytes as one complex128
-    number. `index_select` of single numbers is twice as fast as `index_select` of rows. The caller
-    converts the selected numbers back with `view(dtype)`.
+    A row of 8 bytes is one int64 number, and a row of 16 bytes one complex128 number, because
+    `index_select` of numbers is twice as fast as of rows. The caller views them as `dtype` again.
     """
     fields = torch.arange(256)[:, None] >> torch.arange(0, 8, width) & (1 << width) - 1
     fields = (fields << shift).to(dtype)

@@ -1,14 +1,13 @@
 """Reads documents and targets from the output of the inference servers vLLM and SGLang.
 
-In the output of both servers, entry t is the predicted distribution of token t. Entry 0 of a prompt
-is None. Row i of a store is the distribution of token i + 1, so row i is the server's entry i + 1.
-A row is masked if the server returned no entry for the row. The row of a document's last token is
-usually masked. If the log-probabilities of the prompt were not requested, the rows of the prompt
-are masked too, except the row of the prompt's last token. This row is entry 0 of the completion.
+In both outputs, entry t is the predicted distribution of token t, and entry 0 of a prompt is None.
+Row i of a store is the distribution of token i + 1, so it is the server's entry i + 1. A row
+without an entry is masked, usually the row of the last token. If the log-probabilities of the
+prompt were not requested, its rows are masked too, except the last, which is entry 0 of the
+completion.
 
-vLLM adds token t to entry t if token t is not among the k most probable tokens. So entry t of
-vLLM's output always contains token t. If entry t does not contain token t, the entry belongs to
-another token or to another prompt, and an error is raised.
+vLLM adds token t to entry t if it is not among the k most probable tokens. An entry without its
+token therefore belongs to another token or another prompt, and raises an error.
 """
 
 import math
@@ -31,11 +30,7 @@ VLLM_ID = "token_id:"
 
 
 class Part(NamedTuple):
-    """The tokens and entries of a prompt or of a completion.
-
-    `tokens` is None if the output contains no tokens. `entries` is None if the output contains no
-    entries.
-    """
+    """A prompt or a completion. What the output does not contain is None."""
 
     name: str  # name of the entries in error messages
     tokens: Sequence[Any] | None
@@ -56,15 +51,14 @@ def from_vllm(
     `output` is a RequestOutput, or the JSON of a server. `tokens` are the token ids of the prompt,
     and can be omitted if the output contains `prompt_token_ids`.
 
-    If the output has `prompt_logprobs`, the document is the prompt. Without `prompt_logprobs`, the
-    document is the prompt followed by the completion. In this case, the rows of the prompt are
-    masked, except the row of the prompt's last token. This row describes the first token of the
-    completion. With `completion=True`, the document always includes the completion. With
-    `completion=False`, the document is only the prompt. If there are several completions, `choice`
-    is the number of the completion to use.
+    If the output has `prompt_logprobs`, the document is the prompt. Otherwise it is the prompt
+    followed by the completion, and the rows of the prompt are masked, except the last, which
+    describes the first token of the completion. `completion=True` always includes the completion,
+    and `completion=False` never does. `choice` is the number of the completion, if there are
+    several.
 
-    vLLM returns at most 20 log-probabilities per token by default. To get k log-probabilities,
-    start vLLM with `max_logprobs=k`.
+    vLLM returns at most 20 log-probabilities per token, unless it is started with
+    `max_logprobs=k`.
 
     >>> for output in llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=64)):
     ...     writer.add(*from_vllm(output, k=64))
@@ -78,7 +72,6 @@ def from_vllm(
 def vllm_document(
     output: Any, tokens: Sequence[int] | None, completion: bool | None, choice: int
 ) -> "Document":
-    """Returns the document of `from_vllm`, as lists instead of tensors."""
     inner = _chosen(output, choice)
     entries = _first_of("prompt_logprobs", inner, output)
     if tokens is None:
@@ -103,11 +96,10 @@ def from_sglang(
 ) -> tuple[Tensor, SparseTargets]:
     """Returns the tokens and targets of a document from SGLang's JSON, like `from_vllm`.
 
-    The request must set `return_logprob` and `top_logprobs_num=k`. To store rows of the prompt, the
-    request must also set `logprob_start_len=0`. `tokens` are the ids of the prompt, and can be
-    omitted if the output has `input_token_logprobs`. `completion` has the same meaning as in
-    `from_vllm`. The completion's entries are in `output_top_logprobs`. `choice` must be 0, because
-    SGLang returns several completions as several outputs.
+    The request must set `return_logprob` and `top_logprobs_num=k`, and `logprob_start_len=0` to
+    store rows of the prompt. `tokens` are the ids of the prompt, and can be omitted if the output
+    has `input_token_logprobs`. The completion's entries are in `output_top_logprobs`. `choice` must
+    be 0, because SGLang returns several completions as several outputs.
     """
     checks.slots(k)
     return _tensors(sglang_document(output, tokens, completion, choice), k)
@@ -116,7 +108,6 @@ def from_sglang(
 def sglang_document(
     output: Any, tokens: Sequence[int] | None, completion: bool | None, choice: int
 ) -> "Document":
-    """Returns the document of `from_sglang`, as lists instead of tensors."""
     checks.is_choice(choice, 1)
     info = _get(output, "meta_info") or output
     own, top = _get(info, "input_token_logprobs"), _get(info, "input_top_logprobs")
@@ -134,7 +125,7 @@ READERS = {"vllm": vllm_document, "sglang": sglang_document}
 
 
 def choices_of(output: Any) -> int:
-    """Returns the number of completions in an output, or 1 if the output has no completions."""
+    """The number of completions in an output, or 1."""
     several = _get(output, "choices") or _get(output, "outputs")
     return max(1, len(several)) if isinstance(several, Sequence) else 1
 
@@ -148,7 +139,6 @@ def _first_of(name: str, *things: Any) -> Any:
 
 
 def _chosen(output: Any, choice: int) -> Any:
-    """Returns completion number `choice` from a server's JSON or from a RequestOutput."""
     name = "choices" if _get(output, "choices") is not None else "outputs"
     several = _get(output, name)
     if several is None:
@@ -159,10 +149,7 @@ def _chosen(output: Any, choice: int) -> Any:
 
 
 def _of_api(logprobs: Any) -> Any:
-    """Returns the entries from the field `logprobs` of an OpenAI-compatible server.
-
-    The field has different forms for completions and for chats.
-    """
+    """The entries in the field `logprobs` of an OpenAI-compatible server, in both forms."""
     if not isinstance(logprobs, Mapping):
         return logprobs
     content = logprobs.get("content")
@@ -178,7 +165,6 @@ def _of_api(logprobs: Any) -> Any:
 
 
 def _ids_of_api(logprobs: Any) -> list[int] | None:
-    """Returns the token ids of a completion from the `logprobs` of an OpenAI-compatible server."""
     if not isinstance(logprobs, Mapping):
         return None
     content = logprobs.get("content")
@@ -187,10 +173,9 @@ def _ids_of_api(logprobs: Any) -> list[int] | None:
 
 
 def _entries(name: str, entries: Any) -> list[Entry] | None:
-    """Returns vLLM's entries as {id: logprob}.
+    """vLLM's entries as {id: logprob}.
 
-    An entry of vLLM's output maps each id to a number, to an object with the attribute `logprob`,
-    or to a dict with the key "logprob".
+    An entry maps each id to a number, or to an object or dict with `logprob`.
     """
     if entries is None or (isinstance(entries, Sequence) and not entries):
         return None
@@ -211,10 +196,9 @@ def _by_id(name: str, place: int, entry: Any) -> dict[int, float]:
 
 
 def _by_id_in_json(entry: dict) -> dict[int, float] | None:
-    """Returns {id: log-probability} for an entry in the usual JSON form.
+    """{id: log-probability} of an entry in the usual JSON form, or None if it has another form.
 
-    Returns None if the entry has another form. This function is fast, because it checks all numbers
-    of an entry at once. Checking each number separately takes several times as long.
+    All numbers are checked at once, which is several times as fast as one by one.
     """
     try:
         ids, logprobs = list(entry), list(entry.values())
@@ -230,10 +214,7 @@ def _by_id_in_json(entry: dict) -> dict[int, float] | None:
 
 
 def _are_logprobs(values: list) -> bool:
-    """Returns whether all values are floats and the sum of the values is not NaN.
-
-    The sum is NaN if a value is NaN, and also if the values include both inf and -inf.
-    """
+    """Whether all values are floats and their sum is not NaN (a NaN, or both inf and -inf)."""
     return set(map(type, values)) == {float} and not math.isnan(sum(values))
 
 
@@ -249,11 +230,9 @@ def _id(name: str, value: Any) -> int:
 
 
 def _of_sglang(name: str, own: Any, top: Any) -> list[Entry] | None:
-    """Returns SGLang's entries as {id: logprob}.
+    """SGLang's entries, lists of (logprob, id, text), as {id: logprob}.
 
-    In SGLang's output, an entry is a list of (logprob, id, text). `own[t]` holds the
-    log-probability and the id of token t. If entry t does not contain token t, the id and the
-    log-probability in `own[t]` are added to entry t.
+    `own[t]` holds the log-probability and the id of token t. It is added to entry t if missing.
     """
     if top is None:
         return None
@@ -282,15 +261,12 @@ def _own(name: str, pair: Any) -> tuple[Any, Any]:
 
 
 class Document(NamedTuple):
-    """The tokens of a document, and the server's entry for each row of the document."""
-
     name: str  # name of the entries in error messages
     tokens: list[int]
     rows: list[Entry]
 
 
 def _document(prompt: Part, generated: Part, completion: bool | None) -> Document:
-    """Builds the document. Row i of the document is the server's entry i + 1."""
     completion = prompt.entries is None if completion is None else completion
     checks.server_output(prompt, generated, completion)
     tokens = _ids("prompt_token_ids", prompt.tokens)
@@ -316,10 +292,9 @@ def _tensors(document: Document, k: int) -> tuple[Tensor, SparseTargets]:
 
 
 def tensors_of(documents: Sequence[Document], k: int) -> tuple[Tensor, list[int], SparseTargets]:
-    """Returns the arguments of `Writer.extend` for several documents: tokens, starts and targets.
+    """The arguments of `Writer.extend` for several documents: tokens, starts and targets.
 
-    Each row has k slots. If an entry has fewer than k ids, the other slots of its row are masked.
-    If a row has no entry, all slots of the row are masked.
+    Slots beyond the ids of an entry are masked, and all slots of a row without an entry.
     """
     tokens, ids, logprobs = array("q"), array("q"), array("d")
     try:

@@ -1,25 +1,14 @@
 """The index of a shard holds hashes of prefixes of the shard's documents.
 
-The prefix of length n of a document is its first n tokens. Each entry of the index holds the hash
-of a prefix, and the number of one document that has this prefix. Every document has an entry for
-each of these lengths:
+The prefix of length n of a document is its first n tokens. An entry of the index holds the hash of
+a prefix and the number of one document that has it. Every document has an entry for its whole
+length, for each of 1, 4, 16, 64, ... below it, and for l + 1 if another document of the shard
+shares exactly the first l tokens: there the two prefixes differ, and so do their hashes. Documents
+share the entry of a common prefix; if one of them is exactly as long, the entry holds its number. A
+search (store/lookup.py) compares only the tokens of the candidates that the hashes give.
 
-    the whole length of the document,
-    each of 1, 4, 16, 64, ... that is below the length of the document,
-    l + 1 if another document of the shard shares exactly the first l tokens.
-
-All documents with the same prefix share one entry for this prefix. If one of these documents is
-exactly as long as the prefix, the entry holds the number of this document. If two documents share
-exactly their first l tokens, their prefixes of length l + 1 differ in the last token. So the two
-prefixes have different hashes. A search (store/lookup.py) finds candidates by their hashes, and
-then compares only the tokens of these candidates.
-
-The hash of tokens[a:b] is computed from the length b - a and from this sum mod 2^64:
-
-    Σ (tokens[i] + 1) · BASE^(i - a)    for i from a to b - 1
-
-The hashes of all ranges [a, b) are computed from the same cumulative sums, so one pass over the
-tokens is enough.
+The hash of tokens[a:b] comes from its length and from Σ (tokens[i] + 1) · BASE^(i - a) mod 2^64, so
+one cumulative sum gives the hashes of all ranges.
 """
 
 import functools
@@ -36,8 +25,6 @@ MIX = 0x2545F4914F6CDD1D
 
 
 class Hashes:
-    """Computes the hashes of ranges within one sequence of tokens."""
-
     def __init__(self, tokens: Tensor):
         n = len(tokens)
         powers, inverse = _powers(1 << n.bit_length())
@@ -52,7 +39,7 @@ class Hashes:
 
 
 def hash_of(tokens: list[int]) -> int:
-    """Computes the hash of a list of tokens. For short lists, `hash_of` is faster than `Hashes`."""
+    """The hash of a list of tokens, for short lists faster than `Hashes`."""
     h = 0
     for token in reversed(tokens):
         h = h * BASE + token + 1 & 2**64 - 1
@@ -62,13 +49,12 @@ def hash_of(tokens: list[int]) -> int:
 
 
 def _signed(h: int) -> int:
-    """Returns the number in [-2^63, 2^63) that is congruent to h mod 2^64."""
     return (h + 2**63 & 2**64 - 1) - 2**63
 
 
 @functools.lru_cache(maxsize=4)
 def _powers(n: int) -> tuple[Tensor, Tensor]:
-    """Returns BASE^0, ..., BASE^n and the inverses of these powers, mod 2^64."""
+    """BASE^0, ..., BASE^n and the inverses of these powers, mod 2^64."""
     powers = torch.tensor([[BASE], [INVERSE]]).repeat(1, n + 1)
     powers[:, 0] = 1
     first, second = powers.cumprod(-1)
@@ -76,7 +62,7 @@ def _powers(n: int) -> tuple[Tensor, Tensor]:
 
 
 def beginnings(longest: int) -> list[int]:
-    """Returns the powers of 4 below `longest`, in descending order. The list always includes 1."""
+    """The powers of 4 below `longest`, and always 1, in descending order."""
     lengths = [1]
     while lengths[-1] * 4 < longest:
         lengths.append(lengths[-1] * 4)
@@ -84,7 +70,6 @@ def beginnings(longest: int) -> list[int]:
 
 
 def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the columns index.hash and index.doc of a shard."""
     hashed = Hashes(tokens)
     order = _sorted(tokens, starts)
     begin, lengths = starts[:-1][order], starts.diff()[order]
@@ -98,16 +83,13 @@ def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         entries.append((first, torch.full_like(first, n)))
     entries += [(places[1:], shared + 1), (places[:-1], shared + 1)]
     place, length = (torch.cat(column) for column in zip(*entries, strict=True))
-    # Entries that are longer than their document are removed. Such entries occur if a whole
-    # document is a prefix of another document. Then (shared + 1) is larger than the length of the
-    # shorter document.
+    # Where a whole document is a prefix of another, `shared + 1` exceeds the shorter one.
     within = length <= lengths[place]
     place, length = place[within], length[within]
     hashes, by_hash = hashed(begin[place], length).sort(stable=True)
     place, length = place[by_hash], length[by_hash]
-    # If several entries have the same hash, only the first entry is kept. The sort is stable, and
-    # `entries` lists whole documents first. So an entry for a whole document takes precedence over
-    # the other entries.
+    # Of several entries with one hash, the first is kept: the sort is stable, and whole documents
+    # come first in `entries`, so they take precedence.
     kept = torch.ones(len(hashes), dtype=torch.bool)
     kept[1:] = hashes[1:] != hashes[:-1]
     place, length = place[kept], length[kept]
@@ -117,8 +99,7 @@ def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sorted(tokens: Tensor, starts: Tensor) -> Tensor:
-    """Sorts documents by their tokens, so that documents with the same prefix are adjacent."""
-    # The bytes are big-endian, because big-endian bytes sort in the same order as the tokens.
+    # Big-endian bytes sort in the same order as the tokens.
     digits = tokens[:, None] >> torch.tensor([24, 16, 8, 0]) & 255
     digits = digits.to(torch.uint8)  # keeps the tensor alive while `buffer` uses its memory
     data = bytes(buffer(digits))
@@ -128,10 +109,7 @@ def _sorted(tokens: Tensor, starts: Tensor) -> Tensor:
 
 
 def _shared(hashed: Hashes, begin: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the number of first tokens that each document shares with the next document.
-
-    `begin` and `lengths` describe the documents in sorted order. Each number is found by bisection.
-    """
+    """The number of first tokens that each sorted document shares with the next, by bisection."""
     low = torch.zeros(len(begin) - 1, dtype=torch.int64)
     high = torch.minimum(lengths[:-1], lengths[1:])
     while bool((low < high).any()):

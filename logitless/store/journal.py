@@ -9,22 +9,17 @@
     8 n bytes     the tokens
     ...           the rows, column by column, encoded as in a shard (store/format.py)
 
-`Writer.add` does not encode the rows of a short document whose targets are on the CPU. The rows of
-such documents are encoded together when their shard is written. In the record of such a document, k
-is at least 1, and the rows have this form:
+`Writer.add` does not encode the rows of a short document whose targets are on the CPU; they are
+encoded together when their shard is written. The rows of such a record, whose k is at least 1, are:
 
     8 n k bytes   ids; negative if the slot is masked
     4 n k bytes   log-probabilities, fp32
     4 n bytes     tails, fp32; NaN if the targets have no tail
 
-If a writer is killed, the last record of its journal can be too short or have a wrong checksum.
-Recovery deletes such a record from the end of the journal, and ignores any other record with a
-wrong checksum. A writer can also be killed after it wrote the shard and before it cleared the
-journal. Then the same documents are in the shard and in the journal. Recovery ignores documents
-that are already in a shard.
-
-In memory, a writer keeps only a digest of each document and the document's offset in the journal.
-So the memory that a writer needs does not depend on the lengths of the documents.
+If a writer is killed, the last record can be too short or have a wrong checksum. Recovery cuts such
+a record off, and ignores any other with a wrong checksum, and documents that are already in a
+shard: the writer may have been killed between writing the shard and clearing the journal. In
+memory, a writer keeps only a digest and the offset of each document, whatever its length.
 """
 
 import mmap
@@ -69,17 +64,15 @@ class Journal:
         self.places = array("Q")  # byte offsets of the records that belong to the next shard
 
     def __len__(self) -> int:
-        """The number of documents in the journal."""
         return len(self.places)
 
     def recover(
         self, known: Callable[[Tensor, Tensor], Iterable[bool]], keep: Callable[[Tensor], None]
     ) -> None:
-        """Finds the undamaged records, and cuts off all bytes after the last undamaged record.
+        """Finds the undamaged records, and cuts off all bytes after the last of them.
 
-        `known(tokens, starts)` returns one bool per document: True if the document is already in
-        the store. The records of these documents are ignored. If a document is not in the store,
-        `keep` is called with its tokens.
+        `known(tokens, starts)` tells, for each document, whether the store has it; these records
+        are ignored. `keep` is called with the tokens of every other document.
         """
         end = os.fstat(self.file).st_size
         start = os.pread(self.file, START, 0)
@@ -103,18 +96,12 @@ class Journal:
         _write(self.file, memoryview(self._start()), 0)
 
     def append(self, tokens: Tensor, starts: Sequence[int], rows: Table) -> None:
-        """Appends several documents. Document i is tokens[starts[i] : starts[i + 1]].
-
-        `rows` are the encoded rows of all tokens. If an error occurs, the file stays unchanged.
-        """
+        """Appends encoded documents. If an error occurs, the file stays unchanged."""
         parts = [rows[name] for name in self.layout if name != "tokens"]
         self._append(tokens, starts, 0, parts)
 
     def append_targets(self, tokens: Tensor, targets: SparseTargets) -> None:
-        """Appends a document without encoding its rows.
-
-        The method `columns` encodes the rows later.
-        """
+        """Appends a document whose rows `columns` encodes later."""
         ids = targets.ids.long()
         if targets.mask is not None:
             ids = ids.masked_fill(targets.mask == 0, -1)
@@ -146,7 +133,6 @@ class Journal:
         self.tokens += starts[-1] - starts[0]
 
     def clear(self, number: int) -> None:
-        """Empties the journal. Documents that are added later belong to shard `number`."""
         self.number = number
         os.ftruncate(self.file, 0)
         self.size = _write(self.file, memoryview(self._start()), 0)
@@ -156,7 +142,7 @@ class Journal:
         return MAGIC + self.number.to_bytes(4, "little")
 
     def columns(self) -> tuple[Tensor, Tensor, Table]:
-        """Returns the tokens, starts and encoded rows of all documents, as columns of a shard."""
+        """The tokens, starts and encoded rows of all documents, as columns of a shard."""
         columns = {name: bytearray(self.tokens * size) for name, size in self.sizes.items()}
         starts, waiting, rows = [0], [], 0
 
@@ -187,7 +173,7 @@ class Journal:
         return table.pop("tokens"), torch.tensor(starts), table
 
     def _encode(self, waiting: "list[_Waiting]", put: Callable) -> None:
-        """Encodes several documents together. All documents must have the same number of slots."""
+        """Encodes several documents with the same number of slots together."""
         if not waiting:
             return
         rows = encoded(_targets(waiting), self.header)
@@ -201,17 +187,11 @@ class Journal:
             a += n
 
     def _length(self, n: int, k: int) -> int:
-        """Returns the size in bytes of a record's tokens and rows. The record has n tokens.
-
-        k is the number of slots per token, or 0 if the rows are encoded.
-        """
+        """The bytes of a record's n tokens and rows of k slots; k is 0 if the rows are encoded."""
         return n * (8 + k * 12 + 4) if k else n * sum(self.sizes.values())
 
     def _complete(self, end: int) -> Iterator[tuple[int, Tensor]]:
-        """Yields the byte offset and the tokens of each undamaged record.
-
-        Sets `self.size` to the end of the last undamaged record.
-        """
+        """Yields the offset and the tokens of each undamaged record, and sets `self.size`."""
         place = self.size
         while len(head := os.pread(self.file, RECORD, place)) == RECORD:
             n, k, checksum = HEAD.unpack(head)
@@ -228,7 +208,7 @@ class Journal:
 
 
 def _in_groups(records: Iterable[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
-    """Yields groups of records. The documents of a group have about AT_ONCE tokens in total."""
+    """Yields groups of documents with about AT_ONCE tokens in total."""
     group, tokens = [], 0
     for record in records:
         group.append(record)
@@ -249,8 +229,6 @@ def _cut(record: bytes, sizes: dict[str, int]) -> dict[str, bytes]:
 
 
 class _Waiting(NamedTuple):
-    """A document whose rows are not encoded yet."""
-
     first: int  # the document's first row in the shard
     n: int
     k: int
@@ -258,10 +236,7 @@ class _Waiting(NamedTuple):
 
 
 def _runs(waiting: list[_Waiting]) -> Iterator[tuple[int, int, list[_Waiting]]]:
-    """Groups documents whose rows are adjacent in the shard.
-
-    Yields the first row, the number of rows and the documents of each group.
-    """
+    """Groups documents whose rows are adjacent: first row, number of rows, documents."""
     group: list[_Waiting] = []
     for one in [*waiting, None]:
         if group and (one is None or one.first != group[-1].first + group[-1].n):
@@ -272,7 +247,6 @@ def _runs(waiting: list[_Waiting]) -> Iterator[tuple[int, int, list[_Waiting]]]:
 
 
 def _targets(waiting: list[_Waiting]) -> SparseTargets:
-    """Returns the joined targets of documents with the same number of slots."""
     k = waiting[0].k
     parts = [
         _cut(w.record, {"tokens": 8 * w.n, "ids": 8 * w.n * k, "logprobs": 4 * w.n * k,
@@ -292,10 +266,7 @@ def _targets(waiting: list[_Waiting]) -> SparseTargets:
 
 
 def _write(file: int, data: memoryview, place: int) -> int:
-    """Writes all data at the offset `place`, and returns the offset after the data.
-
-    Calls pwrite repeatedly, because one call can write only a part of the data.
-    """
+    """Writes all data at the offset `place`, because one pwrite may write only a part of it."""
     while data:
         done = os.pwrite(file, data, place)
         data, place = data[done:], place + done
@@ -303,7 +274,7 @@ def _write(file: int, data: memoryview, place: int) -> int:
 
 
 def _read(file: int, length: int, place: int) -> bytes:
-    """Reads `length` bytes in pieces of 1 GiB, because one call of pread returns at most 2 GiB."""
+    """Reads in pieces of 1 GiB, because one call of pread returns at most 2 GiB."""
     pieces = []
     while length and (piece := os.pread(file, min(length, 1 << 30), place)):
         pieces.append(piece)
@@ -312,11 +283,7 @@ def _read(file: int, length: int, place: int) -> bytes:
 
 
 def unfinished(path: Path) -> int:
-    """Returns the total size in bytes of the journals whose shard is not written yet.
-
-    The journals belong to open writers or to writers that were killed. The size includes the bytes
-    of a damaged record at the end of a journal.
-    """
+    """Bytes of the journals, open or left by a killed writer, whose shard is not written yet."""
     size = 0
     for journal, rank in journals(path):
         with open(journal, "rb") as file:

@@ -1,19 +1,17 @@
 """The file store.index, which lists the shards of a store and the starts of their documents.
 
 A writer that closes lists all shards in its folder, so that any static server can serve the folder.
-To open a remote store, a reader reads only this file. To find documents by their tokens, a reader
-needs a second file, store-HASH.lookup, which is fetched at the first lookup. Both files are in the
-safetensors format. The file store.index has these tensors:
+A reader opens a remote store with this file alone, and fetches store-HASH.lookup at the first
+lookup by tokens. Both are safetensors files. The tensors of store.index are:
 
     files    U8   JSON with the store's header, and with the name, the size and the SHA-256 of each
                   shard and of the lookup file; each shard also has its number of documents, its
                   number of index entries, and the SHA-256 of its columns (store/shard.py)
     starts   I64  the column `starts` of each shard, one shard after the other   (store/format.py)
 
-The metadata of store.index holds a SHA-256 of both tensors. The lookup file has the tensors
-`index.hash` and `index.doc` of all shards, one shard after the other (store/index.py). HASH is the
-first 16 digits of the SHA-256 of these two tensors. So a new lookup file has a new name, and does
-not replace the file that an older store.index lists.
+The metadata of store.index holds a SHA-256 of both. The lookup file has the tensors `index.hash`
+and `index.doc` of all shards, one shard after the other (store/index.py), and HASH is the first 16
+digits of their SHA-256: a new lookup file does not replace the one that an older store.index lists.
 """
 
 import hashlib
@@ -44,8 +42,6 @@ Hashed = tuple[str, Listed]  # the SHA-256 in a shard's metadata, and the shard'
 
 
 class ListedShard(NamedTuple):
-    """The properties of a shard, from store.index."""
-
     file: Listed
     documents: int
     entries: int  # number of index entries
@@ -55,8 +51,6 @@ class ListedShard(NamedTuple):
 
 @dataclass(frozen=True)
 class Listing:
-    """The content of store.index."""
-
     header: Header
     shards: Sequence[ListedShard]
     lookup: Listed
@@ -67,7 +61,6 @@ class Listing:
 
     @staticmethod
     def of_bytes(where: str, data: bytes) -> "Listing":
-        """Reads and checks the content of store.index."""
         file, tensors = safetensors.from_bytes(where, data)
         checks.index_format(where, file.metadata, FORMAT, VERSION)
         checks.index_digest(where, digest_of(tensors) == file.metadata.get("sha256"))
@@ -85,7 +78,6 @@ class Listing:
         return Listing(header, shards, Listed(*fields["lookup"]))
 
     def write(self, path: Path) -> None:
-        """Writes store.index to a folder."""
         fields = {
             "header": asdict(self.header),
             "shards": [[*s.file, *s[1:4]] for s in self.shards],
@@ -99,7 +91,6 @@ class Listing:
 
 
 def _fields(where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Checks and returns the JSON of the tensor `files`."""
     kinds = {name: (t.dtype, t.dim()) for name, t in tensors.items()}
     wanted = {"starts": (torch.int64, 1), "files": (torch.uint8, 1)}
     checks.index_content(where, kinds == wanted)
@@ -116,10 +107,9 @@ def _fields(where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _is_listed(item: Any, length: int, name: Any) -> bool:
-    """Returns whether `item` is a list of a file name, a size and a SHA-256.
+    """Whether `item` lists name, size and SHA-256, and for a shard two counts and a SHA-256.
 
-    For a shard, the list has three more items: two counts and another SHA-256. The file name must
-    match the pattern `name`, because the file name becomes a part of an address.
+    The name must match `name`, because it becomes a part of an address.
     """
     return (
         isinstance(item, list)
@@ -135,7 +125,7 @@ def _is_listed(item: Any, length: int, name: Any) -> bool:
 def write_listing(folder: Path, header: Header, hashed: Iterable[Hashed]) -> None:
     """Lists all shards of a local folder in its store.index.
 
-    The lookup file of the replaced store.index stays, for readers that have read this store.index.
+    The lookup file of the previous one stays, for readers that have read it.
     """
     with Lock(folder / "store.lock", wait=True):
         old = existing(folder, header)
@@ -149,10 +139,7 @@ def write_listing(folder: Path, header: Header, hashed: Iterable[Hashed]) -> Non
 def listing_of(
     files: Iterable[Path], header: Header, hashed: Iterable[Hashed], into: Path
 ) -> Listing:
-    """Lists shards, and writes store.index and the lookup file to the folder `into`.
-
-    Only shards that are not in `hashed` are hashed.
-    """
+    """Writes store.index and the lookup file of some shards, and hashes those not in `hashed`."""
     known = {(digest, *file[:2]): file for digest, file in hashed}
     shards, hashes, numbers = [], [torch.empty(0, dtype=torch.int64)], []
     for path in files:
@@ -169,7 +156,7 @@ def listing_of(
 
 
 def existing(folder: Path, header: Header) -> Listing:
-    """Returns the listing in a folder, or an empty one if it is missing or invalid."""
+    """The listing in a folder, or an empty one if it is missing or invalid."""
     try:
         return Listing.of_bytes(INDEX, (folder / INDEX).read_bytes())
     except (FileNotFoundError, ValueError):

@@ -9,15 +9,12 @@ from . import file_checks
 
 
 class Lock:
-    """Holds a lock on a file.
+    """Holds a lock on a file until `release`, the end of the `with` block, or its deletion.
 
-    The lock is released by `release`, at the end of a `with` block, or when the object is deleted.
-    The system also releases the lock when the process ends, even if the process is killed. A forked
-    process does not inherit the lock. The forked process closes its copy of the descriptor
-    immediately, because a lock is held as long as any copy of its descriptor is open. If the file
-    is already locked, the constructor raises an error. With `wait=True`, the constructor waits
-    until the file is unlocked instead of raising. Several processes can hold the lock at the same
-    time if all of them pass `shared=True`.
+    If the file is locked already, the constructor raises, or waits with `wait=True`. Processes that
+    all pass `shared=True` hold the lock together. The system releases the lock of a process that
+    ends, even if it is killed. A forked process does not inherit the lock: it closes its copy of
+    the descriptor immediately, because any open copy would keep the lock.
     """
 
     def __init__(self, path: Path, wait: bool = False, shared: bool = False):
@@ -42,7 +39,6 @@ class Lock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this process took the lock. In a forked process, the value is False."""
         return self.owner == os.getpid()
 
     def release(self) -> None:
@@ -55,7 +51,6 @@ class Lock:
         self.release()
 
     def leave(self) -> None:
-        """Closes this process's copy of the descriptor, while the parent process keeps the lock."""
         if self._end.detach() is not None:
             os.close(self.file)
 
@@ -64,8 +59,8 @@ _held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 def _unlock(file: int) -> None:
-    # After a fork by C code, Python does not call `_leave_all`, and the child process still has a
-    # copy of the descriptor `file`. LOCK_UN releases the lock even if such a copy is open.
+    # A fork by C code skips `_leave_all` and leaves the child a copy of the descriptor; LOCK_UN
+    # releases the lock all the same.
     fcntl.flock(file, fcntl.LOCK_UN)
     os.close(file)
 

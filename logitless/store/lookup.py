@@ -1,18 +1,13 @@
 """Finds documents by their tokens.
 
-A document matches at a position in a batch if the next tokens of the batch equal the tokens of the
-document. If the searched range ends before the end of the document, only the tokens up to the end
-of the range are compared. The index (store/index.py) finds candidates by their hashes. Then the
-tokens of each candidate are compared with the batch.
+A document matches at a position in a batch if its tokens follow there, or its first tokens up to
+the end of the searched range. The index (store/index.py) gives candidates by the hashes of
+prefixes, and then tokens are compared.
 
-The *prefix* of length n at a position is the next n tokens of the batch. The search at this
-position looks up the hashes of several prefixes in the index: the next 1, 4, 16, 64, ... tokens,
-and the whole searched range. The longest prefix whose hash is in the index is tried first. Suppose
-that this prefix has n tokens. If several documents of a shard share these n tokens, all prefixes of
-n + 1 to 4 n tokens are looked up too. The index contains such a longer prefix in two cases. In the
-first case, the prefix is a whole document. In the second case, another document shares all tokens
-of the prefix except the last token. The number of comparisons grows with the number of shards, but
-not with the number of documents that share a prefix.
+Looked up are the prefixes of 1, 4, 16, 64, ... tokens at a position and the whole range, and the
+longest hit, of n tokens, is tried first. If several documents of a shard share it, every prefix of
+n + 1 to 4 n tokens is tried too, because the index stores where documents diverge. The number of
+comparisons grows with the number of shards, but not with the documents that share a prefix.
 """
 
 import bisect
@@ -39,14 +34,14 @@ class Match(NamedTuple):
 
 
 class _Beginning(NamedTuple):
-    """A prefix at one position in the batch. The hash of the prefix is in the index."""
+    """A prefix at one position in the batch, whose hash is in the index."""
 
     length: int
     entries: range  # index entries with this hash
 
 
 class _Search(NamedTuple):
-    """A search at one position in the batch, for prefixes of `length` to `upper` tokens."""
+    """A search at one position for prefixes of `length` to `upper` tokens."""
 
     at: int  # index of this position in the list `starts`
     length: int  # the hash of the next `length` tokens is in the index
@@ -55,8 +50,6 @@ class _Search(NamedTuple):
 
 
 class Index:
-    """The merged indices of all shards of a store."""
-
     def __init__(self, shards: Sequence[Any]):
         self.shards: list[Any] = []
         self.first = [0]  # number of each shard's first document, then the number of all documents
@@ -64,7 +57,6 @@ class Index:
         self.add(shards)
 
     def add(self, shards: Sequence[Any]) -> None:
-        """Adds the indices of more shards."""
         hashes, numbers = [self.hashes], [self._numbers]
         for shard in shards:
             of_shard, documents = shard.index()
@@ -75,11 +67,10 @@ class Index:
             self.first.append(first + len(shard))
         self.hashes, order = torch.cat(hashes).sort()
         self._numbers = torch.cat(numbers)[order]
-        # Reading single elements is faster from a memoryview than from a tensor.
+        # A memoryview reads single elements faster than a tensor.
         self.numbers = memoryview(buffer(self._numbers)).cast("B").cast("q")
 
     def document(self, tokens: Tensor) -> Match | None:
-        """Returns the document that has exactly these tokens, or None."""
         if len(tokens) > FEW:
             return self.documents(tokens, torch.tensor([0, len(tokens)]))[0]
         candidates = []
@@ -88,7 +79,7 @@ class Index:
         return _first_that_agree(tokens, [(0, candidates)])[0]
 
     def documents(self, tokens: Tensor, starts: Tensor) -> list[Match | None]:
-        """Returns, for each i, the document with tokens[starts[i] : starts[i + 1]], or None."""
+        """For each i, the document with tokens[starts[i] : starts[i + 1]], or None."""
         lengths, begins = starts.diff(), starts.tolist()
         proposed: list[tuple[int, list[Match]]] = [(begin, []) for begin in begins[:-1]]
         for at, entries in self._hits(Hashes(tokens)(starts[:-1], lengths)):
@@ -100,17 +91,15 @@ class Index:
     def match(
         self, tokens: Tensor, hashes: Hashes, starts: list[int], limits: list[int], whole: bool
     ) -> list[Match | None]:
-        """Returns the longest match at each start, or None if no document matches at this start.
+        """The longest match at each start, or None.
 
-        A match at starts[i] has at most limits[i] tokens. A document longer than this limit matches
-        if its first limits[i] tokens match. If `whole` is True, a document shorter than the limit
-        does not match.
+        A match at starts[i] has at most limits[i] tokens, so a longer document is cut off there. If
+        `whole` is True, a document shorter than the limit does not match.
         """
         matches: list[Match | None] = [None] * len(starts)
         waiting, turn = self._beginnings(hashes, starts, limits), 0
         while waiting:
-            # Each pass of this loop tries one prefix per start. If a pass finds no document at a
-            # start, the next pass tries a shorter prefix at this start.
+            # Each pass tries one prefix per start, and a shorter one if no document agrees.
             searches = []
             for at, of_start in waiting.items():
                 length, entries = of_start[turn]
@@ -121,10 +110,8 @@ class Index:
                 searches, self._proposed(hashes, starts, searches), strict=True
             ):
                 limit = limits[search.at]
-                # Suppose that a document of at least `limit` tokens matches. Then the index has its
-                # prefixes of 1, 4, 16, ... tokens. The search with the longest of these prefixes,
-                # up to `limit` tokens, finds the document. So all other searches ignore documents
-                # of at least `limit` tokens.
+                # A document of at least `limit` tokens has entries for 1, 4, 16, ... tokens, so the
+                # longest of these within the limit finds it, and other searches ignore it.
                 may_be_cut_off = 4 * search.length > limit
                 candidates = self._in_order(hits, limit, whole, may_be_cut_off)
                 proposed.append((starts[search.at], candidates))
@@ -139,10 +126,9 @@ class Index:
         return matches
 
     def whole_documents(self, hashes: Hashes, start: int, limit: int) -> Iterator[Match]:
-        """Yields candidates for whole documents that begin at `start`, longest first.
+        """Yields candidates, by their hashes, for whole documents at `start`, longest first.
 
-        The candidates have at most `limit` tokens. This method compares only hashes. The caller
-        must compare the tokens with `agree`.
+        They have at most `limit` tokens. The caller compares the tokens with `agree`.
         """
         lengths = torch.arange(limit, 0, -1)
         for place, entries in self._hits(hashes(torch.full_like(lengths, start), lengths)):
@@ -150,17 +136,15 @@ class Index:
             yield from (c for c in candidates if c.length == limit - place)
 
     def agree(self, tokens: Tensor, start: int, matches: Sequence[Match]) -> bool:
-        """Returns whether the joined tokens of `matches` equal the tokens that begin at `start`."""
+        """Whether the tokens of consecutive `matches` equal those that begin at `start`."""
         starts = accumulate((match.length for match in matches), initial=start)
         proposed = [(at, [match]) for at, match in zip(starts, matches, strict=False)]
         return None not in _first_that_agree(tokens, proposed)
 
     def likely_starts(self, hashes: Hashes, total: int, length: int) -> list[int]:
-        """Returns the positions where the hash of the next `length` tokens is in the index.
+        """The positions where the hash of the next `length` tokens, 4 or 16, is in the index.
 
-        `length` is 4 or 16, and `total` is the number of tokens. A repetitive text can have very
-        many of these positions. If there are more than (total / length) positions, the result is
-        [].
+        A repetitive text can have very many; above (total / length), the result is [].
         """
         places = torch.arange(max(total - length + 1, 0))
         wanted = hashes(places, torch.full_like(places, length))
@@ -170,14 +154,13 @@ class Index:
     def _beginnings(
         self, hashes: Hashes, starts: list[int], limits: list[int]
     ) -> dict[int, list["_Beginning"]]:
-        """Returns, for each start, the prefixes whose hashes are in the index, longest first.
+        """The prefixes at each start whose hashes are in the index, longest first.
 
-        If the index contains no prefix at a start, the dict has no key for this start.
+        A start without a prefix has no key.
         """
         if not starts:
             return {}
         begin, limit = torch.tensor(starts)[:, None], torch.tensor(limits)[:, None]
-        # The longest prefix that the limit allows is tried first, and then shorter prefixes.
         tried = [max(limits), *beginnings(max(limits))]
         lengths = torch.tensor(tried).minimum(limit)
         found: dict[int, list[_Beginning]] = {}
@@ -191,7 +174,7 @@ class Index:
     def _proposed(
         self, hashes: Hashes, starts: list[int], searches: list[_Search]
     ) -> list[list["_Hit"]]:
-        """Returns the index entries that each search finds."""
+        """The index entries that each search finds."""
         proposed, shared = [], []
         for number, search in enumerate(searches):
             several = any(self.numbers[entry] < 0 for entry in search.entries)  # shared prefix
@@ -212,14 +195,11 @@ class Index:
     def _in_order(
         self, hits: list["_Hit"], limit: int, whole: bool, may_be_cut_off: bool
     ) -> list[Match]:
-        """Returns the candidates, sorted from the longest match to the shortest match.
+        """The candidates, sorted from the longest match to the shortest.
 
-        For each shard, at most one candidate with `limit` or more tokens is returned. This
-        candidate is the document of the longest prefix in `hits`. Suppose that another document of
-        the shard has the same prefix. If both documents have the same first `limit` tokens, either
-        document is a correct result. If the documents differ in these tokens, the index has a
-        longer prefix of the other document. This longer prefix is not in `hits`, so the other
-        document does not match.
+        Of the documents in a shard with `limit` or more tokens, one is enough: the one with the
+        longest prefix in `hits`. Another with this prefix either agrees in the first `limit`
+        tokens, or has a longer prefix in the index that is not in `hits`, and does not match.
         """
         cut_off, ending = {}, {}
         for length, entry, alone in sorted(hits, key=lambda hit: -hit[0]):
@@ -232,7 +212,7 @@ class Index:
         return [*cut_off.values(), *sorted(ending.values(), key=lambda c: -c.length)]
 
     def _hits(self, wanted: Tensor) -> list[tuple[int, range]]:
-        """Returns (position in `wanted`, index entries) for each hash that is in the index."""
+        """(position in `wanted`, index entries) of each hash that is in the index."""
         if not len(self.hashes):
             return []
         low = torch.searchsorted(self.hashes, wanted)
@@ -244,7 +224,6 @@ class Index:
         return list(zip(places.tolist(), map(range, low.tolist(), high.tolist()), strict=True))
 
     def _candidate(self, entry: int) -> Match:
-        """Returns a `Match` with the whole document of an index entry."""
         number = self.numbers[entry]
         number = -1 - number if number < 0 else number
         file_checks.in_store(number, self.first[-1])
@@ -254,19 +233,18 @@ class Index:
         return Match(shard, document, end - begin)
 
 
-# A hit holds the length of a prefix, the position of its entry in the index, and a flag. The flag
-# is True if no shard has several documents with this prefix. `_proposed` also adds longer prefixes,
-# whose flag is always False.
+# Length of a prefix, position of its entry, and whether no shard has several documents with it. The
+# flag is always False for the longer prefixes that `_proposed` adds.
 _Hit = tuple[int, int, bool]
 
 
 def _first_that_agree(
     tokens: Tensor, proposed: Sequence[tuple[int, list[Match]]]
 ) -> list[Match | None]:
-    """Returns, for each start, the first candidate that matches `tokens` at this start, or None.
+    """The first candidate that matches at each start, or None.
 
-    The first candidates of all starts are compared together. Then the second candidates of the
-    remaining starts are compared, and so on.
+    The first candidates of all starts are compared together, then the second of those remaining,
+    and so on.
     """
     here = memoryview(buffer(tokens)).cast("B")
     first: list[Match | None] = [None] * len(proposed)

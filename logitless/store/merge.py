@@ -18,13 +18,12 @@ def merge(
     shard_bytes: int = 1 << 28,
     progress: Callable[[int], None] | None = None,
 ) -> int:
-    """Copies the documents of several stores into a new store.
+    """Copies the documents of several stores into a new store, and returns their number.
 
-    Returns the number of documents in the new store. A document that is in several stores is copied
-    only once. The headers of all stores must be equal. Before anything is copied, the SHA-256 of
-    each file is checked. Rows of version 1 (store/format.py) are rounded again. All other rows are
-    copied unchanged. To change the size of a store's shards, merge only this store, with another
-    `shard_bytes`. Running the same merge again resumes a merge that was killed.
+    A document in several stores is copied once. All headers must be equal, and the SHA-256 of each
+    file is checked before anything is copied. Rows are copied unchanged, except those of version 1
+    (store/format.py), which are rounded again. To change the size of a store's shards, merge it
+    alone with another `shard_bytes`. Running the same merge again resumes one that was killed.
     """
     opened = [store if isinstance(store, Store) else Store(store) for store in stores]
     checks.some_stores(opened)

@@ -10,10 +10,9 @@ Each row of a parquet file is one document:
     step       list<uint8>         per token: the unit of the 8-bit codes (store/format.py); this
                                    column exists only with values="u8"
 
-A token without a distribution has an empty list of ids. The metadata of a file holds the header of
-the store. If a file has the column `step`, its rows are not rounded again. The rows of other files,
-for example from another program, are rounded as in `Writer.add`. This module needs the package
-pyarrow.
+A token without a distribution has an empty list of ids. The metadata holds the header of the store.
+With the column `step`, rows are not rounded again; without it, for example in files of another
+program, they are rounded as in `Writer.add`. Needs the package pyarrow.
 """
 
 import os
@@ -48,9 +47,8 @@ def to_parquet(
 ) -> int:
     """Writes one parquet file per shard of a store, and returns the number of documents.
 
-    `store` is a `Store`, or the folder or address of a store. The output folder `folder` must have
-    no parquet files. After each group of documents, `progress` is called with the number of tokens
-    in the group.
+    `store` is a `Store`, or the folder or address of a store. `folder` must have no parquet files.
+    `progress` is called with the number of tokens in each group of documents.
     """
     pa, pq = parquet_checks.pyarrow()
     opened, out = Store(store) if isinstance(store, (str, os.PathLike)) else store, Path(folder)
@@ -84,10 +82,10 @@ def from_parquet(
 ) -> int:
     """Adds the documents of parquet files to a store, and returns the store's number of documents.
 
-    The store is created if it does not exist. Files that `to_parquet` wrote contain the store's
-    header. For other files, `header` must have the arguments `vocab_size` and `k` of `Writer`, and
-    can have the arguments `values`, `teacher`, `tokenizer` and `temperature`. After each group of
-    documents, `progress` is called with the number of tokens in the group.
+    The store is created if it does not exist. Its header comes from files that `to_parquet` wrote.
+    For other files, `header` must have the arguments `vocab_size` and `k` of `Writer`, and can have
+    `values`, `teacher`, `tokenizer` and `temperature`. `progress` is called with the number of
+    tokens in each group of documents.
     """
     _, pq = parquet_checks.pyarrow()
     parquet_checks.some_files(files)
@@ -120,7 +118,7 @@ def _schema(pa: Any, header: Header) -> Any:
 def _columns(
     pa: Any, header: Header, tokens: Tensor, starts: Tensor, targets: SparseTargets
 ) -> list[Any]:
-    """Returns all columns of several documents, except the column `step`."""
+    """All columns of several documents, except `step`."""
     valid = torch.ones_like(targets.ids, dtype=torch.bool) if targets.mask is None else targets.mask
     slots = torch.cat([torch.zeros(1, dtype=torch.int64), valid.sum(-1).cumsum(0)])
     ids, logprobs = (_flat(pa, t[valid]) for t in (targets.ids, targets.logprobs))
@@ -147,7 +145,7 @@ def _list(pa: Any, offsets: Tensor, values: Any) -> Any:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """Yields a temporary path. If the `with` block succeeds, the file is renamed to `path`."""
+    """Yields a temporary path, renamed to `path` if the `with` block succeeds."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         yield unfinished
@@ -157,14 +155,12 @@ def _whole(path: Path) -> Iterator[Path]:
 
 
 def _header_of(name: str, file: Any, given: dict[str, Any]) -> Header:
-    """Returns the header in a file's metadata, or `Header(**given)` if the file has no header."""
     stored = (file.schema_arrow.metadata or {}).get(METADATA)
     parquet_checks.one_header(name, stored, given)
     return Header(**given) if stored is None else Header.from_json(name, stored)
 
 
 def _add(writer: Writer, name: str, table: Any, header: Header) -> int:
-    """Adds the documents of a row group to a store, and returns the number of their tokens."""
     parquet_checks.columns(name, table.column_names, header.sampled)
     columns = {column: table[column].combine_chunks() for column in table.column_names}
     starts, tokens = _read(name, "tokens", columns, torch.int64)
@@ -184,7 +180,7 @@ def _add(writer: Writer, name: str, table: Any, header: Header) -> int:
 
 
 def _targets(name: str, columns: dict[str, Any], starts: Tensor, header: Header) -> SparseTargets:
-    """Returns the targets of all tokens of a row group. Slots without an id are masked."""
+    """The targets of all tokens of a row group. Slots without an id are masked."""
     of_ids, rows = _offsets(name, "ids", columns["ids"])
     of_logprobs, values = _offsets(name, "logprobs", columns["logprobs"])
     of_tail, tail = starts, None
@@ -208,22 +204,21 @@ def _targets(name: str, columns: dict[str, Any], starts: Tensor, header: Header)
 def _read(
     name: str, column: str, columns: dict[str, Any], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns the offsets of the lists in a column, and the numbers of all lists as one tensor."""
+    """The offsets of the lists in a column, and their numbers as one tensor."""
     offsets, values = _offsets(name, column, columns[column])
     return offsets, _numbers(name, column, values, dtype)
 
 
 def _offsets(name: str, column: str, array: Any) -> tuple[Tensor, Any]:
-    """Returns the offsets of the lists in `array`, starting at 0, and one array with all items."""
+    """The offsets of the lists in `array`, from 0, and one array with all items."""
     pa, _ = parquet_checks.pyarrow()
     parquet_checks.is_list(name, column, array, pa)
-    # The offsets are computed from the lengths, because the offsets of a slice do not start at 0.
+    # From the lengths, because the offsets of a slice do not start at 0.
     offsets = torch.tensor([0, *pa.compute.list_value_length(array).to_pylist()]).cumsum(0)
     return offsets, array.flatten()
 
 
 def _numbers(name: str, column: str, array: Any, dtype: torch.dtype) -> Tensor:
-    """Copies the numbers of an array into a tensor."""
     pa, _ = parquet_checks.pyarrow()
     parquet_checks.is_numbers(name, column, array, pa)
     kinds = {torch.int64: pa.int64(), torch.float32: pa.float32(), torch.uint8: pa.uint8()}

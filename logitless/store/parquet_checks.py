@@ -9,7 +9,6 @@ COLUMNS = ("tokens", "ids", "logprobs", "tail")
 
 
 def pyarrow() -> tuple[Any, Any]:
-    """Imports pyarrow and pyarrow.parquet. The error names the extra that installs pyarrow."""
     try:
         import pyarrow
         import pyarrow.compute

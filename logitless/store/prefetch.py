@@ -1,9 +1,8 @@
 """Fetches the shards that will be read next, in background threads.
 
-The order of the shards is known in two cases: `Store.prefetch` was called with the order of the
-documents, or the shards are read one after the other. Each thread fetches one shard into the cache,
-and then ends. If a thread fails, its error is ignored. Then the reader fetches the shard itself,
-and raises an error if this fetch fails too.
+The order is known from `Store.prefetch`, or because the shards are read one after the other. Each
+thread fetches one shard into the cache and ends. If it fails, its error is ignored: the reader
+fetches the shard itself, and raises if that fails too.
 """
 
 import contextlib
@@ -19,11 +18,10 @@ NEARBY = 1024  # a shard is not fetched again if one of the last NEARBY document
 
 
 class Prefetch:
-    """Starts the threads that fetch shards. `fetch(number)` fetches one shard.
+    """Starts the threads. `fetch(number)` fetches a shard; the cache has room for `room` of them.
 
-    `use(number)` returns whether the cache has a shard, and sets the time of the shard's last use
-    to now. So the cache does not delete this shard to make room for the next shard. The cache has
-    room for `room` shards.
+    `use(number)` tells whether the cache has a shard, and marks it as used now, so that it is not
+    deleted to make room for the next.
     """
 
     def __init__(
@@ -38,12 +36,9 @@ class Prefetch:
         self._change = threading.Lock()
 
     def follow(self, order: Tensor | None, ahead: int, mixed: int = 1) -> None:
-        """Sets the order of the shards, and starts to fetch the first shards of this order.
+        """Sets the order of the shards, by default that of the store, and fetches the first.
 
-        If `order` is None, the shards are read in the order of the store.
-
-        The documents of `mixed` shards are shuffled together, so these shards are read at the same
-        time.
+        `mixed` shards are read at the same time, because their documents are shuffled together.
         """
         self._fetching()
         with self._change:
@@ -52,11 +47,11 @@ class Prefetch:
         self._start(self._upcoming(-1))
 
     def _fitting(self, ahead: int, mixed: int = 1) -> int:
-        """Returns `ahead`, or less if the cache has no room for (ahead + mixed) shards."""
+        """`ahead`, or less if the cache has no room for (ahead + mixed) shards."""
         return max(0, min(ahead, self.room - mixed))
 
     def reading(self, number: int) -> None:
-        """Starts to fetch the next shards. The reader calls this method before each read."""
+        """Starts to fetch the shards after this one. Called before each read."""
         self._fetching()
         with self._change:
             if number == self.last:
@@ -74,14 +69,13 @@ class Prefetch:
         self._start(self._upcoming(number))
 
     def _upcoming(self, number: int) -> list[int]:
-        """Returns the next `ahead` distinct shards after shard `number`."""
+        """The next `ahead` distinct shards after shard `number`."""
         if self.order is None:
             return [*range(number + 1, min(number + 1 + self.ahead, self.shards))]
         following = self.order[self.at + 1 : self.at + 1 + SCANNED].tolist()
         return [n for n in dict.fromkeys(following) if n != number][: self.ahead]
 
     def _start(self, numbers: list[int]) -> None:
-        """Starts a thread for each shard that is neither in the cache nor being fetched."""
         fetching = self._fetching()
         with self._change:
             missing = [n for n in numbers if n not in fetching and not self.use(n)]
@@ -91,10 +85,7 @@ class Prefetch:
             threading.Thread(target=_fetch, args=work, name=name, daemon=True).start()
 
     def _fetching(self) -> set[int]:
-        """Returns the shards that threads of this process are fetching.
-
-        The set is empty in a forked process, because a fork does not copy threads.
-        """
+        """The shards that this process is fetching: none after a fork, which copies no threads."""
         if self._of_process[0] != os.getpid():
             self._change = threading.Lock()  # the parent may have held the lock during the fork
             self._of_process = (os.getpid(), set())
@@ -102,10 +93,9 @@ class Prefetch:
 
 
 def without_repetitions(numbers: Tensor) -> Tensor:
-    """Removes each number that also occurs among the NEARBY numbers before it.
+    """Removes each shard number that also occurs among the NEARBY numbers before it.
 
-    `numbers` holds the shard number of each document. If the documents of a few shards are shuffled
-    together, the result has each of these shards once.
+    Where the documents of a few shards are shuffled together, each of these shards stays once.
     """
     by_shard = torch.argsort(numbers, stable=True)
     repeated = torch.zeros(len(numbers), dtype=torch.bool)

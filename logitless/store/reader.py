@@ -1,9 +1,4 @@
-"""Reads the documents of a store by their numbers, and the targets of batches by their tokens.
-
-The module store/lookup.py finds documents by their tokens. The module store/shard.py reads shards,
-and store/remote_shard.py reads the shards of a remote store. The module store/training.py combines
-the targets of a batch with a loss.
-"""
+"""Reads the documents of a store by their numbers, and the targets of batches by their tokens."""
 
 import bisect
 import functools
@@ -40,16 +35,16 @@ SLOTS = 1 << 19  # number of slots that are read and decoded at once
 class Store:
     """Reads the documents of a store, and the teacher's distribution of each next token.
 
-    Rows are read from the files only when they are needed. To refuse a store that was captured with
-    another tokenizer, pass the `tokenizer_hash` of your tokenizer as `tokenizer`.
+    `path` is a local folder, or an address such as s3://bucket/targets. Rows are read from the
+    files only when they are needed. To refuse a store that was captured with another tokenizer,
+    pass the `tokenizer_hash` of yours as `tokenizer`.
 
-    `path` is a local folder, or an address such as s3://bucket/targets. If `path` is an address,
-    whole shards are fetched into the folder `cache`. The files in this folder take at most
-    `cache_bytes` bytes (64 GiB by default). By default, `cache` is the folder that the environment
-    variable LOGITLESS_CACHE names, or ~/.cache/logitless. A request that fails is repeated, up to
-    `attempts` attempts in total (5 by default). A request over http or https fails if the server
-    sends nothing for `timeout` seconds (60 by default). `storage_options` are the keyword arguments
-    of fsspec's file system. For http and https, `storage_options` is `{"headers": {...}}`.
+    From an address, whole shards are fetched into the folder `cache`, at most `cache_bytes` bytes
+    (64 GiB by default). `cache` is by default the folder that the environment variable
+    LOGITLESS_CACHE names, or ~/.cache/logitless. A request gets up to `attempts` attempts (5), and
+    one over http or https fails if the server sends nothing for `timeout` seconds (60).
+    `storage_options` are the keyword arguments of fsspec's file system, or `{"headers": {...}}` for
+    http and https.
 
     >>> store = Store("targets")
     >>> tokens, targets = store[0]  # targets[i] describes the token after tokens[i]
@@ -90,13 +85,11 @@ class Store:
     def prefetch(self, order: Any = None, *, ahead: int = 2, mixed: int = 1) -> None:
         """Fetches shards of a remote store in the background, before their rows are read.
 
-        `order` lists the numbers of the documents in the order in which you will read them. Without
-        `order`, `prefetch` expects that you read the documents from the first to the last. While
-        you read a shard, the next `ahead` shards are fetched. `mixed` is the number of shards whose
-        documents are shuffled together in this order. If the cache has no room for (ahead + mixed)
-        shards, fewer than `ahead` shards are fetched. For a local store, `prefetch` only checks its
-        arguments. If you read the shards in ascending order, the next 2 shards are fetched even
-        without a call of `prefetch`.
+        `order` lists the numbers of the documents in the order in which you will read them, from
+        first to last by default. While you read a shard, the next `ahead` shards are fetched, or
+        fewer if the cache has no room for (ahead + mixed); `mixed` is the number of shards whose
+        documents are shuffled together. Shards read in ascending order are fetched two ahead even
+        without this call. For a local store, only the arguments are checked.
         """
         order = checks.order(order, len(self), ahead, mixed)
         if self._files is not None:
@@ -111,7 +104,7 @@ class Store:
 
     @property
     def digest(self) -> str:
-        """A SHA-256 of all shards. A local store and its remote copy have the same digest."""
+        """A SHA-256 of all shards, the same for a local store and its remote copy."""
         return hashlib.sha256("".join(shard.digest for shard in self.shards).encode()).hexdigest()
 
     @property
@@ -135,7 +128,7 @@ class Store:
     def __getitem__(self, index: Any) -> tuple[Tensor, SparseTargets]:
         """`store[i]` returns the tokens and targets of document i.
 
-        `store[i, a:b]` returns only the tokens a to b - 1 of document i, and their targets.
+        `store[i, a:b]` returns only its tokens a to b - 1, and their targets.
         """
         i, tokens = index if isinstance(index, tuple) and len(index) == 2 else (index, slice(None))
         i = checks.document_number(i, len(self))
@@ -148,10 +141,7 @@ class Store:
 
     @on_cpu
     def find(self, tokens: Any) -> int:
-        """Returns the number of the document that has exactly these tokens.
-
-        Raises KeyError if no document has exactly these tokens.
-        """
+        """Returns the number of the document with exactly these tokens, or raises KeyError."""
         tokens = checks.tokens(tokens, self.info.vocab_size)
         match = self.index.document(tokens)
         if match is None:
@@ -163,13 +153,11 @@ class Store:
     def targets_for(self, input_ids: Tensor, lengths: Any = None) -> SparseTargets:
         """Returns the targets of a batch. The target at position t describes the next token.
 
-        A row of the batch holds documents of the store, one after the other, and then padding. Each
-        document is whole or cut off at its end. All slots of padding tokens are masked. `lengths`
-        has one entry per row. An entry is the length of the row's document, or a list of lengths if
-        the row holds several documents. With `lengths`, all tokens after the last document are
-        padding. Without `lengths`, documents are found one by one, and all padding tokens of a row
-        must have the same id. A row in which all ids are negative is padding. Raises KeyError if
-        tokens match no document of the store.
+        A row of the batch holds documents of the store one after the other, each whole or cut off
+        at its end, and then padding, whose slots are all masked. `lengths` has one entry per row,
+        the length of its document or a list of lengths, and everything after them is padding.
+        Without it, documents are found one by one, and the padding of a row must be one id; a row
+        of negative ids is padding. Raises KeyError if tokens match no document of the store.
         """
         checks.input_ids(input_ids)
         flat = input_ids.detach().to("cpu", torch.int64).reshape(-1).contiguous()
@@ -190,7 +178,6 @@ class Store:
         return verify(self)
 
     def _of_lengths(self, flat: Tensor, lengths: list[list[int]], width: int) -> list["Span"]:
-        """Finds the documents of a batch from their lengths, with one lookup."""
         starts, limits = [], []
         for row, of_row in enumerate(lengths):
             starts += list(accumulate(of_row, initial=row * width))[:-1]
@@ -203,12 +190,10 @@ class Store:
         return _with_padding(starts, matches, len(flat))
 
     def _packed(self, flat: Tensor, rows: int, width: int) -> list["Span"]:
-        """Finds the documents of a batch if their lengths are not known.
+        """Finds the documents of a batch whose lengths are not known, from left to right.
 
-        In each row, the documents are found from left to right. Each lookup searches all rows at
-        once. The first lookup searches for documents at the starts of rows and at other likely
-        starts. Later lookups search at the ends of the documents that were found, and at less
-        likely starts.
+        Each lookup searches all rows at once: first at the starts of rows and other likely starts,
+        then at the ends of the documents found and at less likely starts.
         """
         hashes = Hashes(flat)
         known: dict[int, Match | None] = {}
@@ -239,13 +224,10 @@ class Store:
     def _with_rest(
         self, flat: Tensor, hashes: Hashes, row: int, width: int, matches: list[Match]
     ) -> list[Match]:
-        """Returns the documents of a row.
+        """Returns the documents of a row, of which `matches` were found from left to right.
 
-        `matches` are the documents that were found from left to right.
-
-        If all tokens after these documents are padding, the result is `matches`. Otherwise, this
-        method searches for other documents that fill the row. Raises KeyError if no documents fill
-        the row.
+        If more than padding follows them, other documents that fill the row are searched for.
+        Raises KeyError if there are none.
         """
         begin, end = row * width, (row + 1) * width
         at = begin + sum(match.length for match in matches)
@@ -261,11 +243,9 @@ class Store:
         return matches
 
     def _other_reading(self, flat: Tensor, hashes: Hashes, begin: int, end: int) -> list[Match]:
-        """Returns consecutive documents that together fill a row, or [] if this is not possible.
+        """Consecutive documents that together fill a row, up to its negative ids, or [].
 
-        Negative ids at the end of the row are padding.
-
-        At each position, longer documents are tried first. Each position is tried only once.
+        Longer documents are tried first, and each position only once.
         """
         while end > begin and int(flat[end - 1]) < 0:
             end -= 1
@@ -285,9 +265,9 @@ class Store:
         return matches if self.index.agree(flat, begin, matches) else []
 
     def _options(self, flat: Tensor, hashes: Hashes, at: int, end: int) -> Iterator[Match]:
-        """Yields documents that may begin at `at`, longest document first.
+        """Yields documents that may begin at `at`, longest first.
 
-        The caller must compare the tokens of these documents with `Index.agree`.
+        The caller must compare their tokens with `Index.agree`.
         """
         if at < end:
             longest = self.index.match(flat, hashes, [at], [end - at], whole=True)[0]
@@ -295,19 +275,18 @@ class Store:
             yield from self.index.whole_documents(hashes, at, end - at)
 
     def _longest(self, flat: Tensor, hashes: Hashes, starts: list[int], width: int):
-        """Returns the longest match at each start, up to the end of the row."""
         limits = [width - at % width for at in starts]
         return self.index.match(flat, hashes, starts, limits, whole=False)
 
     def _decoded(self, spans: list["Span"]) -> SparseTargets:
-        """Returns the targets of all rows in `spans`. Rows are read and decoded in portions."""
+        """Reads and decodes rows in portions."""
         decoding = decoding_of(sum(n for _, _, n in spans), self.info)
         for portion in _portions(spans, max(1, SLOTS // self.info.k)):
             decoding.add(table_of(self._pieces(portion), self.info))
         return decoding.targets()
 
     def _pieces(self, spans: list["Span"]) -> Pieces:
-        """Returns the bytes of all rows in `spans`, in the order of `spans`."""
+        """The bytes of all rows in `spans`, column by column."""
         by_shard: dict[Shard | None, list[int]] = {}
         for i, (shard, _, _) in enumerate(spans):
             by_shard.setdefault(shard, []).append(i)
@@ -325,10 +304,9 @@ class Store:
         return pieces
 
     def __reduce__(self):
-        """Pickles only the constructor's arguments and the digest.
+        """Pickles the arguments and the digest, and each DataLoader worker opens the files itself.
 
-        Each DataLoader worker opens the files itself. Unpickling raises an error if the digest has
-        changed, because documents of a changed store can have other numbers.
+        Unpickling raises if the digest has changed, because documents may have other numbers.
         """
         return _reopened, (self.path, self._arguments, self.digest)
 
@@ -339,7 +317,6 @@ class Store:
 
 
 def _reopened(path: str | Path, arguments: dict[str, Any], digest: str) -> Store:
-    """Opens the store again when a `Store` is unpickled."""
     store = Store(path, **arguments)
     file_checks.same_store(path, store.digest == digest)
     return store
@@ -361,7 +338,7 @@ Span = tuple[Shard | None, int, int]  # shard (None for padding), first row, num
 
 
 def _with_padding(starts: Sequence[int], matches: Sequence[Match], total: int) -> list[Span]:
-    """Returns the spans of the matches and of all padding, in the order of the batch."""
+    """The spans of the matches and of all padding, in the order of the batch."""
     spans: list[Span] = []
     place = 0
     for start, match in sorted(zip(starts, matches, strict=True), key=lambda pair: pair[0]):
@@ -375,7 +352,7 @@ def _with_padding(starts: Sequence[int], matches: Sequence[Match], total: int) -
 
 
 def _portions(spans: list[Span], rows: int) -> Iterator[list[Span]]:
-    """Yields the spans in groups of `rows` rows. A long span is cut into several spans."""
+    """Yields the spans in groups of `rows` rows, cutting long ones."""
     portion, room = [], rows
     for shard, begin, n in spans:
         while n:

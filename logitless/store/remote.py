@@ -1,10 +1,9 @@
 """Reads and writes files at an address, such as s3://bucket/targets.
 
-Files at http and https addresses are read with Python's standard library. Files at all other
-addresses are read and written with the package fsspec. A request that fails is repeated after a
-wait. Each wait is twice as long as the previous wait, up to LONGEST_WAIT. The fetched bytes are
-compared with the size and the SHA-256 of the file, if these are known. A difference counts as a
-failed request. So a file that was cut off or changed during the transfer is fetched again.
+http and https are read with Python's standard library; everything else is read and written with the
+package fsspec. A request that fails is repeated after a wait that doubles each time. Fetched bytes
+of a wrong size or SHA-256, if these are known, count as a failure, so a file that was cut off or
+changed during the transfer is fetched again.
 """
 
 import functools
@@ -26,15 +25,15 @@ from . import remote_checks as checks
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts
 PIECE = 1 << 24  # largest number of bytes per call of `read`
 LARGEST = 1 << 36  # if the size of a file is not known, at most this many bytes are read
-# For these protocols, a folder is created before a file is written into the folder. For other
-# protocols, folders are not created, because this could create a new bucket with a misspelt name.
+# A folder is created before a file is written into it only for these protocols: elsewhere, this
+# could create a new bucket with a misspelt name.
 FOLDERS = {"file", "local", "ftp", "hdfs", "sftp", "smb", "ssh", "webdav"}
 TRY_AGAIN = {408, 425, 429}  # HTTP statuses below 500 after which another attempt can succeed
 Result = TypeVar("Result")
 
 
 class Listed(NamedTuple):
-    """The name, the size and the SHA-256 of a file, from store.index."""
+    """A file in store.index."""
 
     name: str
     bytes: int
@@ -42,13 +41,11 @@ class Listed(NamedTuple):
 
 
 class Readable(Protocol):
-    """An open file. Only the method `read` is used."""
-
     def read(self, size: int, /) -> bytes: ...
 
 
 def is_address(path: Any) -> bool:
-    """Returns whether a path is an address, such as s3://bucket/targets, and not a local folder."""
+    """Whether a path is an address, such as s3://bucket/targets, and not a local folder."""
     return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)", path) is not None
 
 
@@ -56,9 +53,8 @@ class Remote:
     """The folder at an address.
 
     A request over http or https fails if the server sends nothing for `timeout` seconds. `options`
-    are the keyword arguments of fsspec's file system, for example timeouts. For http and https, the
-    only option is `headers`. If a server redirects a request to another host, `headers` are not
-    sent to this host. In error messages, `argument` is the name of the argument with the address.
+    are the keyword arguments of fsspec's file system, or `headers` for http and https, which are
+    not sent to another host after a redirection. Errors call the address by the name `argument`.
     """
 
     def __init__(
@@ -82,18 +78,14 @@ class Remote:
             _ = self._system  # raises an error if a package is missing
 
     def address(self, name: str) -> str:
-        """Returns the address of a file. A query at the end of the folder's address is kept."""
+        """The address of a file, with the query of the folder's address."""
         if not self.is_http:
             return f"{self.url}/{name}"
         parts = urllib.parse.urlsplit(self.url)
         return parts._replace(path=f"{parts.path.rstrip('/')}/{name}").geturl()
 
     def read(self, name: str, parsed: Callable[[str, bytes], Result]) -> Result:
-        """Reads a whole file into memory, and returns the result of `parsed(address, bytes)`.
-
-        If `parsed` raises a ValueError, the file is read again. Raises FileNotFoundError if the
-        file does not exist.
-        """
+        """Returns `parsed(address, bytes)` of a whole file, read again after a ValueError."""
 
         def attempt() -> Result:
             with self._opened(name) as (file, size):
@@ -104,10 +96,7 @@ class Remote:
         return self._repeated(name, attempt)
 
     def fetch(self, listed: Listed, into: Any, attempts: int | None = None) -> None:
-        """Writes a listed file into an open local file, and checks the file's size and SHA-256.
-
-        Makes at most `attempts` attempts. The default is the constructor's argument `attempts`.
-        """
+        """Writes a listed file into an open local file, and checks its size and SHA-256."""
         where = self.address(listed.name)
 
         def attempt() -> None:
@@ -125,7 +114,6 @@ class Remote:
         self._repeated(listed.name, attempt, attempts=attempts)
 
     def write(self, path: Path, name: str) -> None:
-        """Uploads a local file, and checks the size of the uploaded file."""
         checks.can_write(self.url, self.is_http)
         size = path.stat().st_size
 
@@ -140,7 +128,7 @@ class Remote:
         self._repeated(name, attempt, "written")
 
     def size(self, name: str) -> int | None:
-        """Returns the size of a file in bytes, or None if the file does not exist."""
+        """A file's size in bytes, or None if it does not exist."""
 
         def attempt() -> int | None:
             system, folder = self._system
@@ -157,11 +145,7 @@ class Remote:
         done: str = "read",
         attempts: int | None = None,
     ) -> Result:
-        """Calls `attempt` up to `attempts` times, until a call succeeds, and returns its result.
-
-        An error is raised immediately if another attempt would fail too, for example if the file
-        does not exist.
-        """
+        """Calls `attempt` until it succeeds, or at once raises an error that would not go away."""
         wait, last, attempts = FIRST_WAIT, None, attempts or self.attempts
         for number in range(attempts):
             if number:
@@ -186,7 +170,7 @@ class Remote:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[tuple[Readable, int | None]]:
-        """Yields an open file and its size in bytes. The size is None if the size is not known."""
+        """Yields an open file and its size in bytes, or None if that is not known."""
         if self.is_http:
             with _opener().open(self._request(name), timeout=self.timeout) as file:
                 yield file, _length(file)
@@ -203,9 +187,9 @@ class Remote:
 
     @property
     def _system(self) -> tuple[Any, str]:
-        """The file system of fsspec, and the path of the folder in this file system.
+        """The file system of fsspec, and the path of the folder in it.
 
-        A forked process creates its own file system, because processes cannot share connections.
+        A forked process creates its own, because processes cannot share connections.
         """
         return self._system_of(os.getpid())
 
@@ -246,7 +230,7 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 class _LocalError(Exception):
-    """An error of the local disk. After this error, the request is not repeated."""
+    """An error of the local disk, after which the request is not repeated."""
 
     def __init__(self, error: OSError):
         super().__init__(str(error))
@@ -261,13 +245,11 @@ def _locally(write: Callable[[bytes], Any], piece: bytes) -> None:
 
 
 def _pieces(file: Readable, most: int) -> Iterator[bytes]:
-    """Yields the first `most` bytes of an open file, in several pieces."""
     while most > 0 and (piece := file.read(min(PIECE, most))):
         most -= len(piece)
         yield piece
 
 
 def _length(response: http.client.HTTPResponse) -> int | None:
-    """Returns the number in the header Content-Length, or None if the header has no number."""
     text = response.headers.get("Content-Length", "")
     return int(text) if text.isdecimal() else None

@@ -1,7 +1,4 @@
-"""Checks addresses, responses of servers, and the options of the cache.
-
-The errors have the form `<address or argument> must <rule>, got <value>.`
-"""
+"""Checks addresses, responses of servers, and the options of the cache."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +31,6 @@ def http_options(options: Any) -> None:
 
 
 def local_options(given: dict[str, Any]) -> None:
-    """Raises if an option of remote stores is given for a store in a local folder."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(
@@ -44,7 +40,6 @@ def local_options(given: dict[str, Any]) -> None:
 
 
 def missing_package(url: str, missing: str) -> ModuleNotFoundError:
-    """Returns the error for an address whose package is not installed."""
     return ModuleNotFoundError(
         f"{url} must be read with fsspec and its package for this protocol, got an import error"
         f" ({missing.rstrip('.')}). Run pip install 'logitless[remote]', or in a clone"
@@ -84,7 +79,6 @@ def own_address(url: str, name: str, same: bool) -> None:
 
 
 def refused(where: str, error: Any) -> NoReturn:
-    """Raises an error for an HTTP status after which the request is not repeated."""
     if error.code in (404, 410):
         raise missing(where, f"HTTP status {error.code}")
     kind = PermissionError if error.code in (401, 403) else OSError
@@ -96,7 +90,7 @@ def missing(where: str, got: str = "no file") -> FileNotFoundError:
 
 
 def missing_listed(error: FileNotFoundError) -> FileNotFoundError:
-    """Returns the error for a missing file of an open store."""
+    """The error for a missing file of an open store."""
     return FileNotFoundError(
         f"{error} store.index listed this file when the store was opened. If the store has changed"
         " since it was opened, open it again."
@@ -104,7 +98,6 @@ def missing_listed(error: FileNotFoundError) -> FileNotFoundError:
 
 
 def failed(where: str, done: str, attempts: int, error: Any) -> OSError:
-    """Returns the error after the last attempt."""
     text = str(error).rstrip(".") or "no message"
     return OSError(
         f"{where} must be {done} in {attempts} attempts, got {type(error).__name__}: {text}."
@@ -130,7 +123,6 @@ def uploaded(where: str, got: int, wanted: int) -> None:
 
 
 def has_index(url: str) -> FileNotFoundError:
-    """Returns the error for an address without a store.index."""
     return FileNotFoundError(
         f"{url} must have a store.index, got none. A writer leaves this file when it closes. Close"
         " the writer, or call `ll.store.recover(FOLDER)` for the local folder of the store, and"
@@ -148,7 +140,6 @@ def cache_bytes(limit: Any, largest: int = 1) -> None:
 
 
 def cache_folder(folder: Path) -> None:
-    """Creates the folder of a cache."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -156,11 +147,7 @@ def cache_folder(folder: Path) -> None:
 
 
 def failed_meanwhile(before: str, after: str) -> None:
-    """Raises the error in SHA256.failed if another process wrote this error during the wait.
-
-    `before` is the text of this file before the process waited for the fetch. `after` is the text
-    after the wait.
-    """
+    """Raises the error in SHA256.failed if another process wrote it during the wait."""
     if after != before:
         raise OSError(after.partition("\n")[2])
 
@@ -188,7 +175,6 @@ def same_starts(where: object, same: bool) -> None:
 
 
 def not_uploaded(url: str, names: list[str], error: Exception | None) -> OSError:
-    """Returns the error for shards that were not uploaded."""
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     why = "" if error is None else f" ({type(error).__name__}: {str(error).rstrip('.')})"
     return OSError(

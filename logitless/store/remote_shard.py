@@ -22,8 +22,6 @@ Result = TypeVar("Result")
 
 
 class RemoteFiles:
-    """Reads the files of a remote store, with a cache and with threads that prefetch shards."""
-
     def __init__(self, remote: Remote, cache: Cache):
         self.remote, self.cache = remote, cache
         self._lookup: dict[int, tuple[Tensor, Tensor]] = {}
@@ -34,8 +32,7 @@ class RemoteFiles:
         shards = self.listing.shards
         largest = max((shard.file.bytes for shard in shards), default=1)
         checks.cache_bytes(cache.limit, max(largest, self.listing.lookup.bytes))
-        # A prefetch makes only one attempt. If this attempt fails, the reader fetches the file
-        # itself, and makes several attempts.
+        # A prefetch makes only one attempt, because the reader would fetch the file itself.
         once = functools.partial(remote.fetch, attempts=1)
         self.prefetch = Prefetch(
             len(shards),
@@ -48,10 +45,9 @@ class RemoteFiles:
         return [RemoteShard(self, number) for number in range(len(self.listing.shards))]
 
     def from_cache(self, listed: Listed, read: Callable[[Path], Result]) -> Result:
-        """Calls `read` with the path of a file in the cache, and returns the result.
+        """Calls `read` with the path of a file in the cache.
 
-        If bytes of the file have changed in the cache, `read` raises a ValueError. Then the file is
-        fetched once more.
+        If bytes have changed there, `read` raises a ValueError, and the file is fetched once more.
         """
         try:
             with self.cache.reading(listed, self._fetch) as path:
@@ -68,17 +64,16 @@ class RemoteFiles:
             raise checks.missing_listed(error) from error
 
     def index_of(self, number: int) -> tuple[Tensor, Tensor]:
-        """Returns the columns index.hash and index.doc of a shard.
+        """The columns index.hash and index.doc of a shard.
 
-        The first call reads the columns of all shards. The returned columns are not kept here,
-        because the reader's index keeps a sorted copy.
+        The first call reads those of all shards. They are not kept here, because the reader's index
+        has a sorted copy.
         """
         if number not in self._lookup:
             self._lookup = dict(enumerate(self._read_lookup()))
         return self._lookup.pop(number)
 
     def _read_lookup(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns the columns index.hash and index.doc of each shard."""
         listed, counts = self.listing.lookup, [shard.entries for shard in self.listing.shards]
 
         def read(path: Path) -> dict[str, Tensor]:
@@ -94,10 +89,7 @@ class RemoteFiles:
 
 
 class RemoteShard(Shard):
-    """A shard of a remote store.
-
-    The column `starts` is read from store.index, not from the shard.
-    """
+    """A shard of a remote store, whose column `starts` comes from store.index."""
 
     def __init__(self, files: RemoteFiles, number: int):
         self.files, self.number = files, number
@@ -128,7 +120,6 @@ class RemoteShard(Shard):
         return self.files.index_of(self.number)
 
     def _from_cache(self, read: Callable[[Shard], Result]) -> Result:
-        """Returns the result of `read` for the shard's file in the cache."""
         self.files.prefetch.reading(self.number)
 
         def read_file(path: Path) -> Result:

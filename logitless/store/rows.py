@@ -1,15 +1,12 @@
 """Encodes targets as the columns of a shard, and decodes columns into targets.
 
-store/format.py describes the columns. A slot is one of the K stored ids of a row. The
-log-probability of a slot is stored as its distance below `top`, the log-probability of the row's
-first slot. With `values="u8"`, each row has its own unit of distance, which is a number of nats.
-Distances of up to NEAR units are rounded to whole units. Beyond NEAR units, the distance grows by a
-factor of 2^0.4, about 1.32, from one code to the next. So a slot with a probability of almost 0
-does not force its row to use a larger unit.
+A slot, one of the K stored ids of a row, keeps its log-probability as the distance below `top`,
+that of the row's first slot. With `values="u8"`, each row has its own unit of distance. Distances
+of up to NEAR units are rounded to whole units; beyond, each code multiplies the distance by 2^0.4,
+about 1.32, so that a slot with a probability of almost 0 does not force a larger unit on its row.
 
-The stored `top` is chosen so that rounding does not change the sum of a row's probabilities.
-Rounding changes only the ratios between the probabilities. The KL divergence that rounding causes
-grows with the square of the row's unit.
+The stored `top` keeps the sum of a row's probabilities exact, and rounding changes only their
+ratios. The KL divergence that it causes grows with the square of the unit.
 """
 
 import functools
@@ -33,8 +30,7 @@ NEAR, GROWTH = 223, 0.4  # codes above NEAR mean (NEAR · 2^(GROWTH · (code - N
 PER_OCTAVE, LOWEST = 32, -288  # a unit is 2^((step + LOWEST) / 32) nats; step is 0 to 255
 TRIED = 8  # number of other units to try; each unit is 2 % larger than the previous unit
 AT_ONCE = 1 << 16  # largest number of tensor elements in a pass that tries several units
-# Even with the smallest unit in `TRIED`, some slots can be more than `NEAR` units below `top`. The
-# total mass of these slots is at most FAR_MASS.
+# With the smallest unit in `TRIED`, slots with at most this mass may be more than NEAR units away.
 FAR_MASS = 2.0**-17
 NEGLIGIBLE = 2.0**-20  # a row keeps its first unit if the divergence is at most this many nats
 
@@ -42,10 +38,10 @@ Pieces = Mapping[str, Sequence[Any]]  # the bytes of a column, in one or several
 
 
 def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Table:
-    """Encodes targets of shape (T,), on the device of the targets.
+    """Encodes targets (T,) on their device.
 
-    Pass `sorted_=True` only if the slots are sorted by probability, as `capture_topk` returns them.
-    With `sorted_=True`, the order is not checked, so the host does not wait for the device.
+    `sorted_=True` promises slots sorted by probability, as `capture_topk` returns them: the order
+    is not checked, so the host does not wait for the device.
     """
     if header.sampled:
         return encoded_counts(targets, header)
@@ -68,10 +64,7 @@ def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Ta
 
 
 def _ordered(targets: SparseTargets, k: int, sorted_: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts slots by probability.
-
-    Returns ids, log-probabilities and a mask of valid slots, each of shape (T, k).
-    """
+    """Ids, log-probabilities and a mask of valid slots, each (T, k), sorted by probability."""
     ids, logprobs = targets.ids.long(), targets.logprobs.detach().float()
     valid = torch.ones_like(ids, dtype=torch.bool) if targets.mask is None else targets.mask != 0
     if targets.k < k:
@@ -87,7 +80,7 @@ def _ordered(targets: SparseTargets, k: int, sorted_: bool) -> tuple[Tensor, Ten
 
 
 def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
-    """Encodes the distances `below` as fp16 codes. Returns the columns and rounded distances."""
+    """Columns of the distances `below` as fp16 codes, and the rounded distances."""
     codes = below.clamp_max(torch.finfo(torch.float16).max).half()
     rounded = codes.float()
     codes = codes.masked_fill(zero, torch.inf).masked_fill(~valid, torch.nan)
@@ -95,15 +88,12 @@ def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
 
 
 def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
-    """Encodes the distances `below` as 8-bit codes. Returns the columns and rounded distances.
+    """Columns of the distances `below` as 8-bit codes, and the rounded distances.
 
-    The first unit of a row is the smallest unit for which all slots are at most NEAR units below
-    `top`. The row uses this unit if the divergence of the decoded row from the exact row is at most
-    NEGLIGIBLE. Otherwise, TRIED other units are tried too, and the row uses the unit with the
-    smallest divergence. With the smallest of these units, some slots can be more than NEAR units
-    below `top`. The total mass of these slots is at most FAR_MASS. Trying several units reduces the
-    divergence, because most of a row's mass is in a few slots. For some units, the rounding errors
-    of all these slots are small.
+    A row's first unit is the smallest with which no slot is beyond NEAR units. If the divergence of
+    the decoded row exceeds NEGLIGIBLE, TRIED other units are tried too, the smallest of which
+    leaves slots with a mass of at most FAR_MASS beyond NEAR, and the best is taken. Trying helps
+    because a row has most of its mass in a few slots, and some units round all of these well.
     """
     p = torch.softmax(logprobs.clamp_min(torch.finfo(torch.float32).min), -1)
     beyond = p.flip(-1).cumsum(-1).flip(-1) <= FAR_MASS
@@ -120,22 +110,17 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
 
 
 def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
-    """Returns KL(p ‖ p̂) for each row p and each of its n units, as a tensor (T, n).
-
-    p̂ is the row p after rounding with the unit.
-    """
+    """KL(p ‖ p̂) as (T, n), where p̂ is the row p after rounding with each of its n units."""
     below, p = below[:, None], p[:, None]
     off = below - _codes(below, _unit(steps)[..., None])[1]
-    # `off` is the rounding error of each distance. So the decoded row p̂ satisfies
-    # log p̂ = log p + off - log Σ p e^off. `off` is limited to 80, so that e^off does not overflow.
-    # The limit does not change which unit is chosen. A slot with p = 0 does not change the
-    # divergence. If `off` is above 80 for a slot with p > 0, the divergence is large, and another
-    # unit is chosen.
+    # `off` is the rounding error of each distance: log p̂ = log p + off - log Σ p e^off. Its limit
+    # keeps e^off finite and changes no choice: a slot with p = 0 does not count, and with p > 0,
+    # such an error makes the divergence so large that another unit is chosen.
     return (p * off.clamp_max(80.0).exp_()).sum(-1).log_() - (p * off).sum(-1)
 
 
 def _codes(below: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the codes of the distances `below`, and the distances after decoding."""
+    """The codes of the distances `below`, and the distances after decoding."""
     units = below / unit
     far = torch.log2(units.clamp_min(NEAR) / NEAR).div_(GROWTH).round_().clamp_max_(CODES - NEAR)
     near = units.round_().clamp_max_(NEAR)
@@ -143,27 +128,21 @@ def _codes(below: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unit(step: Tensor) -> Tensor:
-    """Returns the unit of a row's codes, in nats."""
     return torch.exp2((step.float() + LOWEST) / PER_OCTAVE)
 
 
 def decoded(table: Table, header: Header) -> SparseTargets:
-    """Decodes a table of T rows into targets of shape (T,) on the CPU."""
     decoding = decoding_of(len(table[header.row_column]), header)
     decoding.add(table)
     return decoding.targets()
 
 
 def decoding_of(rows: int, header: Header) -> "Decoding | CountsDecoding":
-    """Returns the object that decodes `rows` rows of a store with this header."""
     return CountsDecoding(rows, header) if header.sampled else Decoding(rows, header)
 
 
 def recoded(table: Table, header: Header) -> Table:
-    """Converts rows of version 1 to the current version.
-
-    In version 1, every code c up to CODES means c units.
-    """
+    """Converts rows of version 1, where every code c up to CODES means c units."""
     if header.values == "f16":
         return table
     decoding = Decoding(len(table["top"]), header, near=CODES)
@@ -174,8 +153,7 @@ def recoded(table: Table, header: Header) -> Table:
 def reencoded(targets: SparseTargets, header: Header, step: Tensor | None) -> Table:
     """Encodes targets that were decoded from a store, without rounding them again.
 
-    `step` holds the column `step` of the stored rows, and is None with values="f16". Decoding the
-    result gives exactly `targets`.
+    `step` is the column of the stored rows, or None with values="f16".
     """
     ids, logprobs, valid = _ordered(targets, header.k, sorted_=True)
     top, logprobs = logprobs[:, 0], logprobs.masked_fill(~valid, -torch.inf)
@@ -194,11 +172,10 @@ def reencoded(targets: SparseTargets, header: Header, step: Tensor | None) -> Ta
 
 
 class Decoding:
-    """Decodes rows into targets part by part. Each call of `add` decodes one part.
+    """Decodes rows into targets part by part.
 
-    The tensors of the targets are allocated once, for all rows. All other tensors have the size of
-    one part, so that the next part can reuse their memory. Reusing memory is faster, because
-    allocating memory takes longer than filling it.
+    The targets are allocated once; all other tensors have the size of one part and reuse their
+    memory, because allocating it takes longer than filling it.
     """
 
     def __init__(self, rows: int, header: Header, near: int = NEAR):
@@ -209,7 +186,6 @@ class Decoding:
         self.mask: Tensor | None = None
 
     def add(self, table: Table) -> None:
-        """Decodes the next rows."""
         begin, end = self.rows, self.rows + len(table["top"])
         self.rows = end
         if begin == end:
@@ -224,8 +200,7 @@ class Decoding:
         all_slots = False
         if self.header.values == "u8":
             most = self._far(logprobs, codes)
-            # A NaN in `top` marks a row without slots. The sum of `top` is NaN only if an element
-            # is NaN, because no element is +inf.
+            # A NaN in `top` marks a row without slots, and makes the sum NaN, as nothing is +inf.
             all_slots = most < EMPTY and not math.isnan(float(top.sum()))
             logprobs.mul_(_all_units().index_select(0, table["step"].int())[:, None])
         torch.sub(top[:, None], logprobs, out=logprobs)
@@ -233,10 +208,9 @@ class Decoding:
             self._masked(begin, logprobs)
 
     def _far(self, units: Tensor, codes: Tensor) -> int:
-        """Replaces codes by distances, and returns the largest code.
+        """Replaces codes above `self.near` by their distances, and returns the largest code.
 
-        The tensor `units` holds codes before the call, and distances (in units) after the call.
-        Only codes above `self.near` change, because smaller codes equal their distances.
+        Smaller codes equal their distances in units.
         """
         last = codes[:, -1]  # a row's codes ascend, so its last code is the largest
         most = int(last.max())
@@ -248,7 +222,7 @@ class Decoding:
         return most
 
     def _masked(self, begin: int, logprobs: Tensor) -> None:
-        """Masks the slots whose value is NaN. If the first slot is NaN, masks the whole row."""
+        """Masks the slots whose value is NaN, or the whole row if the first slot is NaN."""
         mask = ~logprobs.isnan()
         mask &= mask[:, :1].clone()
         if bool(mask.all()):
@@ -269,11 +243,7 @@ def _all_units() -> Tensor:
 
 @functools.lru_cache
 def _units_of_codes(near: int) -> Tensor:
-    """Returns a table that maps each of the 256 codes to its distance, in units.
-
-    For ZERO, the code of probability 0, the distance is inf. For EMPTY, the code of a masked slot,
-    the distance is NaN.
-    """
+    """The distance of each of the 256 codes in units: inf for ZERO, NaN for EMPTY."""
     codes = torch.arange(256, dtype=torch.float32)
     units = codes.clamp_max(near) * torch.exp2((codes - near).clamp_min(0) * GROWTH)
     units[ZERO], units[EMPTY] = torch.inf, torch.nan
@@ -281,10 +251,7 @@ def _units_of_codes(near: int) -> Tensor:
 
 
 def empty_pieces(n: int, header: Header) -> dict[str, bytearray]:
-    """Returns the columns of n empty rows, as bytes. An empty row has no slots.
-
-    In an empty row, `top` is NaN. With values="counts", all bytes of an empty row are 0.
-    """
+    """The columns of n rows without slots, as bytes."""
     pieces = {name: bytearray(n * size) for name, size in header.sizes().items()}
     return (
         pieces if header.sampled else pieces | {"top": bytearray(struct.pack("<f", math.nan) * n)}
@@ -292,7 +259,6 @@ def empty_pieces(n: int, header: Header) -> dict[str, bytearray]:
 
 
 def table_of(pieces: Pieces, header: Header) -> Table:
-    """Joins the pieces of each column, and returns the columns as a table."""
     sizes, table = header.sizes(), {}
     rows = sum(map(len, pieces[header.row_column])) // sizes[header.row_column]
     for name, (dtype, shape) in header.layout().items():
@@ -303,7 +269,6 @@ def table_of(pieces: Pieces, header: Header) -> Table:
 
 
 def tensor_of(data: Any, rows: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Returns a tensor of `rows` rows that shares the memory of `data`."""
     if not len(data):
         return torch.empty((rows, *shape), dtype=dtype)
     column = torch.frombuffer(data, dtype=dtype)

@@ -1,7 +1,4 @@
-"""Checks the output of an inference server.
-
-Error messages have the form `<field> must <rule>, got <value>.`
-"""
+"""Checks the output of an inference server."""
 
 import math
 from typing import Any, NoReturn
@@ -72,7 +69,6 @@ def logprob(name: str, place: int, value: Any) -> float:
 
 
 def server_output(prompt: Any, generated: Any, completion: bool) -> None:
-    """Checks that a server's output has the entries that the document needs."""
     if completion and (generated.entries is None or generated.tokens is None):
         wanted = f"{generated.name} and the ids of its completion"
         wanted = wanted if prompt.entries is not None else f"{prompt.name}, or {wanted}"

@@ -1,10 +1,4 @@
-"""Writes and reads shards.
-
-A shard is a file of documents. A shard never changes after it is written.
-
-The columns of the file are described in store/format.py. The module store/blocks.py reads the bytes
-of the file, and targets/safetensors.py reads the header.
-"""
+"""Writes and reads shards, files of documents that never change (store/format.py)."""
 
 import bisect
 import hashlib
@@ -42,8 +36,8 @@ PIECE = 1 << 22  # number of bytes that `is_intact` reads at once
 class Shard:
     """The documents of a shard.
 
-    Opening a shard reads its header and the column `starts`. Rows of other columns are read only
-    when they are used. In version 2, all bytes that are read are compared with their checksums.
+    Opening it reads the header and the column `starts`; other rows are read when used. In version
+    2, all bytes that are read are compared with their checksums.
     """
 
     def __init__(self, path: Path, header: Header):
@@ -72,12 +66,11 @@ class Shard:
 
     def _set_starts(self, starts: Tensor) -> None:
         self.starts = starts
-        # Reading single elements is faster from a memoryview than from a tensor.
+        # A memoryview reads single elements faster than a tensor.
         self._spans = memoryview(safetensors.buffer(starts)).cast("B").cast("q")
 
     @property
     def bytes(self) -> int:
-        """The size of the file."""
         return self.path.stat().st_size
 
     def __len__(self) -> int:
@@ -87,7 +80,6 @@ class Shard:
         return self._spans[document], self._spans[document + 1]
 
     def column(self, name: str) -> Tensor:
-        """Returns a whole column."""
         dtype, shape, begin, end = self.entries[name]
         return self.blocks.read(begin, end, dtype).view(shape)
 
@@ -96,17 +88,13 @@ class Shard:
         return tokens[first : first + end - begin]
 
     def tokens_of(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
-        """Returns one tensor with the tokens of several spans, and the position of each span.
-
-        The tensor has up to 7 other tokens before and after each span.
-        """
+        """The tokens of several spans, up to 7 others around each, and their positions."""
         return self._packed("tokens", spans)
 
     def _packed(self, name: str, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
-        """Returns one tensor with the integers of several spans, and the position of each span.
+        """One tensor with the integers of several spans, and the position of each span.
 
-        In all columns, every eighth integer begins at a byte boundary. So each span is extended
-        until its start and its end are multiples of eight.
+        Every eighth integer begins at a byte boundary, so spans are extended to multiples of eight.
         """
         whole = [(begin - begin % 8, end + -end % 8) for begin, end in spans]
         counts = [b - a for a, b in whole]
@@ -134,7 +122,6 @@ class Shard:
         return integers, first
 
     def pieces_of(self, spans: Sequence[Span]) -> Pieces:
-        """Returns the bytes of several spans of rows, column by column (`Header.layout`)."""
         if self.header.sampled:
             return self._sampled_pieces(spans)
         sizes, ranges = self.header.sizes(), []
@@ -153,13 +140,10 @@ class Shard:
         }
 
     def _sampled_pieces(self, spans: Sequence[Span]) -> Pieces:
-        """Implements `pieces_of` for sampled targets.
+        """Implements `pieces_of` for sampled targets, whose rows have different lengths.
 
-        Rows of sampled targets have different lengths in the shard.
-
-        The column `slots` holds only the first slot of each document. If a span starts inside a
-        document, the slots of the document's earlier rows are counted. So `draws` is read from the
-        first row of the document.
+        The column `slots` has only the first slot of each document, so `draws` is read from the
+        first row of the document in which a span starts, to count the slots before it.
         """
         size, offset = self.header.sizes()["draws"], self.entries["draws"].begin
         documents = [bisect.bisect_right(self._spans, a) - 1 for a, _ in spans]
@@ -203,16 +187,13 @@ class Shard:
             first = last
 
     def index(self) -> tuple[Tensor, Tensor]:
-        """Returns the columns index.hash and index.doc.
-
-        For a shard of version 1, both columns are computed from the tokens.
-        """
+        """The columns index.hash and index.doc, computed from the tokens in version 1."""
         if self.version == VERSION:
             return self.column("index.hash"), self.column("index.doc")
         return index_of(self.tokens(0, int(self.starts[-1])), self.starts)
 
     def is_intact(self) -> bool:
-        """Returns whether the SHA-256 of the tensors equals the SHA-256 in the shard's metadata."""
+        """Whether the tensors have the SHA-256 in the shard's metadata."""
         digest = hashlib.sha256()
         for name in sorted(self.entries):
             if name != "crc":
@@ -227,7 +208,7 @@ class Shard:
 def write_shard(
     path: Path, header: Header, tokens: Tensor, starts: Tensor, rows: Mapping[str, Tensor]
 ) -> None:
-    """Writes a shard atomically. After the call, the shard survives a loss of power."""
+    """Writes a shard atomically and durably."""
     columns = compact(dict(rows), starts, header) if header.sampled else dict(rows)
     columns |= {f"tokens.{w}": field for w, field in pack(tokens, header.bits).items()}
     columns["starts"] = starts
@@ -237,17 +218,16 @@ def write_shard(
         "format": FORMAT, "version": VERSION, "header": header.to_json(),
         "sha256": digest_of(columns),
     }  # fmt: skip
-    # The checksums depend on the order of the columns in the file. So the columns are sorted here
-    # as in `safetensors.write`, widest dtype first. The column `crc` is added last. The sort in
-    # `safetensors.write` keeps `crc` at the end, because this sort is stable and no dtype is
-    # narrower than uint8.
+    # The checksums follow the order of the columns in the file, so these are sorted here as in
+    # `safetensors.write`, widest dtype first. `crc` stays last there: the sort is stable, and no
+    # dtype is narrower than uint8.
     columns = dict(sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize))
     columns["crc"] = checksums(columns.values())
     safetensors.write(path, columns, metadata, durable=True)
 
 
 def digest_of(columns: Mapping[str, Tensor]) -> str:
-    """Returns the SHA-256 of the columns. The columns are hashed in the order of their names."""
+    """The SHA-256 of the columns in the order of their names."""
     digest = hashlib.sha256()
     for name in sorted(columns):
         digest.update(f"{name}:".encode())
@@ -258,10 +238,7 @@ def digest_of(columns: Mapping[str, Tensor]) -> str:
 def _wanted(
     header: Header, entries: dict, size: int, checked: bool
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Returns the expected dtype and shape of every column of a shard.
-
-    The shapes in `entries` give the number of documents, of tokens and of index entries.
-    """
+    """The expected dtype and shape of every column, for the lengths that `entries` give."""
 
     def length(name: str) -> int:
         shape = entries[name].shape if name in entries else ()

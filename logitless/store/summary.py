@@ -1,7 +1,4 @@
-"""Computes statistics of a store: mass of the slots (stored ids), entropy, and token ranks.
-
-`logitless teacher info` prints and plots these statistics (cli/teacher_info.py).
-"""
+"""Statistics of a store for `logitless teacher info`: mass of the slots, entropy, token ranks."""
 
 import math
 from collections.abc import Iterator
@@ -21,7 +18,7 @@ FETCHED = 4  # smallest number of shards to read from a remote store
 
 @dataclass
 class Summary:
-    """Statistics over the rows of a sample. Rows without slots are left out."""
+    """Statistics over the rows of a sample, without rows that have no slots."""
 
     rows: int
     covered: Tensor  # covered[k - 1] is the mean mass of the k most probable tokens
@@ -36,10 +33,7 @@ class Summary:
 
 
 def _sample(store: Store, most: int) -> Iterator[tuple[Tensor, Tensor, SparseTargets]]:
-    """Yields groups of documents from all shards, or from a few shards of a remote store.
-
-    For each group, yields the tokens of its documents, the end of each document, and the targets.
-    """
+    """Yields the tokens of groups of documents, the end of each document, and the targets."""
     shards = store.shards
     if is_address(store.path) and shards:
         needed = math.ceil(len(shards) * most / store.tokens)
@@ -57,7 +51,6 @@ def _sample(store: Store, most: int) -> Iterator[tuple[Tensor, Tensor, SparseTar
 
 
 def summary(store: Store, most: int = SAMPLE) -> Summary:
-    """Reads about `most` tokens of a store, and returns the statistics of their rows."""
     k = store.info.k
     covered, entropies, ranks, rows = torch.zeros(k, dtype=torch.float64), [], [], 0
     slots = 0
@@ -89,7 +82,6 @@ def summary(store: Store, most: int = SAMPLE) -> Summary:
 
 
 def _by_probability(targets: SparseTargets) -> SparseTargets:
-    """Sorts the slots of sampled targets by descending weight."""
     logprobs, order = targets.logprobs.sort(dim=-1, descending=True, stable=True)
     ids, mask = targets.ids.gather(-1, order), targets.mask.gather(-1, order)
     return unchecked(ids, logprobs, None, mask)

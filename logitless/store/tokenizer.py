@@ -1,5 +1,3 @@
-"""The hash of a tokenizer. A store keeps the hash, because token ids depend on the tokenizer."""
-
 import hashlib
 import json
 from typing import Any

@@ -1,7 +1,4 @@
-"""Looks up the targets of a batch in a store, and computes the student's loss.
-
-logitless/hf.py uses this module in a `Trainer` of Transformers.
-"""
+"""Looks up the targets of a batch in a store, and computes the student's loss."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -43,14 +40,15 @@ def distill_loss(
     """Returns (ce_weight · cross-entropy + kd_weight · divergence from the teacher).
 
     `logits`, of shape (B, T, V), are a tensor, a `LinearLogits` or the output of a fused causal
-    model. `labels`, of shape (B, T), must not be shifted, because the logits at position t are
-    compared with `labels[:, t + 1]`. Tokens with the label -100 are ignored. `targets` come from
-    `Store.targets_for`, and have the shape of `labels`. The loss is the mean over the tokens that
-    are not ignored. With `num_items`, the loss is the sum over the tokens that are not ignored,
-    divided by `num_items`. With `parts=True`, the cross-entropy `ce` and the divergence `kd` are
-    returned too, for logging. To compute `ce` and `kd`, the logits are read a second time. Other
-    options are passed to `topk_distill`. The options `divergence` and `support` must be passed. For
-    sampled targets, `support` must be "truncate" or "renorm_teacher".
+    model. `labels`, of shape (B, T), are not shifted: the logits at position t are compared with
+    `labels[:, t + 1]`, and the label -100 is ignored. `targets` come from `Store.targets_for`, and
+    have the shape of `labels`.
+
+    The loss is the mean over the tokens that are not ignored, or their sum divided by `num_items`.
+    `parts=True` also returns the cross-entropy `ce` and the divergence `kd`, for logging, at the
+    cost of a second read of the logits. Other options are passed to `topk_distill`, and must
+    include `divergence` and `support`; for sampled targets, `support` must be "truncate" or
+    "renorm_teacher".
 
     >>> targets = store.targets_for(input_ids)
     >>> options = {"divergence": "forward_kl", "support": "tail"}
@@ -86,11 +84,10 @@ def whole_loss(
     temperature: float = 1.0,
     t_squared: bool = False,
 ) -> DistillLosses:
-    """Computes the loss of `distill_loss` from teacher logits of shape (B, T, V).
+    """The loss of `distill_loss` from teacher logits of shape (B, T, V).
 
-    `divergence` is a name, or a mapping from names to weights. With a mapping, the divergence of a
-    token is the weighted sum of these divergences. The logits of student and teacher are read once
-    per divergence.
+    `divergence` is a name, or a mapping from names to weights. The logits of student and teacher
+    are read once per divergence.
     """
     next_tokens = F.pad(labels[..., 1:], (0, 1), value=-100)
     reduction = "mean" if num_items is None else "sum"
@@ -124,11 +121,10 @@ def _whole_divergence(name: str, logits: Tensor, teacher: Tensor, beta: float, o
 
 @on_cpu
 def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
-    """Returns the targets of a batch whose input_ids have the shape (B, T).
+    """Returns the targets of a batch with input_ids of shape (B, T).
 
-    Tokens whose attention_mask is 0 are padding. Padding can be on the left or on the right of a
-    row. A document begins at each token whose position id is 0. Without position_ids, `targets_for`
-    finds the first token of each document.
+    Tokens whose attention_mask is 0 are padding, on the left or on the right. A document begins
+    where position_ids is 0; without it, `targets_for` finds the documents.
     """
     ids = batch["input_ids"]
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
@@ -142,10 +138,8 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
         begins = (positions.expand_as(ids).cpu() == 0).gather(-1, order)
         lengths = [_lengths(row, int(n)) for row, n in zip(begins, is_token.sum(-1), strict=True)]
     if mask is not None:
-        # Without `lengths`, `targets_for` treats the tokens after the last matched document as
-        # padding if these tokens are all equal. These tokens could also belong to an unknown
-        # document. To tell the two cases apart, padding has the id -1 here, and every row ends with
-        # an additional -1. Then equal tokens at the end of a row are always padding.
+        # `targets_for` takes equal tokens after the last document for padding, but they could also
+        # belong to an unknown document. So padding has the id -1 here, and every row ends with one.
         tokens = F.pad(tokens, (0, 1), value=-1)
     targets = store.targets_for(tokens, lengths)
     if mask is not None:
@@ -155,10 +149,7 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
 
 
 def _lengths(begins: Tensor, tokens: int) -> list[int]:
-    """Returns the lengths of the documents in the first `tokens` tokens of a row.
-
-    `begins` is True at the first token of each document.
-    """
+    """The lengths of the documents in the first `tokens` tokens of a row, from their beginnings."""
     starts = begins[1:tokens].nonzero()[:, 0] + 1
     return torch.diff(starts, prepend=torch.tensor([0]), append=torch.tensor([tokens])).tolist()
 
@@ -166,8 +157,7 @@ def _lengths(begins: Tensor, tokens: int) -> list[int]:
 class Collator:
     """Wraps a collator, and adds the teacher's targets to each batch as "targets".
 
-    If the DataLoader has workers, the lookup runs in the workers. Each rank looks up only its own
-    batches.
+    Each rank looks up only its own batches, in the workers of the DataLoader if there are any.
 
     >>> DataLoader(documents, batch_size=8, collate_fn=Collator(store, pad_and_stack))
     """

@@ -1,7 +1,4 @@
-"""Checks the arguments of training with a store or with a teacher model (training.py, hf.py).
-
-The errors have the form `<argument> must <rule>, got <value>.`
-"""
+"""Checks the arguments of training with a store or with a teacher model (training.py, hf.py)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -63,10 +60,7 @@ def one_teacher(store: Any, teacher: Any) -> None:
 
 
 def divergences(divergence: Any) -> dict[str, float]:
-    """Returns {name: weight} for the divergences of support="whole".
-
-    `divergence` is the name of a divergence, or a mapping from names to weights.
-    """
+    """{name: weight} of the divergences of support="whole", a name or a mapping."""
     if not isinstance(divergence, Mapping):
         _option_checks.check(divergence=divergence)
         return {divergence: 1.0}
@@ -79,7 +73,6 @@ def divergences(divergence: Any) -> dict[str, float]:
 
 
 def sparse_options(divergence: Any, support: Any) -> None:
-    """Checks the options `divergence` and `support` of `DistillTrainer` for sparse targets."""
     _checks.one_of("support", support, (*_option_checks.SUPPORTS, "whole"))
     if isinstance(divergence, Mapping):
         raise ValueError(
@@ -90,7 +83,6 @@ def sparse_options(divergence: Any, support: Any) -> None:
 
 
 def live_teacher(store: Any, support: Any, on_policy: Any, generation_config: Any) -> None:
-    """Checks `on_policy`, and refuses arguments of `DistillTrainer` that contradict each other."""
     _option_checks.fraction("on_policy", on_policy)
     if store is not None and support == "whole":
         raise ValueError(
@@ -110,7 +102,6 @@ def live_teacher(store: Any, support: Any, on_policy: Any, generation_config: An
 
 
 def support_of_store(support: Any, sampled: bool) -> None:
-    """Refuses the supports "tail" and "renorm" for sampled targets."""
     if sampled and support in ("tail", "renorm"):
         raise ValueError(
             'support must be "truncate" or "renorm_teacher" for a store with values="counts",'
@@ -119,7 +110,6 @@ def support_of_store(support: Any, sampled: bool) -> None:
 
 
 def whole_vocabulary(student: int | None, teacher: int | None) -> None:
-    """Checks that the teacher has a logit for each token of the student."""
     if student is not None and teacher is not None and teacher < student:
         raise ValueError(
             f"teacher must return at least as many logits per token as the student ({student})"

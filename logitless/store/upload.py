@@ -1,11 +1,9 @@
 """Uploads the finished shards of a writer in a background thread.
 
-The file RANK.uploaded has one line per uploaded shard. If a writer was killed, the next writer
-reads this file, and uploads only shards that are not in the file. A line is ignored if its shard is
-no longer at the address. After its last shard, a writer uploads store.index. This file lists the
-uploaded shards of all ranks that share the folder. So store.index never lists a shard that is not
-uploaded yet. Older lookup files stay at the address, because readers with an older store.index can
-still need these files.
+RANK.uploaded has one line per uploaded shard, so that the writer after one that was killed uploads
+only the rest. A line does not count if its shard is no longer at the address. After its last shard,
+a writer uploads store.index with the uploaded shards of all ranks that share the folder, so it
+never lists a shard that is missing. Older lookup files stay, for readers with an older store.index.
 """
 
 import contextlib
@@ -31,7 +29,6 @@ ATTEMPTS = 8  # attempts per file; the waits between the attempts take one minut
 
 
 def destination(url: str, options: Mapping[str, Any] | None = None) -> Remote:
-    """Checks the address for uploads, and returns the folder at this address."""
     checks.upload_address(url, is_address(url))
     remote = Remote(url, attempts=ATTEMPTS, options=options, argument="upload")
     checks.can_write(url, remote.is_http)
@@ -39,7 +36,7 @@ def destination(url: str, options: Mapping[str, Any] | None = None) -> Remote:
 
 
 class Uploads:
-    """The uploads of one writer. `finish` waits until all shards of the writer are uploaded."""
+    """The uploads of one writer."""
 
     def __init__(self, remote: Remote, folder: Path, rank: int, header: Header):
         self.remote, self.folder, self.rank, self.header = remote, folder, rank, header
@@ -57,14 +54,10 @@ class Uploads:
         self._thread.start()
 
     def add(self, path: Path) -> None:
-        """Adds a shard to the queue of the background thread."""
         self._waiting.put(path)
 
     def finish(self) -> None:
-        """Waits for all uploads, and then uploads store.index.
-
-        If some shards could not be uploaded, raises an OSError that names these shards.
-        """
+        """Waits for the uploads, then uploads store.index. Raises an OSError for missing shards."""
         self._waiting.put(None)
         self._thread.join()
         for path in list(self.failed):  # each failed upload is repeated once
@@ -76,7 +69,7 @@ class Uploads:
         self._upload_index()
 
     def stop(self) -> None:
-        """Stops the thread after its current upload. The caller does not wait for the thread."""
+        """Stops the thread after its current upload, without waiting for it."""
         self._stopping.set()
         self._waiting.put(None)
 
@@ -89,8 +82,7 @@ class Uploads:
             self.remote.write(path, path.name)
             line = json.dumps({"url": self.remote.url, "name": path.name})
             with open(self.record, "a") as file:
-                # The line begins with a line break, because a killed writer may have left a part
-                # of a line.
+                # Begins with a line break, because a killed writer may have left part of a line.
                 file.write(f"\n{line}\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -112,12 +104,10 @@ class Uploads:
                 self.remote.write(path, path.name)
 
     def _at_address(self, records: Iterable[Path]) -> set[str]:
-        """Returns the names of all shards that are known to be at the address.
+        """The names of all shards that are known to be at the address.
 
-        A shard is at the address if the store.index at the address lists the shard. `records` are
-        RANK.uploaded files. A shard that is listed only in `records` counts too, if its size at the
-        address equals its local size. Raises if the address has another store, because the upload
-        would replace the files of that store.
+        These are listed in its store.index, or in `records` (RANK.uploaded files) and have their
+        local size there. Raises if the address has another store, whose files would be replaced.
         """
         found = {*self._uploaded, *self._listed()}
         for name in set().union(*(_recorded(record, self.remote.url) for record in records)):
@@ -128,7 +118,6 @@ class Uploads:
         return found
 
     def _listed(self) -> set[str]:
-        """Returns the names of the shards in the store.index at the address."""
         try:
             listing = self.remote.read(INDEX, Listing.of_bytes)
         except FileNotFoundError:
@@ -147,7 +136,6 @@ class Uploads:
 
 
 def _recorded(record: Path, url: str) -> set[str]:
-    """Returns the names of the shards that the file `record` (RANK.uploaded) lists for `url`."""
     found = set()
     with contextlib.suppress(FileNotFoundError):
         for line in record.read_text(errors="replace").splitlines():

@@ -1,8 +1,4 @@
-"""Checks the files and the rows of a store.
-
-`verify` reports wrong checksums, ids outside the vocabulary, rows whose probabilities sum to more
-than 1, and rows that are shifted by one token.
-"""
+"""Checks the files and the rows of a store."""
 
 import math
 from dataclasses import dataclass, field
@@ -19,11 +15,10 @@ from .shard import Shard
 
 ROWS = 8192  # number of rows that are decoded at once
 OFFSETS = (-1, 0, 1)
-# Rows count as shifted if another offset has a higher mean log-probability than offset 0. The
-# difference counts only if it is larger than this many standard errors.
+# Rows count as shifted if another offset has a mean log-probability that is higher than that of
+# offset 0 by more than this many standard errors.
 CERTAIN = 5.0
-# A row is valid if the sum of its probabilities is at most this number. `SparseTargets` has the
-# same limit for K = 2^16, the largest possible K.
+# Largest sum of a row's probabilities: the limit of `SparseTargets` for K = 2^16, the largest K.
 MOST_MASS = 1 + 2**-8 * (1 + math.log(2**16))
 
 
@@ -52,19 +47,18 @@ class Report:
 class _Shift:
     """Tests whether the rows of a store are shifted by one token.
 
-    In a correct store, row i describes token i + 1. The test computes the mean log-probability that
-    row i gives to token i + 1 (offset 0), token i (offset -1) and token i + 2 (offset +1). In a
-    correct store, offset 0 has the highest mean.
+    Row i describes token i + 1, so the mean log-probability that row i gives to token i + 1 (offset
+    0) should exceed those of token i (offset -1) and token i + 2 (offset +1).
     """
 
     def __init__(self):
         self.n, self.sums, self.squares = 0, torch.zeros(3).double(), torch.zeros(3).double()
 
     def add(self, tokens: Tensor, targets: SparseTargets, inner: Tensor, vocab_size: int) -> None:
-        """Adds rows to the means. `inner` lists the rows that have tokens at all three offsets."""
+        """Adds rows to the means. `inner` lists those with tokens at all three offsets."""
         ids, logprobs = targets.ids[inner], targets.logprobs[inner]
-        # A token outside the slots gets an equal share of the tail. Sampled targets have no tail,
-        # so a token that was not drawn gets half the weight of one draw.
+        # A token outside the slots gets an equal share of the tail or, as sampled targets have no
+        # tail, half the weight of one draw.
         if targets.tail is None:
             rest = torch.full((len(inner),), -math.log(2 * targets.k), dtype=torch.float64)
         else:
@@ -104,8 +98,7 @@ class _Shift:
 def verify(store: Any, progress: Any = None) -> Report:
     """Checks the checksums, ids and masses of all rows, and tests whether rows are shifted.
 
-    Rows are checked in blocks of at most ROWS rows. After each block, `progress` is called with the
-    number of rows in the block.
+    `progress` is called with the number of rows in each block of at most ROWS.
     """
     report, shift = Report(len(store), store.tokens), _Shift()
     for shard in store.shards:
@@ -126,7 +119,6 @@ def verify(store: Any, progress: Any = None) -> Report:
 def _check_rows(
     shard: Shard, vocab_size: int, shift: _Shift, report: Report, progress: Any
 ) -> None:
-    """Checks all rows of a shard, ROWS rows at a time."""
     total = int(shard.starts[-1])
     for a in range(0, total, ROWS):
         b = min(a + ROWS, total)

@@ -1,8 +1,4 @@
-"""Writes a store: documents are appended to a journal, and a full journal becomes a shard.
-
-The module store/journal.py writes the journal, and store/shard.py writes shards. The layout of a
-store is described in store/format.py.
-"""
+"""Writes a store: documents are appended to a journal, and a full journal becomes a shard."""
 
 import hashlib
 import os
@@ -33,40 +29,36 @@ from .rows import Table, encoded
 from .shard import Shard, shards_of, write_shard
 from .upload import Uploads, destination
 
-# While a shard is written, the index entries and hashes of each document take this many bytes of
-# memory. These bytes count towards `shard_bytes`, because a shard of very short documents would
-# otherwise take too much memory.
+# Bytes of memory for the index entries and hashes of a document while its shard is written. They
+# count towards `shard_bytes`, or a shard of very short documents would take too much memory.
 PER_DOCUMENT = 512
-# `add` does not encode documents of at most SHORT tokens if their targets are on the CPU. These
-# documents are encoded together when their shard is written. Encoding documents together is faster,
-# because PyTorch encodes a few hundred rows in the same time as a few rows.
+# Documents of up to SHORT tokens with targets on the CPU are encoded together when their shard is
+# written, because PyTorch encodes a few hundred rows in the time of a few.
 SHORT = 64
 
 
 class Writer:
     """Appends documents to a store. The store is created if it does not exist.
 
-    After `add` has returned, the document is not lost if the process is killed. The next writer
-    with the same `part` recovers the document. Readers find the document after its shard is full,
-    after `flush`, or after the end of the `with` block. From then on, the document also survives a
-    loss of power. Adding a document again does nothing. So running the same program again resumes a
-    run that was killed. A static server can serve the folder after `close`, or after the end of the
-    `with` block.
+    After `add` has returned, the document survives a kill of the process: the next writer with the
+    same `part` recovers it. Readers find it once its shard is full, after `flush`, or after the end
+    of the `with` block, and from then on it also survives a loss of power. Adding a document again
+    does nothing, so running the same program again resumes a run that was killed. After `close`, a
+    static server can serve the folder.
 
-    Several processes can write to one store at the same time, each with its own `part`. By default,
-    `part` is the environment variable RANK, which torchrun sets. While a writer is open, opening
-    another writer with the same `part` raises an error.
+    Several processes can write to one store at the same time, each with its own `part`, by default
+    the environment variable RANK, which torchrun sets. A second open writer with the same `part`
+    raises an error.
 
-    `upload` is an address such as s3://bucket/targets. With `upload`, each full shard is also
-    uploaded in the background, and `close` waits for the uploads. `close` raises an OSError if a
-    shard could not be uploaded. The next writer with the same arguments uploads the missing shards.
-    `storage_options` are the keyword arguments of fsspec's file system.
+    `values` is "u8" for 8-bit log-probabilities, "f16" for 16-bit ones, or "counts" for sampled
+    targets: then k is the number n of draws, `add` takes the results of `capture_sampled(logits,
+    n)`, and the store returns the same weights, bit for bit. With a `proposal` other than 1,
+    weights are not multiples of 1 / n; store them with "u8" or "f16".
 
-    `values` is "u8" for 8-bit log-probabilities, "f16" for 16-bit log-probabilities, or "counts"
-    for sampled targets. With "counts", k is the number n of draws, and `add` takes the results of
-    `capture_sampled(logits, n)`. The store returns the same weights, bit for bit. If the `proposal`
-    of `capture_sampled` is not 1, the weights are not multiples of 1 / n. Store such weights with
-    values="u8" or "f16".
+    With `upload`, an address such as s3://bucket/targets, each full shard is also uploaded in the
+    background. `close` waits for the uploads, and raises an OSError if one failed; the next writer
+    with the same arguments uploads the missing shards. `storage_options` are the keyword arguments
+    of fsspec's file system.
 
     >>> with Writer("targets", vocab_size=151_936, k=64) as writer:
     ...     writer.add(tokens, capture_topk(teacher(tokens).logits, 64))
@@ -128,15 +120,11 @@ class Writer:
         )
 
     def __len__(self) -> int:
-        """The number of documents in the store.
-
-        The number does not include documents that other ranks added after this writer was opened.
-        """
+        """The number of documents, without those that other ranks have added since."""
         return sum(map(len, self.shards)) + len(self.journal)
 
     @on_cpu
     def __contains__(self, tokens: Any) -> bool:
-        """Returns whether the store has this document already."""
         return self._has(checks.tokens(tokens, self.header.vocab_size))
 
     def _has(self, tokens: Tensor) -> bool:
@@ -175,12 +163,11 @@ class Writer:
 
     @on_cpu
     def extend(self, tokens: Any, starts: Sequence[int], targets: SparseTargets) -> int:
-        """Adds several documents at once. For short documents, `extend` is faster than `add`.
+        """Adds several documents at once, faster than `add` if they are short; returns how many.
 
-        `tokens` and `targets` hold all documents, one after the other. `starts` lists the position
-        of each document's first token in `tokens`, and then the total number of tokens. Returns the
-        number of documents that were added. If any document is invalid, an error is raised and no
-        document is added.
+        `tokens` and `targets` hold the documents one after the other, and `starts` the position of
+        each document's first token and then the total number of tokens. If any document is invalid,
+        an error is raised and none is added.
         """
         checks.is_open(self.closed, self.lock.is_mine)
         tokens = checks.tokens(tokens, self.header.vocab_size)
@@ -194,10 +181,9 @@ class Writer:
 
     @on_cpu
     def append(self, tokens: Tensor, rows: Table, starts: Sequence[int] | None = None) -> int:
-        """Adds one encoded document or, with `starts`, several encoded documents.
+        """Adds encoded documents, tokens[starts[i] : starts[i + 1]], or one without `starts`.
 
-        Document i is tokens[starts[i] : starts[i + 1]]. Returns the number of documents that were
-        added. Documents that the store has already are not added.
+        Returns the number of those that the store did not have already.
         """
         checks.is_open(self.closed, self.lock.is_mine)
         new, where, starts = self._new(tokens, starts or (0, len(tokens)))
@@ -208,7 +194,7 @@ class Writer:
     def _new(
         self, tokens: Tensor, starts: Sequence[int]
     ) -> tuple[list[bytes], slice | Tensor, Sequence[int]]:
-        """Returns the digests, row indices and starts of documents that are not in the store."""
+        """The digests, row indices and starts of documents that are not in the store."""
         data, new = memoryview(buffer(tokens)).cast("B"), {}
         known = self.index.documents(tokens, torch.tensor(starts)) if self.shards else ()
         for (a, b), match in zip_longest(pairwise(starts), known):
@@ -223,10 +209,7 @@ class Writer:
     def _write(
         self, tokens: Tensor, starts: Sequence[int], rows: Table, digests: list[bytes]
     ) -> None:
-        """Appends several documents. Document i is tokens[starts[i] : starts[i + 1]].
-
-        Writes a shard whenever the journal is full.
-        """
+        """Appends documents, and writes a shard whenever the journal is full."""
         slots = slots_of(rows["draws"]).sum() if self.header.sampled else 0
         self._count(len(tokens), int(slots))
         first = 0
@@ -242,10 +225,9 @@ class Writer:
             first = last
 
     def _count(self, tokens: int, slots: int) -> None:
-        """Updates `self.written`, the number of bytes that all added documents take in shards.
+        """Updates `self.written`, the bytes of all added documents in shards.
 
-        `tokens` is the number of new tokens, and `slots` is the total number of distinct ids in
-        their rows. `slots` has an effect only with values="counts".
+        `slots` counts the distinct ids of all rows, and matters only with values="counts".
         """
         self.written += tokens * self.header.token_bytes(slots / tokens)
 
@@ -255,7 +237,7 @@ class Writer:
             self.flush()
 
     def _bytes(self, tokens: int, documents: int) -> int:
-        """Returns the number of bytes that count towards `shard_bytes`."""
+        """The bytes that count towards `shard_bytes`."""
         return tokens * (8 + self.row_bytes) + documents * PER_DOCUMENT
 
     @on_cpu
@@ -267,7 +249,7 @@ class Writer:
         number = self.journal.number
         path = shard_path(self.path, self.rank, number)
         write_shard(path, self.header, *self.journal.columns())
-        # The shard is on the disk now and survives a loss of power, so the journal can be cleared.
+        # The shard survives a loss of power now, so the journal can be cleared.
         self.journal.clear(number + 1)
         self.digests = set()
         self.shards.append(Shard(path, self.header))
@@ -280,10 +262,8 @@ class Writer:
     def close(self) -> None:
         """Flushes the writer, lists the shards of the folder for remote readers, and unlocks.
 
-        The lock is released even if the flush fails.
-
-        With `upload`, waits until all shards are uploaded. In a forked process, `close` writes
-        nothing, because the parent process writes the documents.
+        With `upload`, waits until all shards are uploaded. The lock is released even if the flush
+        fails. A forked process writes nothing, because its parent writes the documents.
         """
         self._close(finish=True)
 
@@ -317,13 +297,10 @@ class Writer:
 
     def __exit__(self, kind, error, trace) -> None:
         try:
-            # After an error, `close` does not wait for the uploads, so that the user sees the error
-            # now. The next writer uploads the shards that are not uploaded yet.
+            # After an error, the uploads are not awaited, so that the user sees it now.
             self._close(finish=error is None)
         except (OSError, ValueError):  # ValueError: another rank's shard was damaged meanwhile
-            # If the `with` block raised an error, the error of `close` is suppressed, so that the
-            # user sees the error of the block. No document is lost, because the journal still has
-            # the documents.
+            # An error of the block comes first. No document is lost, because the journal has them.
             if error is None:
                 raise
 
@@ -339,9 +316,8 @@ def _digest_of(tokens: Any) -> bytes:
 def recover(path: str | os.PathLike) -> int:
     """Moves documents of killed writers from journals to shards, and lists all shards anew.
 
-    Returns the number of documents in the store. A new writer with the `part` of a killed writer
-    also recovers the documents of the killed writer. Call `recover` if you will not open such a
-    writer, or if a folder has no store.index.
+    Returns the number of documents in the store. A new writer with the `part` of a killed one does
+    the same; call `recover` if you will not open such a writer, or if a folder has no store.index.
     """
     path = Path(path)
     fields = asdict(header_of(path))
