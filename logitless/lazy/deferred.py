@@ -1,17 +1,11 @@
 """`Deferred`: a tensor without memory of its own, whose values PyTorch's operations can read.
 
-Lazy logits (logits.py), their gradient (gradient.py) and views of computed logits (`View` below)
-are Deferred tensors. All Deferred tensors share one mechanism:
-
-- An operation of PyTorch gets the values, `plain_values()`, instead of the Deferred tensor.
-- If the result of an operation shares memory with the values, the result is wrapped in a `View`,
-  which must not be written to. If `lend` returns True, the result is a plain tensor instead, and
-  writing to the result changes the values.
-- If an operation writes to a Deferred tensor, the method `write` runs instead of the operation. By
-  default, `write` raises. The operation's schema in PyTorch lists the arguments that the operation
-  writes to.
-- A function that takes the address of a tensor's memory gets the address of the values. An export
-  by DLPack raises, unless the export makes a copy or `lend` returns True.
+Lazy logits (logits.py), their gradient (gradient.py) and views of computed logits (`View`) share
+one mechanism. An operation of PyTorch gets the values, `plain_values()`, instead. A result that
+shares memory with them becomes a `View`, which must not be written to, unless `lend` returns True:
+then it is plain, and writing to it changes the values. An operation that writes, as its schema
+tells, runs the method `write` instead, which raises by default. A function that takes the address
+of the memory gets that of the values, and DLPack raises unless it copies or `lend` returns True.
 """
 
 import contextlib
@@ -27,7 +21,7 @@ from torch.utils import _pytree as pytree
 F = TypeVar("F", bound=Callable)
 T = Tensor
 
-# --- tensor functions that access memory directly, and so bypass __torch_dispatch__
+# --- functions that access memory directly, and so bypass __torch_dispatch__
 
 COPIERS = {T.__reduce_ex__, T.__deepcopy__}
 READERS = {T.tolist, T.item, T.is_shared} | COPIERS
@@ -65,7 +59,7 @@ class Deferred(Tensor):
         t = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls, like.shape, dtype=like.dtype, device=like.device, **layout
         )
-        # With this flag, writing to t raises even in functions that bypass __torch_function__ and
+        # Makes writes raise even in functions that bypass __torch_function__ and
         # __torch_dispatch__.
         torch._C._set_throw_on_mutable_data_ptr(t)
         return t
@@ -75,32 +69,26 @@ class Deferred(Tensor):
         raise NotImplementedError
 
     def expose(self) -> Tensor:
-        """Returns the values, for a caller that takes their address and can overwrite them."""
+        """The values, for a caller that takes their address and can overwrite them."""
         return self.plain_values()
 
-    # Weak references to read-only views and arrays that share memory with the values. While a view
-    # or an array in `lent` exists, the values must not be written to. `lent` is None if the values
-    # are never writable.
+    # Weak references to read-only views and arrays that share memory with the values, which must
+    # not be written to while one of them exists. None if the values are never writable.
     lent: list[weakref.ref] | None = None
 
     def keep_lent(self, view: Any) -> None:
-        """Adds a view or an array to `lent`, and removes views and arrays that no longer exist."""
         if self.lent is not None:
             self.lent[:] = [ref for ref in self.lent if ref() is not None] + [weakref.ref(view)]
 
     def lend(self) -> bool:
-        """Whether plain tensors are allowed to share and to change the memory of the values."""
+        """Whether plain tensors may share and change the memory of the values."""
         return False
 
     def writable_values(self) -> Tensor | None:
-        """Returns the values as a writable tensor, in the memory that all views share.
-
-        A write to this tensor changes all views. Returns None if the values must not be written to.
-        """
+        """The values as a writable tensor, in the memory that all views share, or None."""
         return None
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Replaces an operation that writes to this tensor. This base class raises an error."""
         raise RuntimeError(
             f"{self.what} must not be written to by {running(func)}, because {self.unwritable}."
             f" Write to a copy instead: {self.copy}."
@@ -154,7 +142,7 @@ class View(Deferred):
 def on_values(func, args: tuple, kwargs: dict, memory: dict[int, Tensor] | None = None) -> Any:
     """Runs an operation on the values of its Deferred arguments.
 
-    `memory` maps id(t) to the values of t, for each argument t that the operation writes to.
+    `memory` maps id(t) to the values of each argument t that the operation writes to.
     """
     owners: dict[int, Deferred] = {}  # maps memory_of(t.plain_values()) to t
     memory = memory or {}
@@ -181,7 +169,7 @@ def on_values(func, args: tuple, kwargs: dict, memory: dict[int, Tensor] | None 
 
 
 def memory_of(t: Tensor) -> int:
-    """Returns an id of a tensor's memory. A tensor and its views have the same id."""
+    """An id of a tensor's memory, which its views share."""
     return t.untyped_storage()._cdata
 
 
@@ -199,7 +187,6 @@ def written(func, args: tuple, kwargs: dict) -> list[Deferred]:
 
 
 def _direct(func, args: tuple, kwargs: dict) -> Any:
-    """Runs a function that accesses the memory of its first argument directly."""
     t, *rest = args
     if func in WRITERS or (func in EXPORTS and not kwargs.get("copy") and not t.lend()):
         with called(func):
@@ -227,25 +214,20 @@ def _direct(func, args: tuple, kwargs: dict) -> Any:
 _called: ContextVar[Any] = ContextVar("called", default=None)
 
 
-# Functions that compute results without the values of a Deferred tensor (see `keeps_lazy`).
 _COMPUTED: list[Callable[[Callable, tuple, dict], Any]] = []
 
 
 def keeps_lazy(function: F) -> F:
     """Registers a function that computes results of PyTorch's functions without reading values.
 
-    The registered function takes (func, args, kwargs), and returns the result of func(*args,
-    **kwargs) or NotImplemented.
+    It takes (func, args, kwargs), and returns func(*args, **kwargs) or NotImplemented.
     """
     _COMPUTED.append(function)
     return function
 
 
 def result_of(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Calls the functions that `keeps_lazy` registered, until one of them returns a result.
-
-    Returns NotImplemented if none of these functions returns a result.
-    """
+    """The result of the first registered function that knows one, or NotImplemented."""
     for function in _COMPUTED:
         result = function(func, args, kwargs)
         if result is not NotImplemented:
@@ -264,10 +246,7 @@ def called(func) -> Iterator[None]:
 
 
 def running(func=None) -> str:
-    """Returns the name of the PyTorch function that the user called.
-
-    If no call is known, returns the name of `func`.
-    """
+    """The name of the PyTorch function that the user called, by default that of `func`."""
     func = _called.get() or func
     name = torch.overrides.resolve_name(func)
     if name is None:

@@ -1,8 +1,7 @@
 """Applies elementwise functions and functions of whole rows, such as softmax, to lazy logits.
 
-The result is lazy logits with an `Applied` formula (formula.py). A later operation that reduces
-over the vocabulary computes the formula for some rows at a time. A later operation that needs all
-values computes the formula for all rows at once.
+The result is lazy logits with an `Applied` formula (formula.py), which a later operation computes
+for some rows at a time if it reduces over the vocabulary, and for all rows otherwise.
 """
 
 from collections.abc import Callable
@@ -21,20 +20,18 @@ from .recipe import Recipe, RowInput, own
 from .row_function import by_rows
 from .views import is_alias
 
-# Formulas of nested functions are computed recursively. Python limits the recursion, so a formula
-# nests at most DEEPEST functions.
+# Formulas of nested functions are computed recursively, and Python limits the recursion.
 DEEPEST = 64
-# The result of these functions is a lazy mask, because callers usually reduce such a mask by any()
-# or all().
+# Their result is a lazy mask, because callers usually reduce it by any() or all().
 QUESTIONS = {getattr(T, name) for T in (torch, Tensor) for name in ("isnan", "isinf", "isfinite")}
 CONSTANTS = (int, float, str, torch.dtype, type(None))
 
 
 def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = False) -> Any:
-    """Returns lazy logits with the values function(*args, **kwargs), or NotImplemented.
+    """Lazy logits with the values function(*args, **kwargs), or NotImplemented.
 
-    At least one argument is a LazyLogits. By default, the function is elementwise. If `whole_rows`
-    is true, each value of the result depends on a whole row, as in softmax.
+    With `whole_rows`, each value of the result depends on a whole row, as in softmax; otherwise the
+    function is elementwise.
     """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     lazy = list({id(t): t for t in leaves if isinstance(t, LazyLogits)}.values())
@@ -83,8 +80,8 @@ def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = Fa
 def in_memory(z: LazyLogits) -> Tensor:
     """Computes a lazy mask or lazy integers as a plain tensor, without materialising the logits.
 
-    The functions in QUESTIONS return lazy masks. All other masks are computed immediately, because
-    a mask is smaller than the logits and callers often write to masks.
+    Masks other than those of QUESTIONS are computed at once: they are smaller than the logits, and
+    callers often write to them.
     """
     if z.recipe.axis is not None:
         return NotImplemented
@@ -93,23 +90,17 @@ def in_memory(z: LazyLogits) -> Tensor:
 
 
 class Argument(NamedTuple):
-    """An argument of a function that is applied to lazy logits."""
-
     formula: Any  # a Formula, or a constant
     blank: Any  # an empty tensor (0, width) of the argument's dtype, or a constant
     inputs: tuple[RowInput, ...] = ()
 
 
 def varies(a: Argument) -> bool:
-    """Whether the argument holds different numbers for different rows or columns."""
     return bool(a.inputs) or (isinstance(a.formula, Tensor) and a.formula.numel() > 1)
 
 
 def argument_of(t: Any, first: LazyLogits) -> Argument | None:
-    """Describes t as an `Argument` of a function that also takes the lazy logits `first`.
-
-    Returns None if the result of the function cannot be lazy.
-    """
+    """Describes an argument beside the lazy logits `first`, or returns None if it is not lazy."""
     if not isinstance(t, Tensor):
         return Argument(t, t) if isinstance(t, CONSTANTS) else None
     if isinstance(t, LazyLogits):
@@ -161,26 +152,23 @@ def is_constant(t: Any) -> bool:
 
 
 def as_constant(a: Argument) -> Argument:
-    """Marks an argument as constant, so that backward computes no gradient of the argument."""
+    """Marks an argument as constant: backward computes no gradient of it."""
     known = isinstance(a.formula, Input) or not isinstance(a.formula, Formula)
     return a if known else a._replace(formula=Constant(a.formula))
 
 
 def is_differentiable(t: Any, first: LazyLogits, lazy: list[LazyLogits]) -> bool:
-    """False if argument t needs a gradient that cannot be computed."""
     if is_constant(t):
         return True
     if not isinstance(t, LazyLogits) or not have_same_rows(t.recipe, first.recipe):
         return False
-    # If several lazy arguments need a gradient, each of them gets an incomplete LazyGradient (see
-    # gradient.Joint). So none of these arguments may have a hook or retain its gradient.
+    # If several need a gradient, each gets an incomplete LazyGradient (gradient.Joint), which no
+    # hook and no `retain_grad` may see.
     alone = all(z is t or is_constant(z) for z in lazy)
     return alone or not (t._backward_hooks or t.retains_grad)
 
 
 class Call(NamedTuple):
-    """The function to apply, the structure of its arguments, and the autocast state of the call."""
-
     function: Callable[..., Tensor]
     tree: Any  # the pytree structure of the arguments
     autocast: Autocast
@@ -191,7 +179,7 @@ class Call(NamedTuple):
             return self.function(*args, **kwargs)
 
     def dtype_of_result(self, blanks: list, vocab: int) -> torch.dtype | None:
-        """The dtype of the result, or None if the result cannot be lazy logits."""
+        """The dtype of the result, or None if it cannot be lazy logits."""
         try:
             with torch.no_grad():
                 result = self.run(blanks)
@@ -203,7 +191,7 @@ class Call(NamedTuple):
     def of_values(
         self, leaves: list, arguments: list[Argument], lazy: list[LazyLogits]
     ) -> Callable[..., Tensor]:
-        """Returns a function that maps the values of the lazy arguments to the result."""
+        """Maps the values of the lazy arguments to the result."""
         places = [next((i for i, z in enumerate(lazy) if z is t), None) for t in leaves]
         fixed = [a.inputs[0] if isinstance(a.formula, Input) else a.formula for a in arguments]
         fixed = [None if at is not None else a for at, a in zip(places, fixed, strict=True)]

@@ -1,11 +1,10 @@
 """Formulas of lazy logits: functions of the head's logits, computed for some rows at a time.
 
-Logits that a head returns have a `Direct` formula. A `Direct` formula can contain a scale, a
-softcap and a log_softmax. Losses and statistics over a `Direct` formula read the head's logits, and
-apply the scale and the softcap themselves. F.nll_loss, F.kl_div and most statistics also apply the
-log_softmax themselves. Any other function of lazy logits, such as the product of probabilities and
-log-probabilities, is an `Applied` formula. An `Applied` formula is computed by PyTorch's own
-function when a later operation reduces over the vocabulary (row_function.py).
+Logits that a head returns have a `Direct` formula, with a scale, a softcap and a log_softmax, which
+losses and statistics over the head's logits apply themselves (log_softmax only F.nll_loss, F.kl_div
+and most statistics). Any other function of lazy logits, such as the product of probabilities and
+log-probabilities, is an `Applied` formula: PyTorch's own function computes it when a later
+operation reduces over the vocabulary (row_function.py).
 """
 
 import contextlib
@@ -28,7 +27,7 @@ class Rows:
         self.results: dict[Formula, Tensor] = {}
 
     def values(self, formula: "Formula") -> Tensor:
-        """The differentiable values of a formula. The values are computed only once."""
+        """The differentiable values of a formula, computed only once."""
         if formula not in self.results:
             self.results[formula] = formula.compute(self)
         return self.results[formula]
@@ -45,11 +44,7 @@ class Formula:
 
 @dataclass(frozen=True)
 class Direct(Formula):
-    """The logits z, with an optional scale, softcap and log_softmax.
-
-    Let y = post · tanh(pre · z) if `capped` is true, and y = pre · z otherwise. The values are y,
-    or factor · log_softmax(y) if `log` is true.
-    """
+    """y = post · tanh(pre · z) if `capped`, else pre · z; or factor · log_softmax(y) if `log`."""
 
     dtype: torch.dtype
     pre: float = 1.0
@@ -60,11 +55,7 @@ class Direct(Formula):
 
     @property
     def scale(self) -> float:
-        """The factor that multiplies the head's logits z before the softcap.
-
-        The softcap maps x to post · tanh(x / post). So post · tanh(pre · z) is the softcap of
-        x = pre · post · z.
-        """
+        """The factor of the logits z before the softcap, x → post · tanh(x / post)."""
         scale = self.pre * self.post
         return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-15) else scale
 
@@ -74,11 +65,7 @@ class Direct(Formula):
 
     @property
     def reads(self) -> dict[str, float]:
-        """The options `temperature` and `softcap` for a loss over the head's logits z.
-
-        With these options, a loss over z equals the same loss over the logits after scale and
-        softcap.
-        """
+        """The temperature and softcap with which a loss over z is the loss over y."""
         if self.capped:
             return {"softcap": 1 / self.pre, "temperature": 1 / (self.pre * self.post)}
         return {"temperature": 1 / self.pre}
@@ -92,11 +79,10 @@ class Direct(Formula):
 
 
 class Input(Formula):
-    """A tensor that a function takes besides the logits, such as a mask or probabilities.
+    """A tensor with one row per row of the logits, such as a mask or probabilities.
 
-    An input tensor has one row per row of the logits. The input tensors are stored in
-    `Recipe.inputs`, and not in the formula. So a view of lazy logits can keep the formula, and
-    rearrange only the rows of the input tensors.
+    The tensors are in `Recipe.inputs`, so that a view of the logits keeps the formula and
+    rearranges only their rows.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -108,10 +94,7 @@ class Input(Formula):
 
 @dataclass(frozen=True)
 class Elsewhere(Formula):
-    """A formula over the logits of another head, such as a teacher's head.
-
-    The other head's logits are an `Input` of the formula.
-    """
+    """A formula over the logits of another head, such as a teacher's, which are an `Input`."""
 
     formula: Formula
     logits: Input
@@ -126,8 +109,6 @@ class Elsewhere(Formula):
 
 @dataclass(frozen=True)
 class Constant(Formula):
-    """The values of a formula, detached from the autograd graph."""
-
     formula: Formula
 
     @property
@@ -142,8 +123,8 @@ class Constant(Formula):
 class Applied(Formula):
     """The result of a PyTorch function whose arguments are formulas, numbers and tensors.
 
-    The function takes whole rows and returns whole rows. The rows can have the shape (n, V) instead
-    of (..., V). So the result for a row must not depend on the number of leading dimensions.
+    It maps whole rows, of shape (n, V) instead of (..., V), to whole rows, so the number of leading
+    dimensions must not matter.
     """
 
     function: Callable[..., Tensor]
@@ -163,7 +144,6 @@ class Applied(Formula):
 
 
 def depth_of(formula: Any) -> int:
-    """The depth of nested functions in a formula. A formula without functions has depth 0."""
     if isinstance(formula, (Constant, Elsewhere)):
         return depth_of(formula.formula)
     return formula.depth if isinstance(formula, Applied) else 0
@@ -171,7 +151,7 @@ def depth_of(formula: Any) -> int:
 
 @dataclass(frozen=True)
 class Autocast:
-    """The autocast state of a function call. The formula is computed later, in the same state."""
+    """The autocast state of a call, in which its formula is computed later."""
 
     kind: str  # type of the device, such as "cuda"
     dtype: torch.dtype | None  # None if autocast was off

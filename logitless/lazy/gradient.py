@@ -17,7 +17,7 @@ Compute = Callable[[], Tensor]  # computes a gradient of the logits as a plain t
 aten = torch.ops.aten
 # This module can be imported inside inference_mode(), which changes the dispatch keys.
 with torch.inference_mode(False):
-    # The dispatch keys that PyTorch includes and excludes outside of any operation.
+    # The dispatch keys outside of any operation.
     OUTSIDE = (
         torch._C._dispatch_tls_local_include_set(),
         torch._C._dispatch_tls_local_exclude_set(),
@@ -25,10 +25,9 @@ with torch.inference_mode(False):
 
 
 def outside() -> Any:
-    """Returns a context manager. Inside the context manager, autograd records operations.
+    """A context manager in which autograd records operations.
 
-    The context manager is needed inside __torch_dispatch__, because PyTorch calls
-    __torch_dispatch__ with autograd switched off.
+    __torch_dispatch__ needs it, because PyTorch calls it with autograd switched off.
     """
     return torch._C._ForceDispatchKeyGuard(*OUTSIDE)
 
@@ -38,27 +37,23 @@ PRODUCTS = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 
 
 def is_copy(func, args: tuple) -> bool:
-    """Whether the operation returns its input unchanged, as a copy or as a view."""
     return func in COPIES or (func is aten.view.default and tuple(args[1]) == args[0].shape)
 
 
 class Joint:
     """An operation with several LazyLogits as arguments, such as torch.cat or a product.
 
-    In backward, each argument gets its own LazyGradient. Only the first LazyGradient holds
-    gradients of `weight` and `bias`. These gradients are sums over all arguments. For torch.cat,
-    each LazyGradient holds the gradient of `hidden` for its own rows. For all other operations,
-    only the first LazyGradient holds the gradient of `hidden`. So the LazyGradient of one argument
-    is incomplete, and must not be changed. If n arguments need a gradient, the field `shares` of
-    each LazyGradient maps the `Joint` to 1/n. A LazyGradient with a share below 1 is incomplete.
-    When autograd adds LazyGradients, their shares are added too. The sum is complete if its share
-    is 1.
+    In backward, each argument gets a LazyGradient, but only the first holds the gradients of
+    `weight` and `bias`, sums over all arguments (and except for torch.cat, also that of `hidden`).
+    One alone is incomplete and must not be changed: if n arguments need a gradient, its `shares`
+    map the `Joint` to 1/n. Where autograd adds LazyGradients, it adds the shares; a sum of 1 is
+    complete.
     """
 
     def __init__(self, name: str, root: Any = None):
         self.name = name
-        # If all arguments with a gradient come from one call of a head, `root` is the `Watch`
-        # (weight_changes.py) of this call. Otherwise, `root` is None.
+        # The `Watch` (weight_changes.py) of the call of a head from which all arguments with a
+        # gradient come, or None.
         self.root = root
 
 
@@ -68,12 +63,10 @@ Shares = Mapping[Joint, Fraction]
 class LazyGradient(Deferred):
     """The gradient of lazy logits, stored as the gradients of `hidden`, `weight` and `bias`.
 
-    `of_values` is a plain tensor with the part of the gradient that comes from operations on
-    materialised logits. `parts` are the gradients of `hidden`, `weight` and `bias` that losses over
-    lazy logits computed. The functions in `computes` return the gradients of these losses with
-    respect to the logits, as plain tensors. An operation that reads the gradient, such as `norm`,
-    calls the functions in `computes`. Operations that scale or add gradients do not call the
-    functions in `computes`.
+    `parts` are those that losses over lazy logits computed, and `of_values` is the part from
+    operations on materialised logits. Only operations that read the gradient, such as `norm`, call
+    `computes`, which return the losses' gradients with respect to the logits as plain tensors;
+    scaling and adding do not.
     """
 
     what, copy = "gradients of lazy logits", "gradient.materialize()"
@@ -82,9 +75,8 @@ class LazyGradient(Deferred):
     of_values: Tensor | None
     computes: tuple[Compute, ...]
     known: Tensor | None  # The gradient as a plain tensor, or None before it is computed.
-    # True if this gradient of log-probabilities was computed by a loss over the logits. Such a
-    # gradient must not be read, because it contains an additional term. The backward of log_softmax
-    # removes this term.
+    # Whether a loss over the logits computed this gradient of log-probabilities. It has an
+    # additional term, which the backward of log_softmax removes, and so must not be read.
     projected: bool
     shares: Shares  # empty if this gradient is complete (see `Joint`)
 
@@ -126,10 +118,7 @@ class LazyGradient(Deferred):
         return self.known
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Writes to a materialised copy.
-
-        The copy becomes `of_values`, and `parts` becomes empty.
-        """
+        """Writes to a materialised copy, which becomes `of_values`; `parts` becomes empty."""
         first = args[0] if args else None
         targets = first if isinstance(first, (list, tuple)) else [first]
         known = isinstance(func, torch._ops.OpOverload) or func is Tensor.__setitem__
@@ -153,10 +142,7 @@ class LazyGradient(Deferred):
         vars(self).update(vars(other))
 
     def refuse_shared(self) -> None:
-        """Raises if the gradient is incomplete.
-
-        An incomplete gradient must not be changed (see `Joint`).
-        """
+        """Raises if the gradient is incomplete (see `Joint`)."""
         for joint in self.shares:
             raise RuntimeError(
                 f"the gradient of a lazy argument of {joint.name} must not be changed, because a"
@@ -205,7 +191,7 @@ class Like(NamedTuple):
     device: torch.device
 
     def blank(self) -> Tensor:
-        """A tensor of this shape, dtype and device that takes the memory of only one number."""
+        """A tensor of this shape, dtype and device in the memory of one number."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 
@@ -221,7 +207,6 @@ def _is_number(t: Any) -> bool:
 
 
 def _addable(a: Any, b: Any) -> bool:
-    """Whether a and b are tensors, lazy or plain, of the same shape and dtype."""
     tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
     return tensors and a.shape == b.shape and a.dtype == b.dtype
 
@@ -236,19 +221,13 @@ def added(a: Tensor, b: Tensor) -> LazyGradient:
 
 
 def added_shares(a: Shares, b: Shares) -> Shares:
-    """Adds the `shares` of two gradients, separately for each `Joint`.
-
-    A `Joint` whose shares add up to 1 is left out, because the sum of its gradients is complete.
-    """
+    """Adds `shares` per `Joint`. A joint whose shares add up to 1 is complete, and left out."""
     sums = {joint: a.get(joint, 0) + b.get(joint, 0) for joint in {**a, **b}}
     return {joint: share for joint, share in sums.items() if share != 1}
 
 
 def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
-    """Returns the `shares` of one new gradient.
-
-    The backward of `joint` splits g into `count` new gradients.
-    """
+    """The `shares` of one of the `count` gradients into which the backward of `joint` splits g."""
     if count == 1:
         return shares_of(g)
     return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}
@@ -261,7 +240,7 @@ def added_parts(parts: Parts, others: Parts) -> Parts:
 
 
 def split(g: Tensor) -> tuple[Parts, Tensor | None]:
-    """Returns the fields `parts` and `of_values` of g (class LazyGradient)."""
+    """The fields `parts` and `of_values` of g, a LazyGradient or a plain tensor."""
     if not isinstance(g, LazyGradient):
         return NO_PARTS, g
     if torch.is_grad_enabled() and g.requires_grad:  # g has autograd history, but g.parts does not
@@ -283,10 +262,7 @@ def shares_of(g: Tensor) -> Shares:
 
 
 def pulled_back(function: Callable[[Tensor], Any], x: Tensor, *d: Tensor | None) -> Tensor:
-    """Returns the gradient of x. `d` holds the gradient of each result of function(x).
-
-    An entry of `d` is None for a result without a gradient.
-    """
+    """The gradient of x from `d`, the gradient of each result of function(x), or None."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         out = function(leaf)

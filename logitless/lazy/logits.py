@@ -1,21 +1,14 @@
 """Lazy logits: a tensor whose values are not computed until they are needed.
 
-A fused head returns a `LazyLogits`, a tensor with a shape, a dtype and an autograd history. Until
-the values are needed, a `LazyLogits` holds `hidden`, `weight` and `bias` instead of the values.
-Losses of logitless and of torch.nn.functional over lazy logits are computed chunk by chunk
-(heads/). Functions that reduce over the vocabulary, such as argmax, are computed chunk by chunk
-too. Views, slices, casts and elementwise functions of lazy logits are lazy logits again
-(torch_functions.py). Any other operation materialises the logits, and returns the same result as
-for a plain tensor. Only logits for inference can be written to (`Recipe.inference`, writes.py).
-Writing to other lazy logits raises.
+A fused head returns a `LazyLogits`, a tensor with a shape, a dtype and an autograd history that
+holds `hidden`, `weight` and `bias` instead of values. Losses, and functions that reduce over the
+vocabulary, such as argmax, are computed from it chunk by chunk (heads/); views, slices, casts and
+elementwise functions return lazy logits again (torch_functions.py); anything else materialises the
+logits. Only logits for inference can be written to (`Recipe.inference`, writes.py).
 
-The autograd graph is the same as for a plain tensor: one node for the head, one node per view, and
-one node for the loss. Only the gradient has an unusual type. A loss computes the gradients of
-`hidden` and `weight`. The loss returns both gradients in a `LazyGradient`, which stands for the
-gradient of the logits. In backward, views and slices re-index the `LazyGradient`. The head then
-reads the gradients of `hidden` and `weight` from the `LazyGradient`. Hooks run as usual, and DDP
-and FSDP get the output that they expect. A tensor as large as the logits is allocated only if an
-operation materialises the logits, or if the logits are small.
+The autograd graph is that of a plain tensor, one node each for the head, every view and the loss,
+so hooks, DDP and FSDP work as usual. Only the gradient differs: a loss computes those of `hidden`
+and `weight` and passes both on in a `LazyGradient`, which views re-index and the head reads.
 """
 
 import functools
@@ -56,7 +49,6 @@ class LazyLogits(Deferred, Source):
 
     @classmethod
     def of(cls, recipe: Recipe) -> "LazyLogits":
-        """Returns lazy logits without autograd history."""
         z = cls.blank(Like(recipe.shape, recipe.formula.dtype, recipe.device))
         z.cell = Cell(recipe)
         z.origin = Origin(z.cell)
@@ -69,11 +61,10 @@ class LazyLogits(Deferred, Source):
         arguments: "tuple[LazyLogits, ...]" = (),
         is_view: bool = False,
     ) -> "LazyLogits":
-        """Returns lazy logits with another recipe. The result has no autograd history.
+        """Lazy logits with another recipe and no autograd history.
 
-        If `function` is given, it maps the values of `arguments` to the values of the result. The
-        default of `arguments` is (self,). If `is_view` is true, the values of the result can share
-        the memory of the argument's values.
+        `function` maps the values of `arguments`, by default (self,), to those of the result. If
+        `is_view` is true, they can share memory.
         """
         z = LazyLogits.of(recipe)
         if function is not None:
@@ -88,15 +79,13 @@ class LazyLogits(Deferred, Source):
 
     @property
     def known_values(self) -> Tensor | None:
-        """The values of the logits, or None if the values have not been computed."""
         return self.cell.values
 
     @property
     def from_head(self) -> bool:
         """Whether losses and functions are computed from the head instead of from the values.
 
-        In inference (`Recipe.inference`), the result is False if the logits are small or already
-        computed.
+        Logits for inference use the values if they are small or already computed.
         """
         origin, recipe = self.origin, self.recipe
         if origin.exposed:
@@ -107,26 +96,20 @@ class LazyLogits(Deferred, Source):
 
     @property
     def in_memory(self) -> bool:
-        """Whether these logits are for inference, and their values are in memory."""
         return self.recipe.inference and self.origin.known
 
     @property
     def views_stay_lazy(self) -> bool:
         """Whether views of these logits are lazy.
 
-        Views of logits for inference stay lazy until the logits are read, even if the logits are
-        small. For example, code can select one row of large logits, then a part of this small row,
-        and write to the part. The write must also change the large logits.
+        Those for inference are until the logits are read, even if small, because a write to a part
+        of one row, say, must also change the large logits from which the row was selected.
         """
         unread = self.recipe.inference and self.cell.values is None
         return self.from_head or (unread and not self.origin.exposed)
 
     def read(self, operation: str | None = None) -> Tensor:
-        """Returns the values, and materialises them first if they are not in memory yet.
-
-        `operation` is the name of the operation that needs the values. The default of `operation`
-        is the name of the PyTorch function that is running.
-        """
+        """The values, materialised if needed, by `operation` or the PyTorch function that runs."""
         self.note_if_unread(operation)
         return self.origin.values()
 
@@ -138,10 +121,7 @@ class LazyLogits(Deferred, Source):
         return self.read()
 
     def expose(self) -> Tensor:
-        """Returns the values, for a caller that can overwrite them.
-
-        Later losses are computed from these values, including all changes by the caller.
-        """
+        """The values, for a caller that can overwrite them. Later losses use what it wrote."""
         self.note_if_unread()
         return self.origin.expose()
 
@@ -159,7 +139,6 @@ class LazyLogits(Deferred, Source):
         return self.recipe.inference and not self.requires_grad and self.origin.lend()
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Writes to the values of logits for inference. Writing to any other logits raises."""
         result = write_values(self, func, args, kwargs)
         return super().write(func, args, kwargs) if result is NotImplemented else result
 
@@ -172,10 +151,7 @@ class LazyLogits(Deferred, Source):
         return self.origin.writable()
 
     def materialize(self, rows=None) -> Tensor:
-        """Returns the logits as a plain, differentiable tensor.
-
-        If `rows` is given, returns only these rows, detached.
-        """
+        """Returns the logits as a plain, differentiable tensor, or only `rows`, detached."""
         if rows is None:
             note(self, "materialize", warns=False)
             return Materialize.apply(self)  # pyright: ignore[reportReturnType]
@@ -183,10 +159,7 @@ class LazyLogits(Deferred, Source):
             return teacher_rows(self.as_teacher(), rows).clone()
 
     def over(self, shard) -> "LazyLogits":
-        """Returns lazy logits with the columns of all ranks.
-
-        `self` has only the columns of this rank. `shard` holds the range of these columns.
-        """
+        """The columns of all ranks, of which `self` has the part that `shard` describes."""
         recipe = self.recipe.replace(shard=shard.over(None), answers=None, places=None)
         sides = (shard.start, shard.vocab - shard.start - shard.width)
         columns = slice(shard.start, shard.start + shard.width)
@@ -200,8 +173,7 @@ class LazyLogits(Deferred, Source):
         result = UnscaledLogits(self).evaluate(of_head, reduction, row_weight)
         if self.recipe.head.dtype != torch.float64 or self.dtype == torch.float64:
             return result
-        # For an fp64 head, `result` is fp64. If the logits were cast to fp32, the loss must be fp32
-        # too.
+        # An fp64 head gives an fp64 loss, but for logits cast to fp32 it must be fp32.
         outputs = result if isinstance(result, tuple) else (result,)
         outputs = tuple(t.float() if t.is_floating_point() else t for t in outputs)
         return outputs if isinstance(result, tuple) else outputs[0]
@@ -209,8 +181,7 @@ class LazyLogits(Deferred, Source):
     def loss_of_head(self, loss: RowLoss) -> RowLoss | None:
         """Rewrites a loss over scaled or capped logits as a loss over the head's own logits.
 
-        Returns None if the loss must be computed from the values. In this case, the method also
-        records for `report` that the values are materialised.
+        Returns None, and notes it for `report`, if the values must be materialised instead.
         """
         if not self.from_head:
             self.note_if_unread("a loss of logitless")
@@ -226,7 +197,7 @@ class LazyLogits(Deferred, Source):
         return of_head
 
     def differentiable(self) -> Tensor:
-        """Returns the logits as a read-only plain tensor, for use in a loss."""
+        """The logits as a read-only plain tensor, for use in a loss."""
         known = not self.requires_grad and self.recipe.inference
         return self.origin.values() if known else Materialize.apply(self)  # pyright: ignore
 
@@ -239,7 +210,7 @@ class LazyLogits(Deferred, Source):
         return UnscaledLogits(self).capture(capture, reading.temperature, reading.softcap)
 
     def as_teacher(self):
-        """Returns the logits without gradients, for use as a teacher in a loss."""
+        """The logits without gradients, for use as a teacher in a loss."""
         constant = self.recipe.obstacle(None) or not self.from_head
         return self.read("a loss over a teacher") if constant else self.recipe.teacher()
 
@@ -250,7 +221,7 @@ class LazyLogits(Deferred, Source):
         return None if self.recipe.shard is None else self.recipe.shard.ranks
 
     def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Shows the values of logits for inference if the logits are small or already computed."""
+        """Shows the values of logits for inference if they are small or already computed."""
         recipe = self.recipe
         small = recipe.inference and recipe.small
         if self.in_memory or (small and not recipe.stale()):
@@ -293,10 +264,7 @@ leave_to_python(LazyLogits.__torch_function__, LazyLogits.__torch_dispatch__)
 
 
 def checked_hook(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Returns a hook that calls `hook`.
-
-    The returned hook raises if `hook` replaces an incomplete gradient.
-    """
+    """A hook that calls `hook`, and raises if it replaces an incomplete gradient."""
 
     @functools.wraps(hook)
     def checked(g: Tensor) -> Any:
@@ -309,7 +277,7 @@ def checked_hook(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 
 def kept(z: LazyLogits, recipe: Recipe, back: Callable | None, op: Op) -> LazyLogits:
-    """Returns the result of `op` on z, as lazy logits with the given recipe. See LazyOp."""
+    """The result of `op` on z, as lazy logits with the given recipe (LazyOp)."""
     anchor = None if op.linear else anchor_of(z)
     return LazyOp.apply(recipe, back, op, anchor, z)  # pyright: ignore[reportReturnType]
 
@@ -336,7 +304,6 @@ class UnscaledLogits(Source):
         return self.recipe.answers.evaluate(self, loss, reduction, row_weight)
 
     def computed(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        """Evaluates a loss from the head's tensors. The evaluation takes at least one GEMM."""
         grad = torch.is_grad_enabled()
         head = None if loss.groups is None else self.recipe.constant_head(self.requires_grad)
         if head is not None and not takes_groups(head, loss, reduction):
@@ -356,10 +323,10 @@ class UnscaledLogits(Source):
 
 
 class LazyColumns(Source):
-    """The logits of all ranks. Each rank holds lazy logits with its own columns.
+    """The logits of all ranks, each of which holds lazy logits with its own columns.
 
-    A loss that cannot be computed from the head materialises only the columns of this rank. The
-    caller must sum the gradient of `hidden` over the ranks.
+    A loss that cannot be computed from the head materialises only these. The caller must sum the
+    gradient of `hidden` over the ranks.
     """
 
     def __init__(self, z: LazyLogits, shard):
@@ -385,10 +352,9 @@ class LazyColumns(Source):
 def lazy_logits_of(
     head: Head, shard=None, kind: type[LazyLogits] = LazyLogits, inference: bool = False
 ) -> LazyLogits:
-    """The lazy logits of a head.
+    """The lazy logits of a head (class Recipe explains `inference`).
 
     With a shard, `head` holds only this rank's rows of the weight, but the logits have all columns.
-    The class Recipe explains `inference`.
     """
     trains = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in head.tensors

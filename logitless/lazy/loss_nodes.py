@@ -1,4 +1,4 @@
-"""Autograd nodes of losses over lazy logits. The backward of each node returns a LazyGradient."""
+"""Autograd nodes of losses over lazy logits, whose backward returns a LazyGradient."""
 
 from typing import Any
 
@@ -25,7 +25,6 @@ def _start(ctx, z: Any, loss, row_weight, reduction, grad, row_inputs, anchor) -
 
 
 def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
-    """Returns a LazyGradient that holds `d`, the gradients of `hidden`, `weight` and `bias`."""
     if not ctx.needs_input_grad[0]:
         return None
     parts, loss = d.tensors, call.loss
@@ -46,20 +45,17 @@ def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
 
         return pulled_back(function, recipe.values(), *upstream)
 
-    # A loss over log p = log_softmax(logits) can be computed as a loss over the logits. The
-    # gradient of log p then differs from the exact gradient by a term that the backward of
-    # log_softmax removes. So the gradient of the logits is exact, but the gradient of log p must
-    # not be read.
+    # A loss over log p = log_softmax(logits) can be computed from the logits. Its gradient of log p
+    # then has a term that the backward of log_softmax removes, and must not be read.
     projected = recipe.logits is None and not isinstance(loss, OfValues)
     gradient = gradient_of(ctx.like, parts, None, (compute,), None, projected)
     return final(gradient, ctx.anchor, *upstream)
 
 
 def of_values(loss: RowLoss, recipe: Recipe) -> tuple[RowLoss, float]:
-    """Converts a loss over the head's logits into a loss over the values of the lazy logits.
+    """Converts a loss over the head's logits into one over the values of the lazy logits.
 
-    Returns the new loss and a divisor. The caller must divide the values by the divisor before
-    applying the new loss.
+    The caller divides the values by the returned number first.
     """
     if isinstance(loss, OfValues):
         return loss.of_values(), 1.0
@@ -84,12 +80,12 @@ class OfValues:
     inputs: tuple[RowInput, ...]  # the recipe's inputs
 
     def of_values(self) -> Any:
-        """Returns a loss that takes the recipe's values instead of the head's logits."""
+        """A loss that takes the recipe's values instead of the head's logits."""
         raise NotImplementedError
 
 
 class LazyReducedLoss(Node):
-    """The autograd node of a mean or sum of losses over lazy logits."""
+    """A mean or sum of losses."""
 
     @staticmethod
     def forward(ctx, z, row_weight, loss, reduction, grad, anchor, *row_inputs):
@@ -100,7 +96,7 @@ class LazyReducedLoss(Node):
 
     @staticmethod
     def backward(ctx, upstream, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
-        # The saved tensors are read once, because activation checkpointing unpacks them only once.
+        # Read once, because activation checkpointing unpacks them only once.
         tensors = ctx.saved_tensors
         call = ctx.kept.call.rebuild(tensors)
         if upstream is None:
@@ -111,7 +107,7 @@ class LazyReducedLoss(Node):
 
 
 class LazyPerRowLoss(Node):
-    """The autograd node of a loss over lazy logits. The loss returns one value per row."""
+    """A loss with one value per row."""
 
     @staticmethod
     def forward(ctx, z, loss, anchor, grad, *row_inputs):

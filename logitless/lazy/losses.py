@@ -1,4 +1,4 @@
-"""Losses of torch.nn.functional over lazy logits. Each loss has the dtype of PyTorch's own loss."""
+"""Losses of torch.nn.functional over lazy logits, each in the dtype of PyTorch's own."""
 
 import functools
 import inspect
@@ -44,10 +44,7 @@ def cross_entropy_loss(
 
 
 def _mass(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """The divisor of PyTorch's mean over the targets that are not ignored.
-
-    The divisor is the number of these targets, or the sum of their weights if `weight` is given.
-    """
+    """The divisor of PyTorch's mean: the number or total weight of targets that count."""
     mass = target != ignore_index
     if weight is not None:
         mass = torch.where(mass, weight[target.clamp(0, len(weight) - 1)], 0.0)
@@ -55,10 +52,7 @@ def _mass(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
 
 
 def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction, **options):
-    """Computes F.cross_entropy or F.nll_loss of lazy values such as probabilities.
-
-    PyTorch's own function runs on some rows at a time.
-    """
+    """F.cross_entropy or F.nll_loss of lazy values such as probabilities, by PyTorch, in chunks."""
     plain = z.dim() == 2 and target.shape == z.shape[:1] and not target.is_floating_point()
     weight = options["weight"]
     needed = weight is not None and weight.requires_grad
@@ -82,10 +76,7 @@ def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction,
 
 
 def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
-    """Computes F.cross_entropy for a target that holds class probabilities.
-
-    With reduction="mean", the mean is over all rows.
-    """
+    """F.cross_entropy for a target that holds class probabilities; "mean" is over all rows."""
     known = type(probs) is Tensor and probs.shape == z.shape and probs.dtype == z.dtype
     if not known or probs.requires_grad or z.recipe.shard is not None or not probs.numel():
         return NotImplemented
@@ -96,10 +87,7 @@ def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
 
 
 def unlogged(z: LazyLogits) -> LazyLogits:
-    """Turns lazy log-probabilities z = log_softmax(logits) back into lazy logits.
-
-    log_softmax(z) equals z. So the values of z are also valid logits.
-    """
+    """Lazy log-probabilities as lazy logits, which they are too: log_softmax(z) equals z."""
     return values.changed(z, Op(lambda t: t, pull=lambda d: d, projects=True), log=False)
 
 
@@ -121,7 +109,7 @@ def nll_loss(
 
 
 def loss_of_values(function: Callable):
-    """Returns a version of an elementwise loss, such as F.kl_div, for lazy logits."""
+    """A version of an elementwise loss, such as F.kl_div, for lazy logits."""
 
     def loss(*args, **kwargs):
         bound = signature(function).bind(*args, **kwargs)
@@ -148,10 +136,9 @@ def loss_of_values(function: Callable):
 
 
 def _lazy_kl_div(input: Tensor, target: Tensor, log_target: bool):
-    """Computes F.kl_div with reduction="sum" for two lazy results of log_softmax.
+    """F.kl_div with reduction="sum" for two lazy results of log_softmax, else NotImplemented.
 
-    In all other cases, the result is NotImplemented. The result is also NotImplemented if both
-    `input` and `target` need a gradient.
+    Also NotImplemented if both `input` and `target` need a gradient.
     """
     if not (isinstance(input, LazyLogits) and isinstance(target, LazyLogits)):
         return NotImplemented

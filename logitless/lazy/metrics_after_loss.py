@@ -1,22 +1,18 @@
 """Keeps the scores that a loss over lazy logits computes, so that later metrics need no GEMM.
 
-A trainer computes its loss from the logits. Then the trainer computes metrics, such as the accuracy
-and the entropy, from the same logits. A metric of lazy logits takes one GEMM. A loss with its
-gradients takes about three times as long as a metric. The scores of a row are its entropy, its
-logsumexp, its argmax and the log-probability of its label. A loss that also computes the scores of
-each row takes 1.016 times as long as the loss alone (benchmarks/results/h200/loss-and-scores.md).
-So losses compute scores only for heads whose metrics are read:
+A trainer computes its loss, and then metrics such as accuracy and entropy from the same logits,
+each of which takes one GEMM, a third of a loss with its gradients. A loss that also computes the
+scores of each row, its entropy, logsumexp, argmax and the log-probability of its label, takes only
+1.016 times as long (benchmarks/results/h200/loss-and-scores.md). So losses compute scores for heads
+whose metrics are read:
 
-1. At first, losses over the logits of a head compute no scores. For each call of the head,
-   `Answers` counts the rows that losses read, and the rows that later metrics read. If the metrics
-   read at least half as many rows as the losses, the head is added to `_READ`.
-2. From then on, losses over the logits of this head compute scores, and store the scores in a
-   `Table`. Metrics of these logits and of their views are read from the `Table`. The rows that a
-   loss ignored have no scores in the `Table`. The first metric computes the scores of the ignored
-   rows.
+1. At first, they compute none. `Answers` counts, per call of the head, the rows that losses and
+   later metrics read. If metrics read at least half as many, the head is added to `_READ`.
+2. From then on, losses store scores in a `Table`, from which metrics of these logits and of their
+   views are read. The first metric computes the scores of the rows that the loss ignored.
 
-Rows of training and of evaluation are counted separately, because many trainers read metrics only
-in evaluations.
+Training and evaluation are counted separately, because many trainers read metrics only in the
+latter.
 """
 
 import weakref
@@ -34,20 +30,20 @@ from ..losses.cross_entropy import CrossEntropy, ScoredCrossEntropy
 from ..losses.statistics import NO_CLASS, SCORES, Read, Scores, score
 from .recipe import Recipe
 
-# The heads whose metrics are read after a loss. The outer key is True for training and False for
-# evaluation. The inner value is the number of head calls since a metric last used the scores.
+# The heads whose metrics are read after a loss, in training (True) and in evaluation, and the
+# number of head calls since a metric last used the scores.
 _READ: dict[bool, "weakref.WeakKeyDictionary[nn.Module, int]"] = {
     True: weakref.WeakKeyDictionary(),
     False: weakref.WeakKeyDictionary(),
 }
-# If no scores are read during PATIENCE calls of a head, later losses over this head compute no
-# scores. Computing scores in 16 losses takes about as long as computing one metric from the head.
+# After this many calls of a head without a read, losses stop computing scores: 16 of them cost
+# about as much as one metric from the head.
 PATIENCE = 16
 UNKNOWN = -1  # the label of rows without scores
 
 
 class Options(NamedTuple):
-    """The options of a softmax. All scores in a `Table` are computed with the same options."""
+    """The options of a softmax, equal for all scores in a `Table`."""
 
     temperature: float
     softcap: float | None
@@ -55,14 +51,14 @@ class Options(NamedTuple):
 
     @staticmethod
     def of(reading: Reading) -> "Options | None":
-        """Returns the options of a `Reading`, or None if each row has its own temperature."""
+        """The options of a `Reading`, or None if each row has its own temperature."""
         if reading.temperature is None:
             return None
         return Options(reading.temperature, reading.softcap, reading.invariant)
 
 
 class Table:
-    """Holds the scores of all rows of one head call. Each row has the scores for one label."""
+    """The scores of all rows of one head call, each for one label."""
 
     def __init__(self, rows: int, like: Scores):
         self.label = torch.full((rows,), UNKNOWN, device=like.lse.device)
@@ -71,12 +67,10 @@ class Table:
         self.seen: Any = lambda: None  # weak reference to `places`, if all its rows have scores
 
     def put(self, places: Tensor, label: Tensor, vocab: int, scores: Scores) -> None:
-        """For each i, copies label[i] and the scores at index i to row places[i] of the `Table`.
+        """Copies label[i] and the scores at index i to row places[i], for labels in [0, vocab).
 
-        If the new label of a row is not in [0, vocab), the row keeps its old label and scores.
-        `places` can contain a row several times, with different labels. So a scatter first chooses
-        one entry of `places` for each row. The label and the scores of this entry are then copied
-        to the row.
+        `places` can contain a row several times, with different labels, so a scatter chooses one
+        entry per row first.
         """
         if not len(places):
             return
@@ -101,17 +95,13 @@ class Answers:
 
     @staticmethod
     def of(head: Head, trains: bool) -> "tuple[Answers | None, Tensor | None]":
-        """Returns (answers, places) for the logits of one call of a head, or (None, None).
+        """(answers, places) for the logits of one call of a head, or (None, None).
 
-        `places` holds the index of each row (class Recipe), or is None if losses over these logits
-        compute no scores.
-
-        With drop_ignored=False, the host must never wait. A head with this option has no `Answers`,
-        because the host would have to wait for the number of rows without scores. An FSDP module
-        has no `Answers`, because computing missing scores would gather the module's weight. All
-        ranks must take part in this gather, but some ranks may have no missing scores. With
-        deterministic algorithms, no head has `Answers`, because computing scores can change the
-        last bits of a loss.
+        `places` (class Recipe) is None if losses over these logits compute no scores. A head has no
+        `Answers` with drop_ignored=False, because the host would have to wait for the number of
+        rows without scores; as an FSDP module, because computing missing scores would gather its
+        weight, and other ranks may have none missing; and with deterministic algorithms, because
+        computing scores can change the last bits of a loss.
         """
         module, device = head.module, head.device
         if module is None or hasattr(type(module), "unshard") or not head.drop_ignored:
@@ -126,7 +116,6 @@ class Answers:
         return Answers(head, trains), places.view(*head.lead, 1)
 
     def evaluate(self, source: Any, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        """Evaluates a loss or a statistic over `source`, the UnscaledLogits of this head call."""
         recipe: Recipe = source.recipe
         if isinstance(loss, CrossEntropy):
             scored = self.scored(recipe, loss)
@@ -143,7 +132,7 @@ class Answers:
     # --- losses
 
     def scored(self, recipe: Recipe, loss: Any) -> RowLoss | None:
-        """Returns a version of `loss` that also computes scores, or None to compute no scores."""
+        """A version of `loss` that also computes scores, or None to compute none."""
         options = Options.of(loss.reading)
         if type(loss) is not CrossEntropy or options is None:
             return None
@@ -155,7 +144,6 @@ class Answers:
         return ScoredCrossEntropy(reading, loss.label_smoothing, loss.z_loss)
 
     def keep(self, recipe: Recipe, reading: Reading, scores: Sequence[Tensor]) -> None:
-        """Adds the scores of a loss to the `Table`."""
         options, label = Options.of(reading), reading.label
         assert options is not None
         assert label is not None
@@ -170,7 +158,7 @@ class Answers:
     # --- metrics
 
     def statistics(self, recipe: Recipe, loss: Read) -> tuple[Tensor, ...] | None:
-        """Reads the statistics of `loss` from the `Table`. Returns None if this is not possible."""
+        """The statistics of `loss` from the `Table`, or None if this is not possible."""
         reading, options = loss.reading, Options.of(loss.reading)
         scored = set(reading.wants) <= set(SCORES) and reading.ids_per_row <= 1
         if not scored or options is None or not may_wait(recipe.head.hidden):
@@ -199,7 +187,6 @@ class Answers:
         return tuple(outputs)
 
     def count(self, options: Options, rows: int) -> None:
-        """Counts the rows of a metric, and adds the head to `_READ` if enough rows were read."""
         module = self.module()
         if options not in self.losses or module is None:
             return
@@ -208,7 +195,6 @@ class Answers:
             _READ[self.trains][module] = 0
 
     def remember(self) -> None:
-        """Records that a metric was read from scores."""
         module = self.module()
         if module is not None:
             _READ[self.trains][module] = 0
@@ -216,18 +202,16 @@ class Answers:
     def complete(
         self, table: Table, recipe: Recipe, options: Options, ids: Tensor | None, ignored: Any
     ) -> tuple[Scores, Tensor | None, Scores | None]:
-        """Computes the scores that the `Table` does not have for the rows of `recipe`.
+        """Computes the scores that the `Table` lacks for the rows of `recipe`, except ignored ones.
 
-        Ignored rows are skipped. If `ids` is given, a row needs the scores for its id. If the label
-        of the row in the `Table` is another id, the `Table` lacks these scores. Returns (known, at,
-        scores). `scores` holds the computed scores, and `at` holds the indices of their rows.
-        `known` holds the scores of all other rows. If no scores were computed, `at` and `scores`
-        are None. Computed scores are added to the `Table`, but not to `known`. `known` holds scores
-        for only one id per row, but `recipe` can contain a row several times with different ids.
+        With `ids`, a row lacks the scores if its label is another id. Returns (known, at, scores):
+        the scores computed and the indices of their rows, or None, and the known scores of all
+        other rows. Computed scores are added to the `Table`, but not to `known`, which has one id
+        per row, while `recipe` can contain a row several times with different ids.
 
-        A trainer may compute a metric without `ids` for many small views, one after the other. So
-        if `recipe` has less than half of the head call's rows, the missing scores of all rows are
-        computed at once. Then the host waits only once for all views.
+        A trainer may compute a metric without `ids` for many small views in turn. So if `recipe`
+        has less than half of the head call's rows, the missing scores of all rows are computed at
+        once, and the host waits only once.
         """
         known = table.scores
         if ids is None and (table.complete or table.seen() is recipe.places):
@@ -246,7 +230,6 @@ class Answers:
 
 
 def tensors_of(scores: Scores) -> list[Tensor]:
-    """Returns the scores that the `Table` holds: all scores except the rank of the label."""
     return [getattr(scores, name) for name in SCORES]
 
 
@@ -256,10 +239,7 @@ def places_of(recipe: Recipe) -> Tensor:
 
 
 def missing(table: Table, recipe: Recipe, ids: Tensor | None, ignored: Tensor | None) -> Tensor:
-    """Returns the indices of the rows of `recipe` that have no scores in the `Table`.
-
-    The host waits for the GPU.
-    """
+    """The rows of `recipe` that have no scores in the `Table`. The host waits for the GPU."""
     label = table.label[places_of(recipe)]
     rows = label == UNKNOWN
     if ids is not None:  # an id out of range can be equal to UNKNOWN
@@ -268,10 +248,7 @@ def missing(table: Table, recipe: Recipe, ids: Tensor | None, ignored: Tensor | 
 
 
 def fill(table: Table, recipe: Recipe, options: Options, at: Tensor, ids: Tensor | None) -> Scores:
-    """Computes the scores of some rows of `recipe`. `at` holds the indices of these rows.
-
-    If a row had no scores in the `Table`, its scores are added to the `Table`.
-    """
+    """Computes the scores of the rows `at`, and adds those of rows that had none to the `Table`."""
     head = recipe.constant_head()
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])[at]
     target = torch.zeros_like(at) if ids is None else ids.reshape(-1)[at]

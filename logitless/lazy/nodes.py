@@ -1,8 +1,7 @@
 """The autograd nodes of heads and of operations on lazy logits. Losses are in loss_nodes.py.
 
-In backward, a LazyGradient (gradient.py) is passed from node to node. An operation that
-materialised the logits passes a plain tensor instead of a LazyGradient. A node that gets no
-gradient computes nothing in backward.
+In backward, a LazyGradient (gradient.py) goes from node to node, or a plain tensor where an
+operation materialised the logits.
 """
 
 from collections.abc import Callable
@@ -41,10 +40,8 @@ from .weight_changes import Watch, versions
 class Anchor(Node):
     """Returns an empty tensor that depends on lazy logits in the autograd graph.
 
-    A node keeps the empty tensor instead of the logits, because the empty tensor holds no memory.
-    Some gradients that backward computes cannot be differentiated again. `refuse_second` makes such
-    a gradient depend on the empty tensor. Differentiating the gradient with respect to the logits
-    then raises an error.
+    A node keeps it instead of the logits, because it holds no memory. `refuse_second` makes
+    gradients that cannot be differentiated again depend on it, so that differentiating them raises.
     """
 
     @staticmethod
@@ -62,7 +59,7 @@ def anchor_of(z: Any) -> Tensor | None:
 
 
 def final(gradient: Tensor | None, *inputs: Any) -> Tensor | None:
-    """Returns the gradient. Differentiating the gradient with respect to `inputs` raises."""
+    """The gradient, whose differentiation with respect to `inputs` raises."""
     if gradient is None or not torch.is_grad_enabled():
         return gradient
     if isinstance(gradient, LazyGradient):
@@ -79,9 +76,9 @@ def gradient_of(
     projected: bool = False,
     shares: Shares | None = None,
 ) -> Tensor | None:
-    """Returns a LazyGradient. If `parts` and `computes` hold no gradient, returns `of_values`.
+    """A LazyGradient, or `of_values` if `parts` and `computes` hold no gradient.
 
-    `source` is the upstream gradient from which `parts`, `of_values` and `computes` were computed.
+    `source` is the upstream gradient from which they were computed.
     """
     if all(t is None for t in parts) and not computes:
         return of_values
@@ -92,8 +89,6 @@ def gradient_of(
 
 
 class LazyHead(Node):
-    """The autograd node that creates lazy logits from the tensors of a head."""
-
     @staticmethod
     def forward(ctx, hidden, weight, bias, low_rank, head, shard, kind, trains, inference):
         ctx.set_materialize_grads(False)
@@ -105,9 +100,8 @@ class LazyHead(Node):
             bias=None if bias is None else bias.detach(),
             low_rank=None if low_rank is None else low_rank.detach(),
         )  # fmt: skip
-        # On a GPU, the `Watch` checks for writes to the weight only after `passed` is set. Backward
-        # sets `passed`. Logits for inference (`Recipe.inference`) have no backward, so their
-        # `passed` is set here.
+        # On a GPU, the `Watch` checks for writes only after `passed` is set, by the backward or,
+        # because logits for inference have none, here.
         ctx.watch = Watch(detached.weight, passed=inference)
         ctx.module, ctx.shard = head.module, shard
         formula = Direct(head.dtype)
@@ -144,7 +138,7 @@ class LazyHead(Node):
 
 
 def gradients_of_values(of_values: Tensor, tensors: tuple, needs: tuple) -> Parts:
-    """Returns the gradients of a head's tensors. `of_values` is the gradient of the logits."""
+    """The gradients of a head's tensors from `of_values`, that of the logits."""
     hidden, weight, bias, low_rank = tensors
     rows = hidden.reshape(-1, hidden.shape[-1])
     flat = of_values.reshape(len(rows), of_values.shape[-1]).to(hidden.dtype)
@@ -170,8 +164,8 @@ class Op(NamedTuple):
 
     function: Callable[..., Tensor]  # Maps the arguments' values to the result's values.
     linear: bool = True  # False if the gradient depends on the arguments' values.
-    # Maps the gradient of the result to the gradient of the argument, for a linear function. If
-    # `pull` is None, autograd computes the gradient of the argument.
+    # Maps the gradient of the result to that of the argument, for a linear function; None leaves
+    # this to autograd.
     pull: Callable[[Tensor], Tensor] | None = None
     is_view: bool = False  # Whether the result can share the memory of the argument.
     # Backward returns a LazyGradient whose field `projected` has this value. If `projects` is None,
@@ -185,12 +179,11 @@ class Op(NamedTuple):
 
 
 class LazyOp(Node):
-    """The autograd node of an operation that maps lazy logits to lazy logits.
+    """An operation that maps lazy logits to lazy logits.
 
-    `back` maps the `parts` of the result's gradient to the `parts` of the argument's gradient. `op`
-    performs the operation on a plain tensor. If the upstream gradient contains a gradient of the
-    values (`of_values`), backward differentiates `op`. All arguments that need a gradient must have
-    the same `hidden`, `weight`, `bias` and `low_rank`.
+    `back` maps the `parts` of the result's gradient to those of the argument's; `op` is the
+    operation on a plain tensor, which backward differentiates if the gradient has `of_values`. All
+    arguments that need a gradient must have the same `hidden`, `weight`, `bias` and `low_rank`.
     """
 
     @staticmethod
@@ -201,7 +194,7 @@ class LazyOp(Node):
         ctx.likes, ctx.back, ctx.op, ctx.anchor = [*map(described, arguments)], back, op, anchor
         first = arguments[0].recipe
         ctx.joint = Joint(op.name, first.watch)
-        # False if the arguments have only the columns of this rank, and the result has all columns
+        # False if the arguments have only the columns of this rank, and the result all columns
         same_ranks = recipe.shard is first.shard
         function = op.function if same_ranks else None
         new = arguments[0].derived(recipe, function, arguments, op.is_view)
@@ -235,9 +228,8 @@ class LazyOp(Node):
                 lambda compute=compute, i=i: zeros_if_none(pulled(compute())[i], ctx.likes[i])
                 for compute in computes_of(g)
             )
-            # All arguments that need a gradient have the same `hidden`, `weight` and `bias`. The
-            # gradients in `parts` are sums over all of these arguments. So only the first argument
-            # gets `parts`. Otherwise, the gradients would be counted several times.
+            # `parts` are sums over all arguments, which share the head's tensors, so only the first
+            # argument gets them.
             own_parts = parts if i == needed[0] else NO_PARTS
             results[i] = gradient_of(
                 ctx.likes[i], own_parts, gradients[i], computes, g, projected, shares
@@ -246,7 +238,7 @@ class LazyOp(Node):
 
     @staticmethod
     def puller(ctx) -> Callable[[Tensor], list[Tensor | None]]:
-        """Returns a function that maps a gradient of the result to gradients of the arguments."""
+        """Maps a gradient of the result to gradients of the arguments."""
         likes, function = ctx.likes, ctx.op.function
         if ctx.op.linear:
             (like,) = likes
@@ -275,7 +267,7 @@ def zeros_if_none(d: Tensor | None, like: Like) -> Tensor:
 
 
 class Materialize(Node):
-    """The autograd node that returns lazy logits as a plain, writable tensor."""
+    """Returns lazy logits as a plain, writable tensor."""
 
     @staticmethod
     def forward(ctx, z):
@@ -290,7 +282,7 @@ class Materialize(Node):
 
 
 class LazyCat(Node):
-    """The autograd node of torch.cat over rows, for lazy logits of the same head."""
+    """torch.cat over rows, for lazy logits of the same head."""
 
     @staticmethod
     def forward(ctx, recipe, dim, *batches):
@@ -326,7 +318,7 @@ class LazyCat(Node):
 
 
 class LazyBias(Node):
-    """The autograd node that adds one number per column to lazy logits, by changing the bias."""
+    """Adds one number per column to lazy logits, by changing the bias."""
 
     @staticmethod
     def forward(ctx, z, bias, recipe, sign):

@@ -1,7 +1,4 @@
-"""Computes the values of lazy logits from their recipe, or from the values of other lazy logits.
-
-A recipe is a head and a formula (recipe.py).
-"""
+"""Computes the values of lazy logits from their recipe, or from the values of other lazy logits."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,16 +18,14 @@ from .recipe import Computation, Recipe
 class Cell:
     """Holds the recipe of lazy logits, and the values after they are computed.
 
-    Lazy logits and their aliases, such as z.detach(), share one cell. Only tensors and autograd
-    nodes hold references to cells. So a recipe and its hidden states are freed together with the
-    last tensor or node that refers to the cell.
+    Aliases, such as z.detach(), share it. Only tensors and autograd nodes refer to cells, so a
+    recipe and its hidden states are freed together with the last of these.
     """
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.values: Tensor | None = None
-        # Whether the values may have been changed, by a write or by other code that shares the
-        # memory.
+        # Whether a write, or other code that shares the memory, may have changed the values.
         self.exposed = False
 
     def keep(self, values: Tensor) -> None:
@@ -45,22 +40,20 @@ class Cell:
 
 
 class Record:
-    """Holds the autograd graph of an operation after the operation's result has been computed.
+    """The autograd graph of an operation whose result has been computed, but no values.
 
-    The operation's autograd node and the `Origin` of its result refer to the same `Record`. A
-    `Record` holds no values.
+    The operation's autograd node and the `Origin` of its result share it.
     """
 
     def __init__(self, needs: Sequence[bool], formulas: Sequence[Formula]):
         self.needs = needs  # whether each argument needs a gradient
-        # For each argument, the Formula that computes the argument from the head's logits. The
-        # recipe of the operation's result holds this head.
+        # Per argument, the Formula that computes it from the head in the result's recipe.
         self.formulas = formulas
         self.graph: Graph | None = None
 
 
 class Graph:
-    """The autograd graph of one operation, which holds only the tensors that backward needs."""
+    """The autograd graph of one operation, with only the tensors that backward needs."""
 
     def __init__(self, result: Tensor, blanks: list[Tensor]):
         self.edge: GradientEdge | None = None
@@ -69,7 +62,7 @@ class Graph:
         self.dtype, self.blanks = result.dtype, blanks
 
     def gradients(self, d: Tensor) -> list[Tensor | None]:
-        """Computes the arguments' gradients from the result's gradient d, and frees the graph."""
+        """The arguments' gradients from the result's gradient d. Frees the graph."""
         needed = [t for t in self.blanks if t.requires_grad]
         if self.edge is None:
             return [None] * len(self.blanks)
@@ -81,7 +74,7 @@ class Graph:
 def recorded(
     function: Callable[..., Tensor], values: Sequence[Tensor], needs: Sequence[bool]
 ) -> tuple[Tensor, Graph]:
-    """Returns function(*values), detached, and the autograd graph of the function."""
+    """function(*values), detached, and the autograd graph of the function."""
     with outside(), torch.enable_grad():
         pairs = zip(values, needs, strict=True)
         blanks = [described(t).blank().requires_grad_(need) for t, need in pairs]
@@ -104,13 +97,12 @@ class Filled(torch.autograd.Function):
 class Origin:
     """Computes the values of lazy logits from the values of other lazy logits, or from the head.
 
-    Computed values stay in the `Cell` of the logits as long as a tensor or an autograd node refers
-    to the cell. So the head's product is computed only once if several functions of the same logits
-    are materialised.
+    They stay in the `Cell` as long as a tensor or an autograd node refers to it, so that several
+    functions of the same logits compute the head's product only once.
 
-    Views of lazy logits share memory. If the shared memory may have been changed (`exposed`), all
-    views read their values from this memory. The results of other operations, such as z * 2, are
-    then computed from the head. So a write to z does not change the result of z * 2.
+    Views share memory, and once it may have been changed (`exposed`), all of them read from it. The
+    results of other operations, such as z * 2, are then computed from the head, so that a write to
+    z does not change them.
     """
 
     def __init__(self, cell: Cell):
@@ -120,8 +112,7 @@ class Origin:
         self.is_view = False
         self.record: Record | None = None  # None if no autograd node needs the function's graph
         self.views: weakref.WeakSet[Origin] | None = None  # views of these logits (`register`)
-        # Read-only views and arrays that share memory with these logits or their views
-        # (Deferred.lent).
+        # Read-only views and arrays that share memory with these logits (Deferred.lent).
         self.lent: list[weakref.ref] = []
 
     def after(self, bases: "tuple[Origin, ...]", function: Callable[..., Tensor], is_view: bool):
@@ -134,7 +125,7 @@ class Origin:
 
     @property
     def reads_exposed(self) -> bool:
-        """Whether these logits are a view of `exposed` logits. Such a view is read from memory."""
+        """Whether these are a view of `exposed` logits, which is read from memory."""
         return self.is_view and self.bases[0].exposed
 
     @property
@@ -145,8 +136,8 @@ class Origin:
     def reachable(self, size: int | None) -> bool:
         """Whether the values can be computed from values in memory, or from recipes.
 
-        Only recipes that compute exactly `size` values are used, because a larger recipe would
-        compute values that are not needed. If `size` is None, no recipe is used.
+        Only recipes of exactly `size` values count, as a larger one would compute values that are
+        not needed. If `size` is None, none does.
         """
         cell = self.cell()
         if cell is not None and (cell.values is not None or cell.size == size):
@@ -154,7 +145,6 @@ class Origin:
         return self.has_bases(size)
 
     def has_bases(self, size: int | None) -> bool:
-        """Whether the values can be computed from the values of all `bases` (see `reachable`)."""
         usable = self.is_view or not any(base.exposed for base in self.bases)
         return len(self.bases) > 0 and usable and all(base.reachable(size) for base in self.bases)
 
@@ -164,10 +154,9 @@ class Origin:
         computation: Computation | None = None,
         formula: Formula | None = None,
     ) -> Tensor:
-        """Returns the values of these logits.
+        """The values of these logits, of which the caller needs `size`.
 
-        `size` is the number of values that the caller needs. The cell of these logits may have been
-        freed. Then `computation` and `formula` are used instead of the cell's recipe.
+        If their cell has been freed, `computation` and `formula` take the place of its recipe.
         """
         cell = self.cell()
         if self.reads_exposed:
@@ -194,10 +183,7 @@ class Origin:
         return values
 
     def computed(self, bases: list[Tensor]) -> Tensor:
-        """Computes the values from the values of `bases`.
-
-        Also records the autograd graph of the function if an autograd node needs the graph.
-        """
+        """The values from those of `bases`. Records the autograd graph if a node needs it."""
         function: Any = self.function
         with torch.inference_mode(False), torch.no_grad(), without_autocast(bases[0].device):
             if self.record is None:
@@ -207,10 +193,10 @@ class Origin:
             return values.contiguous()
 
     def expose(self) -> Tensor:
-        """Returns the values for a caller that may write to their memory.
+        """The values, for a caller that may write to their memory.
 
-        A contiguous view shares memory with its base, so a write to the view also changes the base.
-        A view that is not contiguous gets memory of its own, because lazy logits are contiguous.
+        A contiguous view shares memory with its base, so a write also changes the base. Any other
+        gets memory of its own, because lazy logits are contiguous.
         """
         owner = self.viewed()
         if owner is not None:
@@ -229,35 +215,30 @@ class Origin:
 
     @property
     def root(self) -> "Origin":
-        """The `Origin` at the start of the chain of views, or `self` if `self` is not a view."""
+        """The start of the chain of views, or `self`."""
         return self.bases[0].root if self.is_view else self
 
     def register(self) -> None:
-        """Adds this view to the set `views` of its `root`."""
         root = self.root
         root.views = weakref.WeakSet() if root.views is None else root.views
         root.views.add(self)
 
     def top(self) -> "Origin":
-        """The base nearest to `root` that still has a cell, or `self` if no base has a cell."""
+        """The base nearest to `root` that still has a cell, or `self`."""
         base = self.viewed()
         return self if base is None else base.top()
 
     def owns_memory(self) -> bool:
         """Whether all views of the same logits can read their values from the memory of `self`.
 
-        Returns False if another view or base of the same logits has memory of its own. Also returns
-        False if a read-only view or array shares memory with the logits.
+        They cannot if another one has memory of its own, or if a read-only view or array shares it.
         """
         root = self.root
         alone = all(o.cell() is None or o.top() is self for o in (root, *(root.views or ())))
         return alone and all(view() is None for view in root.lent)
 
     def lend(self) -> bool:
-        """Whether plain tensors are allowed to share the memory of the values.
-
-        If the result is True, all later operations read these logits and their views from memory.
-        """
+        """Whether plain tensors may share the memory. If so, all views read from it from now on."""
         owns = self.owns_memory()
         if owns:
             cell: Any = self.cell()
@@ -265,11 +246,10 @@ class Origin:
         return owns
 
     def writable(self) -> Tensor | None:
-        """Returns the values as a writable tensor, in the memory that all views share.
+        """The values as a writable tensor, in the memory that all views share.
 
-        A write to this tensor changes all views. Returns None if the logits, their bases and their
-        views do not all share the same memory. Also returns None if a read-only view or array
-        shares the memory. If these logits are a view, the returned tensor can be non-contiguous.
+        Returns None if they do not all share it, or if a read-only view or array does. For a view,
+        the tensor can be non-contiguous.
         """
         top = self.top()
         if not top.owns_memory():
@@ -294,10 +274,7 @@ class Origin:
         return self.computed([base.values() if base.cell() is not None else base.from_bases()])
 
     def viewed(self) -> "Origin | None":
-        """Returns the nearest base of this view that still has a cell, or None.
-
-        A cell exists as long as a tensor or an autograd node refers to the cell.
-        """
+        """The nearest base of this view that still has a cell, or None."""
         if not self.is_view:
             return None
         base = self.bases[0]

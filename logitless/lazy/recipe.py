@@ -17,22 +17,17 @@ from .weight_changes import Watch, Watches, versions
 
 Tensors = tuple[Tensor | None, ...]
 
-# Logits without gradients are plain tensors if they take at most SMALL bytes. Lazy logits of this
-# size would save little memory, and would cost time on the host. For example, the logits of
-# decoding are small, because decoding computes one row per sequence.
+# Logits without gradients of at most SMALL bytes are plain: lazy ones would save little memory and
+# cost time on the host, for example in decoding, with one row per sequence.
 SMALL = 32 << 20
 
 
 def is_small(count: int, dtype: torch.dtype) -> bool:
-    """Whether `count` values of this dtype take at most SMALL bytes."""
     return count * dtype.itemsize <= SMALL
 
 
 class RowInput(NamedTuple):
-    """An input of a formula. `source` is a tensor, or a head that computes the tensor.
-
-    The tensor has the shape (..., 1) or (..., V).
-    """
+    """An input of a formula, (..., 1) or (..., V): a tensor, or a head that computes it."""
 
     input: Input
     source: Tensor | Head
@@ -43,10 +38,7 @@ class RowInput(NamedTuple):
         return RowInput(input, source, versions(*tensors_of(source)))
 
     def changed(self) -> bool:
-        """Whether the version of an input tensor has changed.
-
-        Under a compiler, `changed` always returns False.
-        """
+        """Whether the version of a tensor has changed; under a compiler, always False."""
         compiles = torch.compiler.is_compiling()
         return not compiles and self.versions != versions(*tensors_of(self.source))
 
@@ -60,13 +52,12 @@ class RowInput(NamedTuple):
             )
 
     def moved(self, op: Callable[[Tensor], Tensor]) -> "RowInput":
-        """Returns the input with rows rearranged by `op`, which must keep the last dimension."""
+        """The input with rows rearranged by `op`, which must keep the last dimension."""
         if isinstance(self.source, Tensor):
             return RowInput.of(self.input, op(self.source))
         return RowInput.of(self.input, self.source.replace(hidden=op(self.source.hidden)))
 
     def values(self) -> Tensor:
-        """Returns the input tensor, or the logits that the input's head computes."""
         if isinstance(self.source, Tensor):
             return self.source
         with torch.no_grad(), without_autocast(self.source.device):
@@ -79,35 +70,29 @@ def tensors_of(source: Tensor | Head) -> Tensors:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The data that determines the values of lazy logits.
-
-    The head computes the logits z = hidden @ weight.T + bias. The values are formula(z).
-    """
+    """What determines lazy logits: formula(z), where the head computes z."""
 
     head: Head  # a head with detached tensors
     needs: tuple[bool, bool, bool, bool]  # whether each of head.tensors needs a gradient
     formula: Formula
     versions: tuple[int, ...]  # `_version` of head.tensors when the logits were created
-    # Detects writes to the weight. All logits derived from one call of a head share one `Watch`.
+    # Detects writes to the weight; shared by all logits derived from one call of a head.
     watch: Watch | Watches
     trains: bool = False  # whether the logits were created in a training forward
-    # Whether these are logits for inference. A fused head creates logits for inference if gradients
-    # are not needed and the call is outside of `lazy_logits()`. Writing to logits for inference is
-    # allowed. After logits for inference are computed, all operations use the values in memory.
+    # Whether these are logits for inference: a fused head made them without gradients and outside
+    # of `lazy_logits()`. They may be written to, and once computed, all operations use the values.
     inference: bool = False
     inputs: tuple[RowInput, ...] = ()  # the formula's inputs
     axis: int | None = None  # the dimension of the vocabulary; None for the last dimension
     shard: Any = None  # a VocabShard if weight and bias hold only the rows of this rank
-    # Holds scores that losses computed over the logits of one head call (class Answers in
-    # metrics_after_loss.py). None if the head call has no `Answers`, or if a tensor of the head was
-    # replaced after the call. Selecting or reordering rows of `hidden` keeps the `Answers`.
+    # Scores that losses computed over the logits of one head call (class Answers in
+    # metrics_after_loss.py). None if there are none, or if a tensor of the head was replaced other
+    # than by selecting or reordering rows of `hidden`.
     answers: Any = None
-    # (..., 1), the index of each row among the rows of the head call. None if losses compute no
-    # scores.
+    # (..., 1), each row's index in the head call; None if losses compute no scores.
     places: Tensor | None = None
 
     def replace(self, **changed) -> "Recipe":
-        """A copy of the recipe with changed fields."""
         return replace(self, **changed)
 
     @property
@@ -125,12 +110,12 @@ class Recipe:
 
     @property
     def direct(self) -> Direct | None:
-        """The formula, or None if the formula is not `Direct`."""
+        """The formula, or None if it is not `Direct`."""
         return self.formula if isinstance(self.formula, Direct) else None
 
     @property
     def logits(self) -> Direct | None:
-        """The formula, or None if the formula contains more than a scale and a softcap."""
+        """The formula, or None if it has more than a scale and a softcap."""
         return None if self.direct is None or self.direct.log else self.direct
 
     @property
@@ -144,10 +129,7 @@ class Recipe:
         return is_small(torch.Size(self.shape).numel(), self.formula.dtype)
 
     def obstacle(self, softcap: float | None) -> str | None:
-        """The reason why a loss with this softcap cannot be computed from the head, or None.
-
-        The reason is a phrase that names the values, such as "log-probabilities".
-        """
+        """Why a loss with this softcap cannot be computed from the head, as a phrase, or None."""
         if self.direct is None:
             return "probabilities or other functions of logits"
         if self.direct.log:
@@ -159,7 +141,7 @@ class Recipe:
     # --- other recipes
 
     def with_head(self, **tensors: Tensor | None) -> "Recipe":
-        """Returns a copy of the recipe, with new fields of the head, such as a new `hidden`."""
+        """A copy with new fields of the head, such as a new `hidden`."""
         head = self.head.replace(**tensors)  # pyright: ignore[reportArgumentType]
         names = ("hidden", "weight", "bias", "low_rank")
         pairs = zip(names, head.tensors, self.versions, strict=True)
@@ -167,10 +149,7 @@ class Recipe:
         return self.replace(head=head, versions=known, answers=None, places=None)
 
     def with_rows(self, op: Callable[[Tensor], Tensor], hidden: Tensor) -> "Recipe":
-        """Returns the recipe with rows rearranged by `op`.
-
-        `hidden` holds the rearranged hidden states.
-        """
+        """The recipe with rows rearranged by `op`, as already done in `hidden`."""
         with torch.inference_mode(False), torch.no_grad():
             inputs = tuple(row_input.moved(op) for row_input in self.inputs)
             places = None if self.places is None else op(self.places)
@@ -178,7 +157,7 @@ class Recipe:
         return recipe.replace(inputs=inputs, answers=self.answers, places=places)
 
     def released(self) -> "Recipe":
-        """Returns a copy whose tensors hold no memory, for logits that are already computed."""
+        """A copy whose tensors hold no memory, for logits that are already computed."""
         hidden, weight, bias, low_rank = (
             None if t is None else described(t).blank() for t in self.head.tensors
         )
@@ -189,7 +168,7 @@ class Recipe:
         return recipe.replace(inputs=(), watch=watch)
 
     def flatten(self) -> tuple[Tensors, "Recipe"]:
-        """Returns the tensors that autograd saves, and a copy of the recipe without tensors."""
+        """The tensors that autograd saves, and a copy of the recipe without tensors."""
         blank: Any = None
         tensors = [*self.head.tensors]
         for row_input in self.inputs:
@@ -204,10 +183,7 @@ class Recipe:
         return tuple(tensors), blank_recipe
 
     def rebuild(self, tensors: Sequence[Any]) -> "Recipe":
-        """Inverts `flatten`, and sets `versions` to the current versions of the tensors.
-
-        Autograd has already checked that the saved tensors were not written to.
-        """
+        """Inverts `flatten`, with the current versions: autograd has checked the saved tensors."""
         left = iter(tensors)
 
         def filled(head: Head) -> Head:
@@ -223,14 +199,10 @@ class Recipe:
     # --- checks
 
     def stale(self) -> bool:
-        """Whether a tensor of the recipe was written to after the logits were created.
-
-        Under a compiler, `stale` always returns False.
-        """
+        """Whether a tensor was written to since the logits were created; False under a compiler."""
         return self.changed() or (not torch.compiler.is_compiling() and self.watch.differs())
 
     def changed(self) -> bool:
-        """Whether the version of `hidden`, `weight`, `bias` or an input has changed."""
         if torch.compiler.is_compiling():
             return False
         own = self.versions != versions(*self.head.tensors)
@@ -243,10 +215,9 @@ class Recipe:
             raise_changed()
 
     def check_versions(self) -> None:
-        """Like `check`, but compares only the versions of tensors.
+        """Like `check`, but compares only versions, for lazy operations.
 
-        Lazy operations call only `check_versions`. `check` runs later, when the values of the
-        result are computed.
+        `check` runs later, when the values of the result are computed.
         """
         for row_input in self.inputs:
             row_input.check()
@@ -256,7 +227,6 @@ class Recipe:
     # --- values
 
     def values(self) -> Tensor:
-        """The values as a plain tensor, detached."""
         return Computation(self).values(self.formula)
 
     def rows(self, z: Tensor) -> Rows:
@@ -273,10 +243,9 @@ class Recipe:
             yield
 
     def constant_head(self, grad: bool = False) -> Head:
-        """The head with detached tensors.
+        """The head with detached tensors, which require a gradient as in `needs` with `grad`.
 
-        If `grad` is True, the tensors that are marked True in `needs` require a gradient. If the
-        vocabulary is sharded, the head computes only the columns of this rank.
+        If the vocabulary is sharded, it computes only the columns of this rank.
         """
         self.check()
         tensors = [
@@ -289,10 +258,7 @@ class Recipe:
         return head.replace(columns=self.shard.head_backend(head.hidden, False))
 
     def teacher(self) -> Any:
-        """Returns the logits without gradients, for use as a teacher in a loss.
-
-        The caller must check that `obstacle(None)` is None.
-        """
+        """The logits without gradients, for use as a teacher, if `obstacle(None)` is None."""
         if self.shard is None:
             assert self.direct is not None
             return ScaledHead(self.constant_head(), self.direct.pre, self.direct.cap)
@@ -300,21 +266,17 @@ class Recipe:
 
 
 class Computation:
-    """Computes the values of several formulas from one product hidden @ weight.T + bias."""
-
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.rows: Rows | None = None
 
     def values(self, formula: Formula) -> Tensor:
-        """The values of a formula as a plain tensor, detached."""
         recipe = self.recipe
         with torch.inference_mode(False), torch.no_grad(), without_autocast(recipe.device):
             if self.rows is None:
                 self.rows = self.start()
             values = self.rows.values(formula)
-            # The values must be contiguous, because a LazyLogits has the strides of contiguous
-            # memory.
+            # Contiguous, because a LazyLogits has the strides of contiguous memory.
             return values if recipe.axis is None else values.movedim(-1, recipe.axis).contiguous()
 
     def start(self) -> Rows:
@@ -336,17 +298,16 @@ def raise_changed() -> None:
 
 
 def constant(t: Tensor) -> Tensor:
-    """Returns t, detached. Inference tensors are cloned, because autograd cannot save them."""
+    """t, detached. Inference tensors are cloned, because autograd cannot save them."""
     if torch.compiler.is_compiling():  # torch.compile does not support is_inference()
         return t.detach()
     return t.clone() if t.is_inference() else t.detach()
 
 
 def stored(hidden: Tensor) -> Tensor:
-    """Returns the detached hidden states, for lazy logits that are computed later.
+    """The detached hidden states, for lazy logits that are computed later.
 
-    Inference tensors are copied, because inference tensors have no version counter that shows a
-    later write.
+    Inference tensors are copied, because they have no version counter that shows a later write.
     """
     if torch.compiler.is_compiling():  # torch.compile does not support is_inference()
         return hidden.detach()
@@ -354,10 +315,9 @@ def stored(hidden: Tensor) -> Tensor:
 
 
 def own(t: Tensor) -> Tensor:
-    """Returns a copy of a caller's tensor.
+    """A copy of a caller's tensor, which the caller may write to before the values are computed.
 
-    A copy is needed because the caller may write to the tensor before the values are computed. The
-    copy of an inference tensor is a plain tensor, which autograd can save.
+    The copy of an inference tensor is a plain tensor, which autograd can save.
     """
     with torch.inference_mode(False):
         return t.clone()

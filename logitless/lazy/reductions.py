@@ -1,8 +1,7 @@
 """Statistics of lazy logits: functions that reduce over the vocabulary. Losses are in losses.py.
 
-Each result has the dtype that PyTorch would return. Some functions are computed from the row
-statistics that our losses also use. For all other functions, PyTorch's own function runs on some
-rows at a time (row_function.py).
+Results have the dtype that PyTorch would return. Some functions come from the row statistics that
+our losses use; for all others, PyTorch's own runs on some rows at a time (row_function.py).
 """
 
 import math
@@ -22,10 +21,7 @@ from .row_function import by_rows, mean_by_rows
 
 
 def dtype_of(z: LazyLogits, kinds: tuple[str, ...] = ("cuda",)) -> torch.dtype:
-    """The dtype that PyTorch's own function would return for z.
-
-    `kinds` lists the device types on which autocast runs PyTorch's own function in fp32.
-    """
+    """The dtype that PyTorch would return, if autocast runs the function in fp32 on `kinds`."""
     kind, half = z.device.type, z.dtype in (torch.float16, torch.bfloat16)
     cast = half and kind in kinds and torch.is_autocast_enabled(kind)
     return torch.float32 if cast else z.dtype
@@ -78,20 +74,17 @@ def argmax(z: LazyLogits, dim=None, keepdim=False):
 
 
 def _total(z: LazyLogits, direct: Direct) -> Tensor:
-    """The sum of each row over the vocabulary, in the precision of our row statistics."""
+    """The sum of each row, in the precision of our row statistics."""
     stats = row_stats(UnscaledLogits(z), total=True, **direct.reads)
     total: Any = stats.total - z.shape[-1] * stats.lse if direct.log else stats.total
     return direct.factor * total
 
 
 def _expected(z: LazyLogits) -> Tensor | None:
-    """Returns the row sums of z, computed from statistics of an earlier loss, or None.
+    """The row sums of p log p and the like, from statistics of an earlier loss, or None.
 
-    The values of z must be p log p or a similar formula (entropy_formulas.py).
-
-    The result is None if the statistics are not known, or if the head has a bias. If a bias is
-    -inf, p log p is NaN in PyTorch, but our entropy is finite. Without a bias, p log p is NaN only
-    if logits overflow.
+    None if they are not known, or if the head has a bias: with a bias of -inf, p log p is NaN in
+    PyTorch, but our entropy is finite. Without one, p log p is NaN only if logits overflow.
     """
     recipe, found = z.recipe, expectation_of(z.recipe.formula)
     differentiable = z.requires_grad and torch.is_grad_enabled()
@@ -104,10 +97,7 @@ def _expected(z: LazyLogits) -> Tensor | None:
 
 
 def _over(z: LazyLogits, dim: Any) -> tuple[int, ...] | None:
-    """The dimensions in `dim`, without the dimension of the vocabulary.
-
-    Returns None if `dim` is invalid or does not include the vocabulary.
-    """
+    """The dimensions in `dim` without the vocabulary, or None if it is not among them."""
     dims = range(z.dim()) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
     if not all(isinstance(d, int) and -z.dim() <= d < z.dim() for d in dims):
         return None
@@ -152,12 +142,12 @@ def _summed(z: LazyLogits, dim, keepdim, dtype, mean: bool):
         total = total.sum(rows, keepdim) if rows else total
     if total is NotImplemented or counts:
         return total
-    # Autocast casts sums to fp32, but does not cast means.
+    # Autocast casts sums to fp32, but not means.
     return (total / count).to(dtype or z.dtype) if mean else total.to(dtype or dtype_of(z))
 
 
 def reduced(function: Callable, outputs: type | None = None):
-    """Returns a version of `function` that runs on some rows of lazy logits at a time.
+    """A version of `function` that runs on some rows of lazy logits at a time.
 
     `outputs` is the type of PyTorch's result if the function returns several tensors.
     """
@@ -188,11 +178,7 @@ def reduced(function: Callable, outputs: type | None = None):
 
 
 def of_all(function: Callable, by_dim: Callable):
-    """Returns a version of torch.any or torch.all for lazy logits.
-
-    Without `dim`, the function reduces each row to one value, and then reduces the values of all
-    rows to one result.
-    """
+    """A version of torch.any or torch.all for lazy logits: rows first, then all rows."""
 
     def reduction(z: LazyLogits, *args, **kwargs):
         if args or kwargs:
@@ -204,11 +190,9 @@ def of_all(function: Callable, by_dim: Callable):
 
 
 class Attached(torch.autograd.Function):
-    """Returns `value`, and passes the gradient of `value` to `rows`.
+    """Returns `value`, the max or min of `rows`, which are those of each row.
 
-    `rows` has the max or min of each row, and `value` is the max or min of `rows`. Backward
-    multiplies the gradient of `value` by `shares`, and passes the product to `rows`. `shares` has
-    one number per row.
+    Backward multiplies the gradient by `shares`, one number per row, and passes it to `rows`.
     """
 
     @staticmethod
@@ -223,7 +207,7 @@ class Attached(torch.autograd.Function):
 
 
 def extreme(function: Callable, amax: Callable, by_dim: Callable):
-    """Returns a version of torch.max or torch.min for lazy logits, with or without `dim`."""
+    """A version of torch.max or torch.min for lazy logits, with or without `dim`."""
 
     def reduction(z: LazyLogits, *args, **kwargs):
         if args or kwargs:
@@ -241,10 +225,8 @@ def extreme(function: Callable, amax: Callable, by_dim: Callable):
         value = function(rows.detach())
         if not rows.requires_grad:
             return value
-        # torch.max and torch.min divide the gradient equally among all values that equal the
-        # result. `equal` is the number of these values in each row. So a row gets a part of the
-        # gradient in proportion to this number. The backward of torch.amax or torch.amin then
-        # divides this part equally among the row's largest or smallest values.
+        # PyTorch divides the gradient equally among all values equal to the result. So a row gets a
+        # share in proportion to the number of its own, which amax or amin then divides among them.
         equal = torch.where(rows == value, ties, 0).to(rows.dtype)
         return Attached.apply(rows, value, equal / equal.sum())
 

@@ -1,8 +1,8 @@
 """Runs a PyTorch function on lazy logits, one chunk of rows at a time.
 
-This module runs functions that reduce over the vocabulary, such as `topk`, `amax` and `F.kl_div`.
-These functions have no kernel in this library. Values and gradients are the same as PyTorch's,
-because the function runs on plain tensors and autograd differentiates the function.
+For functions that reduce over the vocabulary without a kernel here, such as `topk`, `amax` and
+`F.kl_div`. The function runs on plain tensors and autograd differentiates it, so values and
+gradients are PyTorch's.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,9 +20,8 @@ from .logits import LazyLogits, UnscaledLogits
 from .loss_nodes import OfValues
 from .recipe import Recipe, RowInput
 
-# A function runs on one piece of a chunk at a time. Nested functions allocate several temporary
-# tensors as large as the piece. A piece has at most PIECE or PIECE_ON_GPU bytes of logits, but at
-# least one row.
+# A function runs on one piece of a chunk at a time, of at most this many bytes of logits but at
+# least one row, because nested functions allocate several temporary tensors of its size.
 PIECE = {"cpu": 4 << 20}
 PIECE_ON_GPU = 128 << 20
 
@@ -30,17 +29,16 @@ PIECE_ON_GPU = 128 << 20
 def by_rows(z: LazyLogits, function: Callable[..., Any], *rows: Tensor) -> tuple[Tensor, ...]:
     """Calls function(values, *rows) for n rows at a time, and joins the results.
 
-    `values` has the shape (n, V), and each tensor in `rows` is sliced to the same n rows. Returns
-    NotImplemented if the vocabulary is sharded over ranks, or if a tensor in `rows` needs a
-    gradient.
+    `values` is (n, V), and each tensor in `rows` is sliced to the same n rows. NotImplemented if
+    the vocabulary is sharded over ranks, or if a tensor in `rows` needs a gradient.
     """
     return _evaluated(RowFunction, "none", z, function, rows)
 
 
 def mean_by_rows(z: LazyLogits, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """The mean of function(values, *rows) over all rows.
+    """The mean over all rows of function(values, *rows), one number per row.
 
-    `function` must return one number per row. The mean and its gradient together take three GEMMs.
+    The mean and its gradient together take three GEMMs.
     """
     return _evaluated(RowTerm, "mean", z, function, rows)
 
@@ -59,19 +57,13 @@ def _evaluated(kind: "type[RowFunction]", reduction: str, z: LazyLogits, functio
 
 
 def in_rows_of(lead: torch.Size) -> Callable[[Tensor], Tensor]:
-    """Returns a function that copies a tensor if view() cannot flatten its leading dimensions.
-
-    Otherwise, the function returns a view of the tensor.
-    """
+    """Copies a tensor if view() cannot flatten its leading dimensions."""
     return lambda t: t.reshape(-1, t.shape[-1]).view(*lead, t.shape[-1])
 
 
 @dataclass(eq=False)
 class RowFunction(RowLoss, OfValues):
-    """Turns a function of whole rows into a loss.
-
-    The function takes the values of some rows, and the tensors in `row_inputs`.
-    """
+    """A function of the values of some rows, and of the tensors in `row_inputs`, as a loss."""
 
     multiple_outputs: ClassVar[bool] = True
 
@@ -85,19 +77,17 @@ class RowFunction(RowLoss, OfValues):
 
     @property
     def teachers(self):
-        """The heads among the formula's inputs. The weights of these heads must be in memory."""
+        """The heads among the formula's inputs, whose weights must be in memory."""
         heads = (r.source for r in self.inputs if not isinstance(r.source, Tensor))
         return tuple(map(ScaledHead, heads))
 
     def apply(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Applies the function to the n rows of x, and returns differentiable results."""
         if self.recipe is not None:
             x = self.recipe.rows(x).values(self.recipe.formula)
         results = self.function(x, *self.row_inputs)
         return results if isinstance(results, tuple) else (results,)
 
     def pieces(self, x: Tensor) -> "Iterator[tuple[slice, RowFunction]]":
-        """Yields pairs: a slice of the rows of x, and the loss of these rows."""
         size = x.element_size() * max(x.shape[-1], 1)
         step = max(PIECE.get(x.device.type, PIECE_ON_GPU) // size, 1)
         whole: Any = self
@@ -162,19 +152,12 @@ class RowFunction(RowLoss, OfValues):
 
 
 def sliced(t: Tensor | None, at: slice) -> Tensor | None:
-    """Returns the rows of t that the slice `at` selects.
-
-    A 0-d tensor is returned unchanged, because it holds one number for all rows.
-    """
+    """The rows of t in the slice. A 0-d tensor holds one number for all rows."""
     return t if t is None or not t.dim() else t[at]
 
 
 def scaled(d: Tensor, factor: Tensor | None, at: slice) -> Tensor:
-    """Multiplies the gradient d by `factor`.
-
-    `factor` is one number, or has one number per row. The slice `at` selects the rows that belong
-    to d.
-    """
+    """d times `factor`, one number or one per row, of which the slice `at` belongs to d."""
     if factor is None:
         return d
     factor = factor.reshape(-1, 1).to(d.dtype)
@@ -182,10 +165,7 @@ def scaled(d: Tensor, factor: Tensor | None, at: slice) -> Tensor:
 
 
 class RowTerm(RowFunction):
-    """A RowFunction that returns one number per row.
-
-    The mean and its gradient are computed together in forward.
-    """
+    """A RowFunction with one number per row, whose mean and gradient are computed in forward."""
 
     multiple_outputs: ClassVar[bool] = False
 

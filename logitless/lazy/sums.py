@@ -1,10 +1,9 @@
 """The sum of the lazy logits of two heads, such as a linear layer and its LoRA adapter.
 
-The sum hidden1 @ weight1.T + hidden2 @ weight2.T is computed as the logits of a single head. The
-hidden states of this head are hidden1 and hidden2 side by side. The field `weight` of this head is
-weight1, and the field `low_rank` is weight2 (heads/head.py). So a loss over the sum is computed
-chunk by chunk, and never materialises either product. Joining the hidden states copies them. If a
-head has several adapters, the matrices B of the adapters are copied too.
+hidden1 @ weight1.T + hidden2 @ weight2.T is computed as the logits of a single head, with both
+hidden states side by side, weight1 as its `weight` and weight2 as its `low_rank` (heads/head.py).
+So a loss over the sum materialises neither product. Joining copies the hidden states and, with
+several adapters, their matrices B.
 """
 
 from typing import Any
@@ -29,12 +28,11 @@ NO_NEEDS = (False,) * 4
 
 
 def summed(a: LazyLogits, b: LazyLogits) -> Any:
-    """Returns a + b as lazy logits of a single head, or NotImplemented.
+    """a + b as lazy logits of a single head, or NotImplemented.
 
-    The width of a head is the number of columns of its weight. The wider head is the first head of
-    the sum. If only one argument needs a gradient, the head of this argument must be the narrower
-    head. For example, a LoRA adapter is narrower than its frozen layer. If no argument needs a
-    gradient, the two widths must differ. All other sums are computed in elementwise.py.
+    The head with more columns of weight is the first. If only one argument needs a gradient, it
+    must be the narrower, such as a LoRA adapter beside its frozen layer; if none does, the widths
+    must differ. All other sums are computed in elementwise.py.
     """
     if not (is_summable(a) and is_summable(b)) or a.shape != b.shape or a.device != b.device:
         return NotImplemented
@@ -84,12 +82,11 @@ def used_columns(head: Head) -> int:
 
 
 def _joined(first: Recipe, second: Recipe) -> Head | None:
-    """Returns a head whose logits are the sum of the logits of both recipes, or None.
+    """A head whose logits are the sum of the logits of both recipes, or None.
 
-    The matrices of several adapters are copied into one `low_rank`. The result is None if this
-    `low_rank` would be wider than a quarter of the weight. The result is also None if the dtypes of
-    the heads cannot be combined, or if the logits of `first` are scaled. The second head must not
-    have a quantised weight or a `low_rank` of its own.
+    None if the matrices of several adapters, copied into one `low_rank`, would be wider than a
+    quarter of the weight, if the dtypes cannot be combined, if the logits of `first` are scaled, or
+    if the second head has a quantised weight or a `low_rank` of its own.
     """
     x, y = first.head, second.head
     scale, dtype = second.logits.pre, x.hidden.dtype  # pyright: ignore[reportOptionalMemberAccess]
@@ -118,10 +115,9 @@ def _joined(first: Recipe, second: Recipe) -> Head | None:
 
 
 class LazySum(Node):
-    """The autograd node of x + y, where x and y are the lazy logits of two heads.
+    """x + y for lazy logits of two heads.
 
-    `recipe` is the recipe of the sum. In this recipe, the last columns of `low_rank` hold the
-    weight of y's head.
+    In `recipe`, that of the sum, the last columns of `low_rank` are the weight of y's head.
     """
 
     @staticmethod
@@ -158,11 +154,7 @@ class LazySum(Node):
 
     @staticmethod
     def divided(ctx, parts: Parts) -> list[Parts]:
-        """Splits the gradients of the joined head's tensors.
-
-        The result has two items: the gradients for the head of x, and the gradients for the head of
-        y.
-        """
+        """Splits the gradients of the joined head's tensors into those of x's and of y's head."""
         (hidden, *_, low_rank), (of_y, *_) = ctx.tensors
         d_hidden, d_weight, d_bias, d_low_rank = parts
         used, rank = ctx.used, 0 if low_rank is None else low_rank.shape[1]
@@ -181,5 +173,4 @@ class LazySum(Node):
 
 
 def cast_like(d: Tensor | None, like: Any) -> Tensor | None:
-    """Casts a gradient to the dtype of its tensor. If the tensor is None, the result is None."""
     return None if d is None or like is None else d.to(like.dtype)

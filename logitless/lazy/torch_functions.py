@@ -1,9 +1,8 @@
 """The functions of PyTorch that keep logits lazy. Models call these functions before the loss.
 
-OPERATIONS maps each function of PyTorch to an operation in lazy/. The operation takes the lazy
-logits and the function's other arguments. The operation returns lazy logits, a loss, a statistic or
-NotImplemented. If the operation returns NotImplemented, the logits are materialised and PyTorch's
-function is called.
+OPERATIONS maps each function to an operation in lazy/, which takes the lazy logits and the other
+arguments, and returns lazy logits, a loss, a statistic or NotImplemented. With NotImplemented, the
+logits are materialised and PyTorch's function is called.
 """
 
 import functools
@@ -28,7 +27,6 @@ T = Tensor
 
 @keeps_lazy
 def kept_lazy(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The result of func, computed without materialising logits, or NotImplemented."""
     result = _operation(func, args, kwargs)
     writes = "out" in kwargs or "inplace" in kwargs or (func is F.relu and len(args) > 1)
     if result is NotImplemented and func in ELEMENTWISE and not writes:
@@ -54,10 +52,7 @@ def _operation(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _with_first(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Returns the arguments, with the first argument passed by position.
-
-    Callers can pass the first argument by the name `input` or `tensors`.
-    """
+    """The arguments, with the first by position, which callers can name `input` or `tensors`."""
     if "axis" in kwargs:  # numpy's name for dim
         kwargs = {"dim" if key == "axis" else key: value for key, value in kwargs.items()}
     name = "tensors" if func in LISTS else "input"
@@ -70,10 +65,7 @@ _signature = functools.cache(inspect.signature)
 
 
 def _fits(operation: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether `operation` accepts these arguments.
-
-    PyTorch's own function can have arguments that `operation` lacks, such as `out`.
-    """
+    """Whether `operation` accepts these arguments; PyTorch may have more, such as `out`."""
     try:
         _signature(operation).bind(*args, **kwargs)
     except TypeError:
@@ -105,12 +97,11 @@ def _softmax_of_nn(z: LazyLogits, dim=None, _stacklevel=3, dtype=None):
 
 
 def _second(operation: Callable) -> Callable:
-    """Swaps the arguments of `operation`, for calls such as 30 * logits."""
     return lambda other, z, **kwargs: operation(z, other, **kwargs)
 
 
-# Names of elementwise functions in torch, Tensor, torch.special and torch.nn.functional. These
-# functions are deterministic and do not write to their arguments.
+# Elementwise functions of torch, Tensor, torch.special and torch.nn.functional that are
+# deterministic and do not write to their arguments.
 NAMES = [
     "abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "asin", "asinh", "atan",
     "atan2", "atanh", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "copysign", "cos",

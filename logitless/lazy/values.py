@@ -21,7 +21,7 @@ from .weight_changes import Watch
 
 
 def changed(z: LazyLogits, op: Op, **fields) -> LazyLogits:
-    """Returns a copy of z whose `Direct` formula has these field values, or NotImplemented."""
+    """A copy of z whose `Direct` formula has these field values, or NotImplemented."""
     formula = replace(z.recipe.formula, **fields)  # pyright: ignore[reportArgumentType]
     if not all(LEAST <= number <= MOST for number in formula.reads.values()):
         return NotImplemented  # our losses do not accept this temperature or softcap
@@ -47,8 +47,7 @@ def to(z: LazyLogits, *args, **kwargs):
     if dtype == z.dtype:
         return z
     if is_summable(z) and dtype == own_dtype(z.recipe.head) and z.recipe.logits.pre == 1:
-        # Rounding fp32 logits to the dtype of `hidden` gives the logits of a head that computes in
-        # this dtype.
+        # Rounding fp32 logits to the dtype of `hidden` gives the logits of a head computing in it.
         recipe = z.recipe.with_head(logits_dtype=None).replace(formula=Direct(dtype))
         return kept(z, recipe, None, Op(lambda t: t.to(dtype), pull=lambda d: d))
     if dtype != torch.float32 or z.recipe.logits is None or not z.is_floating_point():
@@ -57,15 +56,15 @@ def to(z: LazyLogits, *args, **kwargs):
 
 
 def own_dtype(head: Head) -> torch.dtype | None:
-    """The dtype of the head's hidden states, or None if the bias has another dtype."""
+    """The dtype of the head's hidden states, or None if the bias has another."""
     dtype = head.hidden.dtype
     return dtype if head.bias is None or head.bias.dtype == dtype else None
 
 
 def number(by: Any) -> float | None:
-    """Returns `by` as a float if `by` is a number or a 0-d tensor on the CPU, else None.
+    """`by` as a float if it is a number or a 0-d tensor on the CPU, else None.
 
-    A tensor on a GPU is not read, because the host would wait for the GPU.
+    A tensor on a GPU is not read, because the host would wait.
     """
     readable = isinstance(by, Tensor) and by.dim() == 0 and by.is_cpu and has_values(by)
     if readable and not by.requires_grad:
@@ -74,7 +73,6 @@ def number(by: Any) -> float | None:
 
 
 def scaling(factor: float) -> Op:
-    """An operation that multiplies by a number in forward, and by the same number in backward."""
     return Op(lambda t: t * factor, pull=lambda d: d * factor)
 
 
@@ -112,8 +110,7 @@ def negated(z: LazyLogits) -> LazyLogits:
             d_low_rank,
         )
 
-    # The gradient of a weight is Σ d_logits · hidden. This gradient keeps its sign, because
-    # `d_logits` and `hidden` both change their sign.
+    # The gradient of a weight, Σ d_logits · hidden, keeps its sign: both factors change theirs.
     return kept(z, recipe.with_head(hidden=hidden, bias=bias), back, scaling(-1.0))
 
 
@@ -124,7 +121,6 @@ def tanh(z: LazyLogits):
 
 
 def log_softmax(z: LazyLogits, dtype: torch.dtype | None):
-    """The lazy log-probabilities of z, in `dtype` if given, else in the dtype of z."""
     if z.recipe.logits is None or dtype not in (None, z.dtype, torch.float32):
         return NotImplemented
     axis, dtype = views.axis_of(z), dtype or z.dtype
@@ -139,7 +135,7 @@ def log_softmax(z: LazyLogits, dtype: torch.dtype | None):
 
 
 def _per_column(t: Any, z: LazyLogits) -> Tensor | None:
-    """Returns t in the shape (V,) if t has one number per column, else None."""
+    """t as (V,) if it has one number per column, else None."""
     if not isinstance(t, Tensor) or isinstance(t, LazyLogits) or t.device != z.device:
         return None
     fits = 0 < t.dim() <= z.dim() and t.shape[-1] == t.numel() == z.shape[-1]
@@ -153,10 +149,7 @@ def _takes_columns(z: LazyLogits) -> bool:
 
 
 def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
-    """Returns a head that computes its logits in `dtype`, so that a bias in `dtype` is not rounded.
-
-    Returns None if the head cannot compute logits in `dtype`.
-    """
+    """A head with logits in `dtype`, so that a bias in `dtype` is not rounded, or None."""
     if dtype == head.dtype:
         return head
     narrow = head.hidden.dtype in (torch.float16, torch.bfloat16)
@@ -164,13 +157,11 @@ def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
 
 
 def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
-    """Returns `logits + other` as the logits of a changed head, or NotImplemented.
+    """`logits + other` as the logits of a changed head, or NotImplemented.
 
-    `other` must be a number, a tensor with one number per column, or the lazy logits of another
-    head (sums.py). A number or a tensor is added to the head's bias. For scaled logits, the bias
-    would have to be `other / scale`. In 16 bits, both `other / scale` and the rounded product
-    `(other / scale) * scale` can overflow. So the bias is changed only if the logits are not
-    scaled.
+    `other` is a number, a tensor with one number per column, or lazy logits of another head
+    (sums.py). Numbers are added to the head's bias, unless the logits are scaled: in 16 bits, both
+    `other / scale` and the rounded product `(other / scale) * scale` can overflow.
     """
     if isinstance(other, LazyLogits):
         summable = alpha == 1 and is_summable(z) and is_summable(other)
@@ -203,12 +194,11 @@ def minus(z: LazyLogits, other: Any, *, alpha: Any = 1):
 
 
 def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
-    """Returns logits with `value` in the masked columns.
+    """Logits with `value` in the masked columns.
 
-    The rows of the weight that belong to masked columns become 0. The bias of a masked column
-    becomes `value / pre`, because the formula multiplies the head's logits by `pre`. Setting rows
-    to 0 needs a copy of the weight. If the weight is larger than the logits, the weight is not
-    copied. The mask then becomes part of the formula.
+    Their rows of the weight become 0, and their bias `value / pre`, because the formula multiplies
+    by `pre`. That copies the weight, so if it is larger than the logits, the mask becomes part of
+    the formula instead.
     """
     columns, recipe, value = _per_column(mask, z), z.recipe, number(value)
     if columns is None or value is None or not _takes_columns(z):
@@ -217,8 +207,8 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
     if columns.dtype != torch.bool or head is None:
         return NotImplemented
     _, weight, bias, low_rank = head.tensors
-    # In 16 bits, both `value / pre` and the rounded product `(value / pre) * pre` can overflow. So
-    # finite values are accepted only up to ±`most`.
+    # In 16 bits, `value / pre` or the rounded product `(value / pre) * pre` can overflow, so finite
+    # values are accepted only up to ±`most`.
     most = torch.finfo(z.dtype).max * (1 if pre == 1 else 0.5 * min(pre, 1))
     inside = abs(value) <= most or abs(value) == torch.inf
     fixed = is_quantized(weight) or is_freed(weight)

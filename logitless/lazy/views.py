@@ -19,19 +19,17 @@ from .recipe import Recipe, constant, own
 
 
 def axis_of(z: LazyLogits) -> int:
-    """The dimension of the vocabulary, as a nonnegative number."""
     return z.dim() - 1 if z.recipe.axis is None else z.recipe.axis
 
 
 def _rows(
     z: LazyLogits, op: Callable[[Tensor], Tensor], on_logits: Callable | None = None, **changed
 ) -> LazyLogits:
-    """Returns lazy logits whose leading dimensions are rearranged by `op`.
+    """Lazy logits whose leading dimensions are rearranged by `op`.
 
-    `op` is applied to the hidden states immediately, and must keep their last dimension.
-    `on_logits` is the same operation on a plain tensor of logits. By default, `on_logits` is `op`.
-    Autograd records a graph of `op` for backward. The graph begins at `leaf`, a tensor without
-    memory of its own. So the graph holds no hidden states.
+    `op` is applied to the hidden states immediately, and must keep their last dimension;
+    `on_logits`, by default `op`, is the same operation on logits. Autograd records `op` from
+    `leaf`, a tensor without memory, so that the graph holds no hidden states.
     """
     recipe = z.recipe
     with torch.inference_mode(False), torch.enable_grad():
@@ -45,8 +43,7 @@ def _rows(
             raise
         edge, hidden = get_gradient_edge(moved), moved.detach()
     shape = hidden.shape
-    # The result is a view of the logits if the new hidden states are a view of the old hidden
-    # states. Indexing by a tensor copies the hidden states, so the indexed logits are not a view.
+    # A view of the logits has hidden states that are a view. Indexing by a tensor copies them.
     is_view = memory_of(hidden) == memory_of(before)
 
     def back(parts):
@@ -72,7 +69,7 @@ def _columns(z: LazyLogits, columns: slice):
         return t[columns]
 
     _, *rows_of_v = recipe.head.tensors
-    # Backward needs only the shapes of `weight` and `bias`, and not their values.
+    # Backward needs only the shapes of `weight` and `bias`.
     likes = [None if t is None else t.new_empty(()).expand(t.shape) for t in rows_of_v]
 
     def back(parts):
@@ -86,7 +83,7 @@ def _columns(z: LazyLogits, columns: slice):
 
 
 def _dim(z: LazyLogits, dim: int, new: int = 0) -> int:
-    """Returns `dim` as a nonnegative number. The operation adds `new` dimensions."""
+    """`dim` as a nonnegative number, where the operation adds `new` dimensions."""
     size = z.dim() + new
     if not -size <= dim < size:
         raise IndexError(f"dim must be in [{-size}, {size - 1}], got {dim}.")
@@ -163,10 +160,10 @@ def movedim(z: LazyLogits, source: int | tuple[int, ...], destination: int | tup
 
 
 def getitem(z: LazyLogits, index: Any):
-    """Selects rows by any index. If all rows are kept, a slice can select columns.
+    """Selects rows by any index, and columns by a slice if all rows are kept.
 
-    If an index selects both rows and columns of logits for inference (`Recipe.inference`), the
-    values of the selected rows are computed first. The columns are then selected from these values.
+    If an index selects both in logits for inference (`Recipe.inference`), the values of the
+    selected rows are computed first.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(part, LazyLogits) for part in parts):
@@ -201,7 +198,6 @@ def _part(z: LazyLogits, rows: list, last: Any):
 
 
 def _selected(z: LazyLogits, rows: list, last: Any):
-    """Selects rows by any index. If all rows are kept, a slice can select columns."""
     if not isinstance(last, slice):  # the index selects single columns or values
         return NotImplemented
     size = z.shape[-1]
@@ -214,7 +210,7 @@ def _selected(z: LazyLogits, rows: list, last: Any):
 
 
 def _taken(part: Any) -> int:
-    """The number of dimensions that one item of an index consumes, for example 2 for a 2-d mask."""
+    """The number of dimensions that one item of an index consumes: 2 for a 2-d mask."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     return part.dim() if isinstance(part, Tensor) and part.dtype in MASKS else 1
@@ -224,7 +220,6 @@ MASKS = (torch.bool, torch.uint8)
 
 
 def _ids(part: Any) -> Tensor:
-    """Converts a list or array in an index to a tensor. An empty list becomes an int64 tensor."""
     ids = torch.as_tensor(part)
     return ids.long() if isinstance(part, list) and ids.numel() == 0 else ids
 
@@ -264,15 +259,14 @@ def unbind(z: LazyLogits, dim: int = 0):
 
 
 def cat(tensors, dim: int = 0):
-    """Computes torch.cat of lazy logits of the same head, by joining their hidden states."""
+    """torch.cat of lazy logits of the same head, by joining their hidden states."""
     first = tensors[0]
     if not all(isinstance(z, LazyLogits) and z.from_head for z in tensors):
         return NotImplemented
     dim, recipes = _dim(first, dim), [z.recipe for z in tensors]
     alike = all(_same_head(recipe, recipes[0]) for recipe in recipes)
-    # Only the first batch gets the weight's gradient, which is summed over all batches. So the
-    # batches are joined only if all of them or none of them need this gradient. The same holds for
-    # the bias.
+    # Only the first batch gets the gradient of the weight, summed over all batches, so that either
+    # all or none must need it. The same holds for the bias.
     alike = alike and all(r.needs[1:] == recipes[0].needs[1:] for r in recipes)
     alike = alike and len({z.requires_grad for z in tensors}) == 1
     ranks = {z.dim() for z in tensors}
@@ -292,7 +286,7 @@ def cat(tensors, dim: int = 0):
 
 
 def stack(tensors, dim: int = 0):
-    """Computes torch.stack of lazy logits of the same head, by stacking their hidden states."""
+    """torch.stack of lazy logits of the same head, by stacking their hidden states."""
     first = tensors[0]
     if not all(isinstance(z, LazyLogits) and z.from_head for z in tensors):
         return NotImplemented
@@ -305,7 +299,6 @@ def stack(tensors, dim: int = 0):
 
 
 def _same_head(a: Recipe, b: Recipe) -> bool:
-    """Whether two recipes differ only in their hidden states."""
     plain = all(r.axis is None and r.shard is None and r.direct is not None for r in (a, b))
     same = plain and a.formula == b.formula and a.versions[1:] == b.versions[1:]
     same = same and all(map(is_alias, a.head.tensors[1:], b.head.tensors[1:]))
@@ -313,12 +306,12 @@ def _same_head(a: Recipe, b: Recipe) -> bool:
 
 
 def options_of(head: Head) -> Head:
-    """Returns a copy of the head without tensors, for comparing the options of two heads."""
+    """A copy of the head without tensors, for comparing the options of two heads."""
     return head.blank()
 
 
 def is_alias(x: Tensor | None, y: Tensor | None) -> bool:
-    """Whether both tensors have the same memory, shape, strides and dtype, or both are None."""
+    """Whether both have the same memory, shape, strides and dtype, or are None."""
     if x is None or y is None:
         return x is y
 

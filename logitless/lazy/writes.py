@@ -10,11 +10,10 @@ from .deferred import WRITERS, Deferred, on_values, written
 
 
 def write_values(z: Deferred, func, args: tuple, kwargs: dict) -> Any:
-    """Runs `func`, an operation that writes to z, on the values of z in memory.
+    """Runs `func`, which writes to z and maybe to other Deferred tensors, on their values.
 
-    The operation can write to several Deferred tensors. Returns NotImplemented if the write is
-    differentiable, or if the operation changes the shape or the memory of a tensor. Also returns
-    NotImplemented if the values of one of these tensors must not be written to (`writable_values`).
+    NotImplemented if the write is differentiable, if it changes the shape or the memory of a
+    tensor, or if the values must not be written to (`writable_values`).
     """
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -39,7 +38,7 @@ def write_values(z: Deferred, func, args: tuple, kwargs: dict) -> Any:
 
 
 def keeps_shape(func) -> bool:
-    """Whether a function that writes to a tensor keeps the shape and the memory of the tensor."""
+    """Whether a function that writes to a tensor keeps its shape and memory."""
     if not isinstance(func, torch._ops.OpOverload):
         return func in (Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.map2_)
     moves = func._schema.name in ("aten::set_", "aten::resize_", "aten::resize_as_")
