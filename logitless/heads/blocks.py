@@ -1,12 +1,10 @@
 """Computes a loss over a head in blocks of columns: first all statistics, then all gradients.
 
 The methods of a loss get a `Blocks` instead of a tensor of logits, and a `BlockBackend` as the
-backend. So a loss whose statistics can be merged needs no additional code for blocks. Logits that
-are kept in memory are computed only once. All other logits are computed twice: once for the
-statistics, and once for the gradient. Statistics are computed from the first block to the last.
-Gradients are computed from the last block to the first. So the first rows of the weight's gradient
-are written last. Until then, the memory of these rows can hold the logits of later blocks
-(`kept_blocks` in choose_cut.py).
+backend, so a loss whose statistics can be merged needs no code for blocks. Logits that are not kept
+are computed twice, for the statistics from the first block to the last, and for the gradient from
+the last to the first. So the first rows of the weight's gradient are written last, and until then
+their memory can hold the logits of later blocks (`kept_blocks` in choose_cut.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,17 +26,13 @@ WAITING = 4  # the number of `Partials` that are merged at a time
 
 
 class BlockChunks(Chunks):
-    """Computes logits for one group of rows at a time, in blocks of columns.
+    """Computes logits for one group of rows at a time, possibly all, in blocks of columns.
 
-    choose_cut.py chooses the number of rows per group. A group can contain all rows. Before the
-    first GEMM is queued, the host waits for the number of rows that are not ignored.
+    Before the first GEMM is queued, the host waits for the number of rows that are not ignored.
     """
 
     def begin(self, dtype: torch.dtype) -> Any:
-        """Allocates memory for one block: for the logits in this dtype, and for their gradient.
-
-        Returns the BlockBackend.
-        """
+        """Allocates one block of logits and its gradient, and returns the BlockBackend."""
         hidden, vocab, columns = self.hidden, len(self.weight), self.cut.columns
         assert columns is not None
         starts = range(0, max(vocab, 1), columns)  # a rank without columns has one empty block
@@ -70,28 +64,23 @@ class BlockChunks(Chunks):
             tile.release()
 
     def logits_of(self, rows: Rows, h: Tensor, sums: Any) -> Any:
-        """Returns a `Blocks`, which represents the logits of the hidden states h."""
         return Blocks(self, rows, h, sums)
 
 
 class Blocks:
-    """The logits of some rows, computed in blocks of columns."""
-
     def __init__(self, chunks: BlockChunks, rows: Rows, h: Tensor, sums: "BlockSums | None"):
         self.chunks, self.rows, self.sums = chunks, rows, sums
         self.h = h  # (n, D)
         self.shape, self.device = (len(self.h), len(chunks.weight)), self.h.device
         self.kept: dict[int, int] = {}  # maps a kept block to its slot (see choose_cut.kept_blocks)
         self.kept_in: Tensor | None = None
-        # Maps each slot to the block whose logits are in this slot. The key None stands for the
-        # workspace.
+        # Slot -> block whose logits are in it. The key None stands for the workspace.
         self.holds: dict[int | None, int] = {}
 
     def keep(self) -> None:
         """Chooses the blocks whose logits are kept until their gradient is computed.
 
-        The kept logits are stored in memory that is allocated for the weight's gradient. The
-        weight's gradient is written to this memory later.
+        They use the memory of the weight's gradient, which is written later.
         """
         chunks, (rows, vocab) = self.chunks, self.shape
         if self.sums is not None and chunks.cut.kept:
@@ -101,10 +90,9 @@ class Blocks:
             self.kept = kept_blocks(rows, vocab, width, chunks.cut.columns)
 
     def logits(self, index: int) -> Tensor:
-        """Returns the logits of a block for all rows of the group.
+        """The logits of a block for all rows of the group, recomputed if no longer in memory.
 
-        Logits that are still in memory are not recomputed. Do not call `logits` for a block after
-        the block's gradient has overwritten the logits.
+        Not to be called once the block's gradient has overwritten them.
         """
         chunks, columns, place = self.chunks, self.chunks.blocks[index], self.kept.get(index)
         memory, rows = chunks.memory, len(self.h)
@@ -125,7 +113,7 @@ class ReadsNoLogits:
     """Wraps a backend, without the functions that read logits."""
 
     one_pass = None  # one pass is not possible, because a gradient needs statistics of whole rows
-    # The coefficients are computed once, because all blocks of columns use the same coefficients.
+    # All blocks of columns use the same coefficients, computed once.
     stats_gradient = None
 
     def __init__(self, backend: Any):
@@ -144,10 +132,7 @@ class BlockBackend(ReadsNoLogits):
     """A backend that reads logits from a `Blocks`, for losses that need only row statistics."""
 
     def read(self, x: Blocks, reading: Reading) -> Statistics:
-        """Returns the statistics of whole rows.
-
-        To save memory, the partial statistics are merged after every few blocks (see `WAITING`).
-        """
+        """The statistics of whole rows, merged every few blocks (`WAITING`) to save memory."""
         x.keep()
         waiting = []
         for index, columns in enumerate(x.chunks.blocks):
@@ -168,10 +153,7 @@ class BlockBackend(ReadsNoLogits):
         into: Tensor | None = None,
         start: int | None = None,
     ) -> None:
-        """Adds the gradients of `hidden`, `weight` and `bias` to x.sums, and returns None.
-
-        The gradient of the logits is computed block by block, from the last block to the first.
-        """
+        """Adds the gradients of `hidden`, `weight` and `bias` to x.sums, last block first."""
         sums, rows = x.sums, len(x.h)
         assert sums is not None
         sums.start(x.rows, x.h)
@@ -187,11 +169,7 @@ class BlockBackend(ReadsNoLogits):
 
 
 class BlockSums(GradientSums):
-    """The gradients of `hidden`, `weight` and `bias`, for a head that is computed in blocks.
-
-    The gradient of `hidden` is summed over blocks. The gradient of the weight is summed over groups
-    of rows.
-    """
+    """Sums the gradient of `hidden` over blocks, and the others over groups of rows."""
 
     def __init__(self, head: Head, hidden, needs: Needs, chunks: int, all_rows, blocks, into):
         super().__init__(head, hidden, needs, chunks, all_rows, blocks, into)
@@ -202,19 +180,13 @@ class BlockSums(GradientSums):
         self.low_rank_sum: Sum | None = None  # gradient of the R columns that multiply `low_rank`
 
     def free_memory(self) -> Tensor | None:
-        """Returns the memory of the weight's gradient, or None if this memory cannot hold logits.
-
-        Logits can use this memory until the weight's gradient is written.
-        """
+        """The memory of the weight's gradient, if logits can use it until that is written."""
         d = self.d_weight
         free = d is not None and self.written_once and d.dtype == self.weight.dtype
         return d.view(-1) if free else None
 
     def start(self, rows: Rows, h: Tensor) -> None:
-        """Allocates memory for the gradient of `hidden`, for one group of rows.
-
-        Each block adds to this memory.
-        """
+        """Allocates the gradient of `hidden` for one group of rows, to which each block adds."""
         if self.d_hidden is None:
             return
         dtype, kind = way_to_sum(self.backend, self.blocks, h, self.weight, "auto")
@@ -242,7 +214,7 @@ class BlockSums(GradientSums):
         self.add_weights(index, dz, h)
 
     def end(self, rows: Rows) -> None:
-        """Writes the gradient of `hidden` for a group of rows, after all blocks have been added."""
+        """Writes the gradient of `hidden` for a group of rows, after its last block."""
         if self.d_hidden is None:
             return
         sums, self.hidden_sum = self.hidden_sum, None

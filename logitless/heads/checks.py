@@ -1,4 +1,4 @@
-"""Checks of the arguments of a head, with error messages as in core/tensor_checks.py."""
+"""Checks of the arguments of a head."""
 
 from typing import Any
 
@@ -15,10 +15,7 @@ def linear(
     hidden: Any, weight: Any, bias: Any, grad: Any, workspace: Any, dtype: Any, accumulate: Any,
     drop_ignored: Any, second_hidden: Any = None, second_weight: Any = None,
 ) -> None:  # fmt: skip
-    """Checks the arguments of LinearLogits.
-
-    `second_hidden` and `second_weight` are the two tensors of the argument `low_rank`.
-    """
+    """Checks the arguments of LinearLogits. The last two are the pair `low_rank`."""
     head(hidden, weight, bias, workspace)
     if second_hidden is not None or second_weight is not None:
         low_rank(second_hidden, second_weight, hidden, weight)
@@ -28,7 +25,6 @@ def linear(
 
 
 def head(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
-    """Checks hidden (..., D), weight (V, D), bias (V,) and the workspace."""
     logits(hidden, "hidden")
     logits(weight, "weight")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
@@ -55,10 +51,9 @@ def head(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
 
 
 def table(hidden: Any, weight: Any, bias: Any, casts: bool) -> None:
-    """Checks the arguments `hidden` (..., D), `weight` (V, D) and `bias` (V,) of sampled_softmax.
+    """Checks `hidden` (..., D), `weight` (V, D) and `bias` (V,) of sampled_softmax.
 
-    If `casts` is True, the tensors can have different dtypes, because autocast casts the tensors
-    before the products are computed.
+    With `casts`, their dtypes can differ, because autocast casts them before the products.
     """
     for name, t in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if name == "bias" and t is None:
@@ -102,7 +97,6 @@ def readable(name: str, t: Tensor) -> None:
 
 
 def is_pair(low_rank: Any) -> None:
-    """Checks that `low_rank` is a pair, before its two tensors are checked."""
     if not isinstance(low_rank, (tuple, list)) or len(low_rank) != 2:
         size = f" of length {len(low_rank)}" if isinstance(low_rank, (tuple, list)) else ""
         raise TypeError(
@@ -112,7 +106,6 @@ def is_pair(low_rank: Any) -> None:
 
 
 def low_rank(second: Any, second_weight: Any, hidden: Tensor, weight: Tensor) -> None:
-    """Checks the tensors (..., R) and (V, R) of the argument `low_rank`."""
     pairs = (("low_rank[0]", second, hidden), ("low_rank[1]", second_weight, weight))
     for name, t, like in pairs:
         if not isinstance(t, Tensor) or is_dtensor(t):
@@ -147,7 +140,6 @@ def logits_dtype(dtype: Any, hidden: Tensor) -> None:
 
 
 def main_grad(t: Any, weight: Tensor) -> None:
-    """Checks `main_grad`, the tensor to which backward adds the weight's gradient."""
     if t is None:
         return
     full = torch.promote_types(weight.dtype, torch.float32)
@@ -170,7 +162,6 @@ def no_main_grad(t: Tensor | None) -> None:
 
 
 def head_placements(hidden: Any, weight: Any, bias: Any) -> None:
-    """Checks the placements of a head whose weight is sharded over the vocabulary."""
     placed("weight", weight, 0)
     if all(placement.is_replicate() for placement in weight.placements):
         raise TypeError(

@@ -12,7 +12,7 @@ from .head import Head
 
 
 class Explanation(NamedTuple):
-    """Describes how a loss over a head is computed. str(explanation) is a text for users."""
+    """How a loss over a head is computed; str() of it is a text for users."""
 
     way: str  # "materialised", "rows", "columns", "rows and columns" or "on the chip"
     rows: int  # rows of logits in memory at once
@@ -51,10 +51,7 @@ class Explanation(NamedTuple):
 
 
 def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Explanation:
-    """Explains how a loss over this head, such as cross-entropy, is computed.
-
-    If the tensors of the head are on the device "meta", the explanation is for a GPU.
-    """
+    """Explains how a loss over this head is computed, on a GPU if its device is "meta"."""
     kind = "cuda" if head.device.type == "meta" else head.device.type
     frozen = head.hidden.requires_grad and not needs_grad(*head.tensors[1:])
     mean = reduction != "none" or (gradient and frozen)  # forward computes the gradients
@@ -97,10 +94,8 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
     else:  # fp32 logits of 16-bit hidden states need extra memory for the gradient
         memory = rows * cut.columns * (size + work.itemsize * work.wide)
     if cut.on_chip:
-        # For the mean of a cross-entropy, the logits are computed twice: once for the loss and the
-        # gradient of `hidden`, and once for the gradient of the weight. Two more GEMMs compute the
-        # two gradients. For results per row, a fifth GEMM computes the logits once more in
-        # backward, for the gradient of `hidden`.
+        # For a mean, two computations of the logits (for the loss and the gradient of `hidden`, and
+        # for that of the weight) and two GEMMs for the gradients; per row, one more in backward.
         way, memory, again = "on the chip", 0, (4 if mean else 5) - floor if sums else 0
         extra = again
     else:

@@ -20,14 +20,10 @@ PADDED = 8  # `side_by_side` pads hidden states to a multiple of PADDED columns
 def product(
     h: Tensor, weight: Tensor, bias: Tensor | None, low_rank: Tensor | None, out: Tensor
 ) -> Tensor:
-    """Writes the logits of the hidden states h to `out`. See `Head` for `low_rank`.
-
-    If `out` is fp32, the sums are not rounded to 16 bits.
-    """
+    """Writes the logits of h to `out`, whose sums are not rounded to 16 bits if it is fp32."""
     if low_rank is None:
         return add_product(h, weight, bias, out)
-    # The small product is computed first. Then one GEMM computes the large product and adds the
-    # small product. So the sums of the large product are rounded only once.
+    # The small product first, so that the GEMM of the large one adds it and rounds only once.
     first, second = two_parts(h, weight, low_rank)
     add_product(second, low_rank.to(h.dtype), bias, out)
     return add_product(first, weight, out, out)
@@ -96,10 +92,9 @@ def plain_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def side_by_side(hidden: Tensor, *others: Tensor) -> Tensor:
-    """Joins hidden states along the last dimension, and pads the result with zeros.
+    """Joins hidden states along the last dimension, and pads them with zeros.
 
-    The padding makes the number of columns a multiple of PADDED, so that the rows of 16-bit and
-    32-bit hidden states start on 16-byte boundaries.
+    With a multiple of PADDED columns, 16-bit and 32-bit rows start on 16-byte boundaries.
     """
     width = hidden.shape[-1] + sum(t.shape[-1] for t in others)
     rest = hidden.new_zeros((*hidden.shape[:-1], -width % PADDED))
@@ -107,10 +102,7 @@ def side_by_side(hidden: Tensor, *others: Tensor) -> Tensor:
 
 
 def two_parts(t: Tensor, weight: Tensor, low_rank: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the columns of t that belong to `weight`, and the columns that belong to `low_rank`.
-
-    t is `hidden`, or the gradient of `hidden`.
-    """
+    """The columns of `hidden`, or of its gradient, that belong to `weight` and to `low_rank`."""
     width, rank = weight.shape[1], low_rank.shape[1]
     return t[..., :width], t[..., width : width + rank]
 
@@ -118,10 +110,7 @@ def two_parts(t: Tensor, weight: Tensor, low_rank: Tensor) -> tuple[Tensor, Tens
 def hidden_gradient(
     dz: Tensor, weight: Tensor, low_rank: Tensor | None, skips_first: bool, out: Tensor | None
 ) -> Tensor:
-    """Writes the gradient of `hidden` to `out`. See `Head` for `low_rank` and `skips_first`.
-
-    `out` can be None if `low_rank` is None.
-    """
+    """Writes the gradient of `hidden` to `out`, which may be None without `low_rank`."""
     if low_rank is None or out is None:
         return times_weight(dz, weight, out)
     first, second = two_parts(out, weight, low_rank)
@@ -135,10 +124,7 @@ def hidden_gradient(
 
 
 def times_weight(dz: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """Writes dz @ weight to `out`, or to a new tensor.
-
-    For a quantised weight, the products of the blocks are summed in fp32.
-    """
+    """dz @ weight. For a quantised weight, the products of its blocks are summed in fp32."""
     if not is_quantized(weight):
         return gemm(dz, weight, out)
     shape, full = (len(dz), weight.shape[1]), PRECISION[dz.dtype]
@@ -153,13 +139,10 @@ def times_weight(dz: Tensor, weight: Tensor, out: Tensor | None = None) -> Tenso
 
 
 def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = None) -> Tensor:
-    """Writes a @ b + add to `out`, or to a new tensor if `out` is None.
+    """a @ b + add, where `add` can be `out`, or a single row that is added to all rows.
 
-    `add` can be `out`, or a single row that is added to all rows.
-
-    A GEMM on a GPU is fast only if the size of every matrix row is a multiple of 16 bytes. Each
-    dimension that violates this rule is split into an aligned part (`aligned_part`) and a part of
-    fewer than UNIT rows or columns.
+    A GEMM on a GPU is fast only if each matrix row is a multiple of 16 bytes. Dimensions that are
+    not are split into an aligned part (`aligned_part`) and fewer than UNIT rows or columns.
     """
     pack, (m, k), n = 16 // a.dtype.itemsize, a.shape, b.shape[1]
     if not ((m % pack or k % pack or n % pack) and reads_vectors(a)):
@@ -179,11 +162,9 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
 
 
 def in_two(size: int, dim: int, source: Tensor, out: Tensor, add: Tensor | None) -> Iterable[tuple]:
-    """Returns the two parts of (source, out, add), split by columns (dim=-1) or by rows (dim=-2).
+    """(source, out, add) in two, the first of `size` columns (dim=-1) or rows (dim=-2).
 
-    For columns, `source` is the matrix b of `gemm`. For rows, `source` is the matrix a. The first
-    part has `size` columns or rows. If the second part would be empty, nothing is split. If `add`
-    is a single row, `add` is not split along rows.
+    `source` is b of `gemm` for columns, and a for rows. A single row `add` is not split along rows.
     """
     sizes = (size, out.shape[dim] - size)
     if sizes[1] == 0:
@@ -195,12 +176,9 @@ def in_two(size: int, dim: int, source: Tensor, out: Tensor, add: Tensor | None)
 
 
 def aligned_part(t: Tensor, dim: int) -> int:
-    """Returns the number of rows (dim=0) or columns (dim=1) of t in the large GEMM.
+    """Size of t along `dim` in the large GEMM: rounded down to UNIT if t is padded there.
 
-    If t is padded and t.shape[dim] is larger than UNIT, the result is t.shape[dim] rounded down to
-    a multiple of UNIT. Otherwise, the result is t.shape[dim]. For dim=1, "padded" means that the
-    rows of t start on 16-byte boundaries, but do not end on 16-byte boundaries. For dim=0, the same
-    rule applies to the columns of t.
+    Padded means that the rows (dim=1) or columns (dim=0) start, but do not end, on 16 bytes.
     """
     size, pack = t.shape[dim], 16 // t.element_size()
     padded = size % pack and t.stride(dim) == 1 and t.stride(1 - dim) % pack == 0
@@ -213,17 +191,16 @@ def reads_vectors(t: Tensor) -> bool:
 
 
 def is_aligned(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch.mm is as fast as `gemm`, for logits (N, V) = hidden (N, D) @ weight (V, D).T.
+    """Whether torch.mm is as fast as `gemm` for logits hidden (N, D) @ weight (V, D).T.
 
-    torch.mm is as fast if V numbers and D numbers fill a multiple of 16 bytes, or if the device
-    does not need aligned rows. N can be any number, because the logits are stored row by row.
+    V and D must fill 16 bytes, if the device cares; N is free, as logits are stored row by row.
     """
     pack, (vocab, width) = 16 // dtype.itemsize, weight.shape
     return not ((vocab % pack or width % pack) and reads_vectors(weight))
 
 
 def plain_gemm(a: Tensor, b: Tensor, out: Tensor | None, add: Tensor | None) -> Tensor:
-    """Like `gemm`, but never splits the GEMM. If a and b are 16-bit tensors, `out` can be fp32."""
+    """Like `gemm`, but never splits. If a and b are 16-bit tensors, `out` can be fp32."""
     if out is None and add is None:  # without keyword arguments, torch.mm takes less host time
         return torch.mm(a, b)
     wide = {} if out is None or out.dtype == a.dtype else {"out_dtype": out.dtype}
@@ -234,22 +211,17 @@ def plain_gemm(a: Tensor, b: Tensor, out: Tensor | None, add: Tensor | None) -> 
 
 
 def flat(hidden: Tensor) -> Tensor:
-    """Returns hidden states (..., D) as a tensor (N, D)."""
     return hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
 
 
 def padded_memory(rows: int, vocab: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Allocates memory for logits (rows, vocab), on the device of `like`.
-
-    On a GPU, every row of logits starts on a 16-byte boundary, so that `gemm` is fast for any V.
-    """
+    """Memory for logits (rows, vocab), each row on 16 bytes on a GPU: `gemm` is fast for any V."""
     width = padded_width(vocab, like, dtype)
     padded = torch.empty((rows, width), device=like.device, dtype=dtype)
     return padded if width == vocab else padded[:, :vocab]
 
 
 def padded_width(vocab: int, like: Tensor, dtype: torch.dtype) -> int:
-    """Returns the row stride of logits from `padded_logits`, on the device of `like`."""
     pack = 16 // dtype.itemsize if reads_vectors(like) else 1
     return -(-vocab // pack) * pack
 
@@ -261,10 +233,7 @@ def padded_logits(
     low_rank: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the logits (..., V) of hidden (..., D), without a gradient.
-
-    On a GPU, every row of logits starts on a 16-byte boundary, so that `gemm` is fast for any V.
-    """
+    """The logits (..., V) of hidden (..., D) in `padded_memory`, without a gradient."""
     h, vocab = flat(hidden), weight.shape[0]
     if is_dtensor(weight) or (low_rank is None and is_aligned(weight, dtype)):
         x = dense_logits(h, weight, bias, None, dtype)
@@ -280,7 +249,7 @@ def dense_logits(
     low_rank: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the materialised logits (..., V), which are contiguous and differentiable."""
+    """The materialised logits (..., V), contiguous and differentiable."""
     if low_rank is not None:
         first, second = two_parts(hidden, weight, low_rank)
         adapted = dense_logits(second, low_rank.to(hidden.dtype), None, None, dtype)
@@ -301,21 +270,19 @@ def dense_logits(
 
 
 def autocasts(device: torch.device) -> bool:
-    """Whether autocast is on for this device."""
     if not torch._C._is_any_autocast_enabled():  # six times as fast as is_autocast_enabled
         return False
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def without_autocast(device: torch.device):
-    """Returns a context manager that disables autocast."""
     if not autocasts(device):
         return UNCHANGED
     return torch.autocast(device.type, enabled=False)
 
 
 def cast_by_autocast(t: Tensor) -> Tensor:
-    """Casts t to the dtype that autocast uses in F.linear. fp64 tensors are not cast."""
+    """Casts t as autocast does in F.linear, which leaves fp64 as it is."""
     if not isinstance(t, Tensor) or t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return t
     if is_quantized(t):  # `row_blocks` casts each block of a quantised weight

@@ -1,10 +1,9 @@
 """The gradients of `hidden`, `weight` and `bias`, for a head that is computed in chunks of rows.
 
-The gradient of a bf16 weight can be summed in three formats. A sum in bf16 is rounded to 8 bits of
-precision after every chunk. Over many chunks, a bf16 sum drifts away from the result of one large
-GEMM. A sum in fp32 takes twice the memory of a bf16 gradient. A sum in block floating point is as
-exact as one GEMM, and takes no more memory than a bf16 gradient. Block floating point stores int16
-numbers, with one exponent per 128 numbers (kernels/blockfp_gemm.py).
+The gradient of a bf16 weight is summed in one of three formats. bf16 rounds to 8 bits after every
+chunk, and over many chunks drifts away from one large GEMM. fp32 takes twice the memory. Block
+floating point, int16 numbers with one exponent per 128 (kernels/blockfp_gemm.py), is as exact as
+one GEMM and takes no more memory than bf16.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +22,7 @@ from .head import Head, Rows
 
 
 class Needs(NamedTuple):
-    """One flag per tensor, which is True if the tensor needs a gradient."""
+    """Whether each tensor needs a gradient."""
 
     hidden: bool
     weight: bool
@@ -38,7 +37,7 @@ class Needs(NamedTuple):
 
 
 class HeadGradients(NamedTuple):
-    """The gradients of a loss over a head. A gradient that is not needed is None."""
+    """The gradients of a loss over a head; None where not needed."""
 
     hidden: Tensor | None = None
     weight: Tensor | None = None
@@ -49,14 +48,11 @@ class HeadGradients(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The gradients of the head's tensors, in the order of Head.tensors."""
+        """In the order of Head.tensors."""
         return self.hidden, self.weight, self.bias, self.low_rank
 
     def with_tensors(self, tensors: Iterable[Tensor | None]) -> "HeadGradients":
-        """Returns a copy with new gradients.
-
-        `tensors` holds these gradients in the order of Head.tensors.
-        """
+        """A copy with new gradients, in the order of Head.tensors."""
         hidden, weight, bias, low_rank = tensors
         return self._replace(hidden=hidden, weight=weight, bias=bias, low_rank=low_rank)
 
@@ -68,7 +64,6 @@ class HeadGradients(NamedTuple):
         )
 
     def scale_(self, backend: Backend, number: Tensor) -> None:
-        """Multiplies the gradients of the head's tensors in place by the scalar tensor `number`."""
         hidden, weight, bias, low_rank = self.hidden, self.weight, self.bias, self.low_rank
         if hidden is None or weight is None or hidden.dtype != weight.dtype:
             rest = (hidden, weight, bias, low_rank)
@@ -80,7 +75,7 @@ class HeadGradients(NamedTuple):
                 backend.scale_(t.view(1, -1) if t.dim() == 1 else t, number)
 
     def through(self, f: Callable[[tuple], tuple]) -> "HeadGradients":
-        """Calls f with a flat tuple of all gradients, and returns f's result as HeadGradients."""
+        """Calls f with a flat tuple of all gradients, and returns its result as HeadGradients."""
         *head, row_weight = f((*self.row_inputs, *self.tensors, self.row_weight))
         row_inputs, head = head[:-4], head[-4:]
         gradients = HeadGradients(row_weight=row_weight, row_inputs=tuple(row_inputs))
@@ -90,9 +85,7 @@ class HeadGradients(NamedTuple):
 class GradientSums:
     """The gradients of the head's tensors, collected over all chunks of rows.
 
-    Each chunk writes the gradient of `hidden` for the rows of the chunk. The gradients of all other
-    tensors are summed over chunks. A gradient that is not needed is None. If `into` is given, the
-    weight's gradient is added to `into`.
+    Each chunk writes the gradient of `hidden` for its rows; all others are summed over chunks.
     """
 
     def __init__(
@@ -113,7 +106,7 @@ class GradientSums:
         if needs.hidden:
             # Dropped rows are in no chunk, so their gradient keeps the initial value 0.
             blank = torch.empty_like if all_rows else torch.zeros_like
-            # d_hidden is always contiguous, even if `hidden` is not.
+            # always contiguous, even if `hidden` is not
             self.d_hidden = blank(hidden, memory_format=torch.contiguous_format)
             self.put = partial(put, self.d_hidden)
             if head.columns is not None:
@@ -140,7 +133,7 @@ class GradientSums:
                 self.low_rank_sums.append(Sum(backend, self.d_low_rank[block], chunks))
 
     def add(self, rows: Rows, h: Tensor, dz: Tensor) -> None:
-        """Adds the gradients of a chunk of rows, where dz is the gradient of the chunk's logits."""
+        """Adds the gradients of a chunk of rows, where dz is the gradient of its logits."""
         if dz.device.type == "cpu":
             clear_padding(dz)
         if self.d_hidden is not None:
@@ -151,7 +144,6 @@ class GradientSums:
         self.add_weights(0, dz, h)
 
     def add_weights(self, block: int, dz: Tensor, h: Tensor) -> None:
-        """Adds the gradients of `weight` and `low_rank` for a block of columns."""
         first, second = (
             (h, h) if self.low_rank is None else two_parts(h, self.weight, self.low_rank)
         )
@@ -161,20 +153,13 @@ class GradientSums:
             self.low_rank_sums[block].add(dz, second)
 
     def result(self) -> HeadGradients:
-        """Returns the gradients.
-
-        The gradient of `hidden` has the dtype of `hidden`. All other gradients can be fp32, even
-        for 16-bit tensors.
-        """
+        """The gradients: `hidden` in its dtype, all others maybe fp32 even for 16-bit tensors."""
         d_hidden = self.d_hidden if self.over_ranks is None else self.over_ranks.result()
         return HeadGradients(d_hidden, self.d_weight, self.d_bias, low_rank=self.d_low_rank)
 
 
 class RowInputGradients:
-    """The gradients of a loss's `row_inputs` (core/loss.py). Each chunk writes its own part.
-
-    A gradient that is not needed is None.
-    """
+    """The gradients of a loss's `row_inputs` (core/loss.py). Each chunk writes its own part."""
 
     def __init__(self, loss: RowLoss, needs: Sequence[bool]):
         self.loss = loss
@@ -184,10 +169,7 @@ class RowInputGradients:
         ]
 
     def add(self, results: Rows, loss: RowLoss, saved: Saved, scale: Tensor) -> None:
-        """Writes the gradients of row_inputs for some results.
-
-        `scale` is the upstream gradient of each result.
-        """
+        """Writes them for some results, where `scale` is the upstream gradient of each."""
         for i, d in enumerate(loss.d_row_inputs(saved, scale)):
             total = self.gradients[i]
             if total is not None and d is not None:
@@ -196,29 +178,28 @@ class RowInputGradients:
 
 
 def put(total: Tensor, rows: Rows, chunk: Tensor) -> None:
-    """Copies `chunk` to total[rows], unless `chunk` is already stored in total[rows]."""
+    """Copies `chunk` to total[rows], unless it is there already."""
     if not isinstance(rows, slice) or address(chunk) != address(total[rows]):
         total[rows] = chunk
 
 
 def clear_padding(dz: Tensor) -> None:
-    """Sets the padding between the rows of a gradient to 0. This is needed only on a CPU.
+    """Sets the padding between the rows of a gradient to 0, which only a CPU needs.
 
-    The bf16 GEMM of oneDNN with AVX-512 reads a few numbers of the padding after each row and
-    multiplies them by 0. A NaN in the padding would make the result NaN.
+    The bf16 GEMM of oneDNN with AVX-512 reads a few numbers after each row and multiplies them by
+    0, so a NaN there would make the result NaN.
     """
     width, step = dz.shape[1], dz.stride(0)
     if step > width > 0 and dz.stride(1) == 1:
         dz.as_strided((len(dz), step), (step, 1))[:, width:] = 0
 
 
-# `Sum` and `SumInPlace` take the same arguments. `total` is the tensor that holds the sum. `count`
-# is the number of matrix products in the sum. If `fresh` is True, the first product overwrites
-# `total`.
+# `Sum` and `SumInPlace` sum `count` matrix products in `total`. If `fresh`, the first overwrites
+# it.
 
 
 class Sum:
-    """The sum of dz.T @ h over chunks, in the dtype of the tensor `total`."""
+    """The sum of dz.T @ h over chunks, in the dtype of `total`."""
 
     def __init__(self, backend: Backend, total: Tensor, count: int, fresh: bool = True):
         self.total, self.fresh = total, fresh
@@ -240,7 +221,7 @@ class Sum:
 class SumInPlace:
     """The sum of dz.T @ h over chunks, in block floating point with 16 bits per number.
 
-    Between chunks, the sum has 14 bits of precision. At the end, the sum is rounded to bf16.
+    Its precision is 14 bits between chunks, and bf16 at the end.
     """
 
     def __init__(self, backend: Any, total: Tensor, count: int, fresh: bool = True):
@@ -257,7 +238,7 @@ class SumInPlace:
 def way_to_sum(
     backend: Backend, count: int, hidden: Tensor, weight: Tensor, accumulate: str
 ) -> tuple[torch.dtype, type[Sum] | type[SumInPlace]]:
-    """Returns the dtype and the class to use for a sum of `count` matrix products.
+    """The dtype and the class for a sum of `count` matrix products.
 
     fp16 products are always summed in fp32, because the range of fp16 is small.
     """

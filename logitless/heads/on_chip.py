@@ -1,11 +1,10 @@
 """Computes a loss over a narrow head (small hidden size D) without writing logits to memory.
 
 The methods of a loss get an `OnChip` instead of a tensor of logits, and an `OnChipBackend` as the
-backend. So a loss whose statistics can be merged needs no additional code. Each kernel recomputes
-the logits. For a small D, choose_cut.py chooses these kernels, because computing the logits takes
-less time than writing the logits to memory. The gradient of the weight takes two GEMMs. For a
-cross-entropy, two GEMMs compute both the statistics and the gradient of `hidden`. For other losses,
-the statistics take one GEMM, and the gradient of `hidden` takes two GEMMs.
+backend, so a loss whose statistics can be merged needs no further code. Each kernel recomputes the
+logits, which for a small D takes less time than writing them. Besides two GEMMs for the gradient of
+the weight, a cross-entropy takes two for the statistics and the gradient of `hidden`; other losses
+take one for the statistics and two for that gradient.
 """
 
 from typing import Any
@@ -23,7 +22,6 @@ from .head import Head, Rows
 
 
 def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
-    """Returns a `Chunks`, `BlockChunks` or `OnChipChunks` (see choose_cut.py)."""
     groups, live = loss.groups, head.rows_that_count(loss)
     cut = head.cut(work) if groups is None else head.cut_of_groups(work)
     kind = OnChipChunks if cut.on_chip else Chunks if cut.columns is None else BlockChunks
@@ -31,13 +29,10 @@ def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
 
 
 class OnChipChunks(BlockChunks):
-    """Computes all rows in a single group. Rows for which the mask `live` is False are left out."""
+    """Computes all rows in a single group, without those for which the mask `live` is False."""
 
     def begin(self, dtype: torch.dtype) -> Any:
-        """Returns the OnChipBackend.
-
-        No memory is allocated, because the kernels write no logits.
-        """
+        """Returns the OnChipBackend; no memory, because the kernels write no logits."""
         return OnChipBackend(self.head.backend())
 
     def gradients(self, needs: Needs, into: Tensor | None = None) -> "OnChipSums":
@@ -51,7 +46,7 @@ class OnChipChunks(BlockChunks):
 
 
 class OnChip:
-    """Represents the logits of some rows. The logits are never written to memory."""
+    """The logits of some rows, which are never written to memory."""
 
     def __init__(self, chunks: OnChipChunks, rows: Rows, h: Tensor, sums: "OnChipSums | None"):
         self.rows, self.sums = rows, sums
@@ -65,7 +60,7 @@ class OnChipBackend(ReadsNoLogits):
     """A backend that computes logits from an `OnChip`, for losses that need only row statistics."""
 
     def read(self, x: OnChip, reading: Reading) -> Statistics:
-        """Returns the statistics of whole rows, merged from partial statistics of column ranges."""
+        """The statistics of whole rows, merged from partial statistics of column ranges."""
         expects = x.sums is not None and x.sums.d_hidden is not None
         partials, x.expected = self.backend.narrow_partial(x.h, x.weight, x.bias, reading, expects)
         return self.backend.finish(partials, reading)
@@ -81,7 +76,6 @@ class OnChipBackend(ReadsNoLogits):
         into: Tensor | None = None,
         start: int | None = None,
     ) -> None:
-        """Writes the gradients of `hidden`, `weight` and `bias` to x.sums."""
         sums = x.sums
         assert sums is not None
         d_hidden = sums.hidden_memory(x.rows, x.h)
@@ -94,17 +88,14 @@ class OnChipBackend(ReadsNoLogits):
 
 
 class OnChipSums(GradientSums):
-    """The gradients of `hidden`, `weight` and `bias`. The kernels write each gradient only once."""
+    """The gradients of `hidden`, `weight` and `bias`, which the kernels write only once."""
 
     def __init__(self, head: Head, hidden, needs: Needs, chunks: int, all_rows, blocks, into):
         super().__init__(head, hidden, needs, chunks, all_rows, blocks, into)
         self.adds = into is not None  # whether the weight's gradient is added to `into`
 
     def hidden_memory(self, rows: Rows, h: Tensor) -> Tensor | None:
-        """Returns memory for the gradient of `hidden` in these rows.
-
-        The result is None if `hidden` needs no gradient.
-        """
+        """Memory for the gradient of `hidden` in these rows, or None if it is not needed."""
         if self.d_hidden is None:
             return None
         if isinstance(rows, slice):
@@ -112,13 +103,12 @@ class OnChipSums(GradientSums):
         return torch.empty(h.shape, device=h.device, dtype=h.dtype)
 
     def weight_memory(self) -> Tensor | None:
-        """Returns memory for the gradient of the weight, or None if the gradient is not needed."""
+        """Memory for the gradient of the weight, or None if it is not needed."""
         if not self.weight_sums or self.d_weight is None or self.d_weight.stride(1) == 1:
             return self.d_weight if self.weight_sums else None
         return self.d_weight.contiguous()
 
     def end(self, rows: Rows, d_hidden: Tensor | None, d_weight: Tensor | None) -> None:
-        """Copies gradients from temporary memory to the final gradient tensors."""
         if d_hidden is not None:
             self.put(rows, d_hidden)
         if d_weight is not None and self.d_weight is not None and d_weight is not self.d_weight:

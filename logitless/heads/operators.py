@@ -1,15 +1,13 @@
 """Registers losses over a head as operators, so that torch.compile keeps a loss in one graph.
 
-core/operators.py registers losses over logits. Each of these losses also has three operators over a
-head:
+Each loss that core/operators.py registers over logits also has three operators over a head:
 
     `logitless::head_<name>_total` computes a mean or sum, and its gradients.
     `logitless::head_<name>_rows` computes the results per row.
     `logitless::head_<name>_rows_gradient` computes the gradients of the results per row.
 
-The operators call the functions of total.py and per_row.py. The operators do not drop ignored rows.
-To drop ignored rows, the host would have to wait until the GPU has counted the other rows. The host
-cannot wait inside a compiled graph.
+They call total.py and per_row.py, and do not drop ignored rows, because the host would have to wait
+for the number of the others, which it cannot inside a compiled graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,20 +79,17 @@ _SCHEMA = (
 
 
 def _arguments_of(head: Head, loss: RowLoss) -> tuple:
-    """Converts a head and a loss to the arguments of an operator."""
     teacher, rest = None, []
     for value in operators.arguments_of(loss):
         if isinstance(value, ScaledHead):
-            # The operator's argument `teacher` must be a Tensor, and a ScaledHead is not a Tensor.
-            # So the operator gets the teacher's hidden states as a placeholder. `_call_of` replaces
-            # the placeholder by a ScaledHead.
+            # `teacher` must be a Tensor, so the operator gets the teacher's hidden states as a
+            # placeholder, which `_call_of` replaces by a ScaledHead.
             teacher, value = value, value.head.hidden
         rest.append(value)
     return *_HeadArguments.of(head, teacher), *rest
 
 
 def _call_of(kind: type, arguments: Sequence, **fields) -> Call:
-    """Builds a `Call` from the arguments of an operator."""
     rest = iter(arguments)
     of_head = _HeadArguments._make([next(rest) for _ in _HeadArguments._fields])
     loss = operators.loss_of(kind, list(rest))
@@ -138,7 +133,7 @@ class HeadOperator:
     def total(self, *arguments) -> list[Tensor]:
         """Returns the loss, the factor for backward (see `Result`), the gradients, and the extras.
 
-        The extras are further results per row (core/loss.py). A tensor that is not needed is empty.
+        Extras are further results per row (core/loss.py). A tensor that is not needed is empty.
         """
         *arguments, row_weight, reduction, needs = arguments
         call = _call_of(
@@ -223,12 +218,12 @@ _EXTRAS = 7  # the index of the first extra in the result of the operator `total
 def _needs(
     hidden: bool, weight: bool, bias: bool, low_rank: bool, row_weight: bool = False
 ) -> Needs:
-    """Builds a `Needs` from flags. The first four flags have the order of Head.tensors."""
+    """The first four flags are in the order of Head.tensors."""
     return Needs(hidden, weight, bias, row_weight, low_rank=low_rank)
 
 
 def _shaped(d: HeadGradients, tensors: tuple) -> HeadGradients:
-    """Returns each gradient in the shape of its tensor, without changing the dtype."""
+    """Each gradient in the shape of its tensor, in its own dtype."""
     return d.with_tensors(
         None if g is None else g.view(t.shape) for g, t in zip(d.tensors, tensors, strict=True)
     )
@@ -270,10 +265,7 @@ def _scale(ctx, upstream):
 
 
 def scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `gradient * by`, rounded once to `dtype`.
-
-    On a GPU, the fp32 product is not stored.
-    """
+    """`gradient * by`, rounded once to `dtype`. On a GPU, the fp32 product is not stored."""
     out = fake_scale(gradient, by, dtype)
     return torch.mul(gradient, by.view((1,) * gradient.dim()), out=out)
 
@@ -282,8 +274,7 @@ def fake_scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-# `scale` is registered as the operator head_scale. The backward of this operator raises an error,
-# because a gradient must not be differentiated again.
+# The backward of the operator head_scale raises, because a gradient is not differentiated again.
 operators.library.define(
     "head_scale(Tensor gradient, Tensor by, ScalarType dtype) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -298,10 +289,7 @@ HEAD_OPERATORS: dict[type, HeadOperator] = {}
 
 
 def operator(name: str, *, saved: int) -> Callable[[type], type]:
-    """Registers the operators of a RowLoss over logits and over a head.
-
-    `saved` is the number of tensors that the forward of the loss saves.
-    """
+    """Registers the operators of a RowLoss whose forward saves `saved` tensors."""
 
     def register(kind: type) -> type:
         kind = operators.operator(name, saved=saved)(kind)
@@ -312,16 +300,12 @@ def operator(name: str, *, saved: int) -> Callable[[type], type]:
 
 
 def call_rows(loss: RowLoss, head: Head) -> tuple[Tensor, ...]:
-    """Calls the operator that computes the results per row of a loss over a head."""
     name = f"{HEAD_OPERATORS[type(loss)].name}_rows"
     return tuple(getattr(torch.ops.logitless, name)(*_arguments_of(head, loss)))
 
 
 def evaluate_compiled(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> Any:
-    """Returns the weighted and reduced loss over a head, computed by operators.
-
-    Compilers can trace operators.
-    """
+    """The weighted and reduced loss over a head, by operators that compilers can trace."""
     if in_func():
         tensor_checks.no_head_in_func()
     operator = HEAD_OPERATORS.get(type(loss))

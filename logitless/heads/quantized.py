@@ -1,8 +1,7 @@
 """Reads quantised weights, such as torchao's int8 and fp8 tensors.
 
-The GEMMs of a head read a quantised weight in blocks of rows. Each block is dequantised just before
-its GEMM. So the whole dequantised weight is never in memory, except inside `ll.invariant()`. A
-quantised weight gets no gradient.
+The GEMMs of a head read them in blocks of rows, each dequantised just before its GEMM, so that the
+whole dequantised weight is never in memory, except inside `ll.invariant()`. They get no gradient.
 """
 
 from collections.abc import Iterator
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 from ..core.source import is_dtensor
 
 BLOCK = 64 << 20  # the largest number of bytes of a dequantised block
-# The number of rows per block is a multiple of UNIT, because some formats have one scale per UNIT
-# rows.
+# Rows per block are a multiple of UNIT, because some formats have one scale per UNIT rows.
 UNIT = 128
 
 
@@ -27,18 +25,16 @@ def is_quantized(t: Tensor) -> bool:
     if type(t) in PLAIN:
         return False
     plain = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
-    # DTensors and fake tensors are not quantised. A tensor with `trigger_wait` is the result of a
-    # functional collective, and is not quantised either.
+    # DTensors, fake tensors and results of functional collectives (`trigger_wait`) do so too.
     others = is_dtensor(t) or hasattr(t, "fake_mode") or hasattr(t, "trigger_wait")
     return not (plain or others)
 
 
 def why_not_readable(t: Any) -> str | None:
-    """Returns the reason why a quantised weight cannot be read in blocks of rows, or None.
+    """Why a quantised weight cannot be read in blocks ("got a <class>, which ..."), or None.
 
-    The result is used in an error message of the form "got a <class>, which <result>". Some classes
-    of quantised weights also quantise the input of the matrix product. A head cannot read such
-    weights. The GEMMs of a head do not quantise `hidden`, so the logits would be different.
+    Classes that also quantise the input of the product are refused: the GEMMs of a head do not
+    quantise `hidden`, so the logits would be different.
     """
     if t.requires_grad:
         return "is quantised and requires a gradient"
@@ -58,7 +54,7 @@ def why_not_readable(t: Any) -> str | None:
 
 
 def row_blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yields pairs: a slice of rows, and these rows of the weight, dequantised to `dtype`."""
+    """Yields slices of rows, and these rows of the weight, dequantised to `dtype`."""
     width = max(weight.shape[1], 1) * max(dtype.itemsize, weight.dtype.itemsize)
     step = max(BLOCK // width // UNIT, 1) * UNIT
     for start in range(0, len(weight), step):
@@ -67,10 +63,7 @@ def row_blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tens
 
 
 def storage_of(t: Tensor) -> tuple:
-    """Returns a tuple that identifies the memory of a quantised tensor.
-
-    The data of a quantised tensor is stored in several plain tensors.
-    """
+    """Identifies the memory of a quantised tensor, which is several plain tensors."""
     flatten = getattr(t, "__tensor_flatten__", None)
     if flatten is None:
         return (id(t),)
@@ -79,5 +72,4 @@ def storage_of(t: Tensor) -> tuple:
 
 
 def is_freed(weight: Tensor) -> bool:
-    """Whether FSDP has freed the memory of the weight."""
     return not is_quantized(weight) and not weight.untyped_storage().size()

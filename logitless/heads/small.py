@@ -1,13 +1,12 @@
 """Computes a loss over a small head from all logits at once, in one autograd function.
 
-On a GPU, a head is small if its logits take at most 512 MiB and the GPU computes the loss in about
-2 ms or less. On a CPU, a head is small if its logits take at most 1 MiB (choose_cut.is_small). For
-such a small head, the host takes longer than the device. Therefore the functions of this module
-call as few operations as possible. The GEMMs include ignored rows. To drop ignored rows, the host
-would have to wait until the GPU has counted the other rows.
+A head is small if its logits take at most 1 MiB on a CPU, or on a GPU at most 512 MiB with a loss
+in about 2 ms or less (choose_cut.is_small). The host then takes longer than the device, so these
+functions call as few operations as possible, and the GEMMs include ignored rows, whose number the
+host would have to wait for.
 
 For a mean or sum, forward also computes the gradients (small_total.py). For results per row,
-backward reads the logits, so autograd saves the logits.
+autograd saves the logits for backward.
 """
 
 from typing import Any
@@ -29,7 +28,6 @@ from .small_total import evaluate_total, gradients_of
 
 
 def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-    """Returns the weighted and reduced loss over a small head."""
     hidden = head.hidden
     inputs = (hidden, head.weight, head.bias)
     if autocasts(hidden.device):
@@ -50,7 +48,6 @@ def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor
 
 
 def evaluate_traced(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-    """Like `evaluate_small`, but for a dispatch mode such as FakeTensorMode."""
     hidden = head.hidden
     counted = eager.zero_ignored(flat(hidden), loss.reading).view(hidden.shape)
     x = head.replace(hidden=counted).logits()
@@ -58,16 +55,13 @@ def evaluate_traced(head: Head, loss: RowLoss, reduction: str, row_weight: Tenso
 
 
 class SmallRows(Node):
-    """The results per row of a loss over a small head."""
-
     @staticmethod
     def forward(ctx, hidden, weight, bias, loss, *row_inputs):
         x = padded_logits(hidden, weight, bias, None, hidden.dtype)
         outputs = GradientInBackward.forward(ctx, x, backend_of(hidden), loss, None, None)
         counted = None
         if ctx.needs_input_grad[1]:
-            # `counted` is computed in forward, because Python code is slower in autograd's backward
-            # thread.
+            # In forward, because Python code is slower in autograd's backward thread.
             counted = ctx.backend.zero_ignored(flat(hidden), loss.reading)
         # ctx.to_save holds the tensors that GradientInBackward.forward saved.
         ctx.save_for_backward(hidden, counted, weight, bias, *ctx.to_save)
@@ -83,7 +77,7 @@ class SmallRows(Node):
             wanted = any(ctx.needs_input_grad[:3])
             into = None
             if wanted:
-                # The rows of `into` are padded like the rows of x. torch.empty_like would not pad.
+                # Rows padded like those of x; torch.empty_like would not pad.
                 z = flat(x)
                 into = torch.empty_strided(z.shape, z.stride(), device=z.device, dtype=z.dtype)
             dz, d_rows = evaluate.finish(ctx, x, tensors, upstream, wanted, into)

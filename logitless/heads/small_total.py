@@ -1,19 +1,18 @@
 """Computes the mean or sum of a loss over a small head.
 
-Forward computes the logits, the loss and all gradients. The gradient of the logits overwrites the
-logits. Backward multiplies the gradients by the upstream gradient. A second backward computes the
-logits and the gradients again.
+Forward computes the logits, the loss and all gradients, that of the logits in their memory;
+backward multiplies the gradients by the upstream gradient, and a second backward computes
+everything again.
 
-A plan computes the loss and the gradients. A `TotalPlan` supports every loss. A `MeanPlan` is
-faster, but supports only some means. One kernel launch computes such a mean and the gradient of the
-logits. If the weight needs a gradient and rows can be ignored, the same launch copies the hidden
-states, with 0 in ignored rows. The GEMM of the weight's gradient reads the copy.
+A plan computes the loss and the gradients: a `TotalPlan` any loss, a faster `MeanPlan` some means,
+with one kernel launch for the mean and the gradient of the logits. If the weight needs a gradient
+and rows can be ignored, the same launch copies the hidden states for its GEMM, with 0 in these
+rows.
 
-For a small head, the host takes longer than the GPU. Without plans, a quarter to a third of the
-time is Python code that checks arguments and chooses kernels. The results of this code depend on
-the Signature of the loss's arguments (core/call.py), on the layout of the head (`layout_of`), and
-on settings such as `impl`. Therefore the Signature keeps one MeanPlan per layout. A later call with
-equal arguments, layout and settings repeats this MeanPlan.
+The host takes longer than the GPU, and without plans, a quarter to a third of the time is Python
+code that checks arguments and chooses kernels. Its results depend on the Signature of the arguments
+(core/call.py), the layout of the head (`layout_of`) and settings such as `impl`. So the Signature
+keeps one MeanPlan per layout, which a later call repeats if all of these are equal.
 """
 
 from dataclasses import dataclass
@@ -49,7 +48,6 @@ Computed = tuple[tuple[Tensor, ...], HeadGradients]
 
 
 def evaluate_total(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-    """Returns the weighted mean or sum of a loss over a small head."""
     inputs, backend = (head.hidden, head.weight, head.bias), backend_of(head.hidden)
     if reduction == "mean" and row_weight is None and loss.mean_in_one_pass(backend):
         plan = mean_plan(head, loss, backend)
@@ -63,11 +61,10 @@ def evaluate_total(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor
 
 
 def keep(plan: "MeanPlan", head: Head, loss: RowLoss) -> None:
-    """Keeps a plan in the Signature of the call, if later calls can repeat the plan.
+    """Keeps a plan in the Signature of the call, if later calls can repeat it.
 
-    A plan with temperatures per row is not kept, because `repeat` has no argument for the
-    temperatures. A plan that is made while a CUDA graph is captured is not kept, because the plan
-    can hold tensors of this graph.
+    Not with temperatures per row, for which `repeat` has no argument, nor while a CUDA graph is
+    captured, whose tensors the plan can hold.
     """
     by_row = loss.reading.row_temperature is not None
     if loss.signature is None or head.signature is None or by_row or is_capturing():
@@ -79,11 +76,7 @@ def keep(plan: "MeanPlan", head: Head, loss: RowLoss) -> None:
 
 
 def repeat(plans: dict[tuple, "MeanPlan"], head: Head, label: Tensor) -> Tensor | None:
-    """Returns the mean over a head, computed by a plan of an earlier call.
-
-    `plans` are the plans in the Signature of the call. The result is None if no plan fits the
-    layout of this head and the current settings.
-    """
+    """The mean by a plan of an earlier call, or None if none fits the layout and settings."""
     hidden, weight = head.hidden, head.weight
     if (
         under_transform()
@@ -111,10 +104,10 @@ def repeat(plans: dict[tuple, "MeanPlan"], head: Head, label: Tensor) -> Tensor 
 
 
 def layout_of(head: Head) -> tuple:
-    """Returns the properties of a head that a MeanPlan depends on.
+    """What a MeanPlan depends on.
 
-    The Signature of the head also contains shapes, dtypes and requires_grad. But a tensor can
-    change after the check, and a kernel must not read or write memory beyond a tensor.
+    The Signature also has shapes, dtypes and requires_grad, but a tensor can change after the
+    check, and a kernel must not read or write memory beyond it.
     """
     hidden, weight = head.hidden, head.weight
     return (
@@ -124,7 +117,7 @@ def layout_of(head: Head) -> tuple:
 
 
 class SmallTotal(Node):
-    """The mean or sum of a loss over a small head. `tensors` are the tensors of the loss."""
+    """The mean or sum of a loss over a small head. `tensors` are those of the loss."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, plan, *tensors):
@@ -150,8 +143,8 @@ class SmallTotal(Node):
         try:
             gradients.scale_(ctx.plan.backend, upstream)
         except RuntimeError:
-            # A batched tensor of vmap cannot scale a gradient in place. `refuse_vmap` is called
-            # only after an error, because Python code is slow in autograd's backward thread.
+            # A batched tensor of vmap cannot scale a gradient in place. Asked only after an error,
+            # because Python code is slow in autograd's backward thread.
             Node.refuse_vmap((upstream,))
             raise
         others = len(ctx.needs_input_grad) - 3
@@ -168,14 +161,14 @@ class TotalPlan:
     backend: Backend
     reduction: str
     blank: RowLoss  # the loss without tensors
-    # The loss with tensors. `loss` is None after forward, because autograd saves the tensors.
+    # With tensors; None after forward, because autograd saves the tensors.
     loss: RowLoss | None
 
     def compute(
         self, needs: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None,
         row_weight: Tensor | None, *tensors: Tensor | None,
     ) -> Computed:  # fmt: skip
-        """Returns (value, *extras), and the gradients for an upstream gradient of 1."""
+        """(value, *extras), and the gradients for an upstream gradient of 1."""
         loss, self.loss = self.loss, None
         if loss is None:  # in a second backward
             loss = self.blank.rebuild(tensors)
@@ -191,7 +184,7 @@ class TotalPlan:
 
 
 class MeanPlan(NamedTuple):
-    """Computes the mean of a loss over every small head with the same layout (see `layout_of`)."""
+    """Computes the mean of a loss over every small head with the same layout (`layout_of`)."""
 
     backend: Backend
     loss: RowLoss  # without tensors
@@ -202,7 +195,6 @@ class MeanPlan(NamedTuple):
         self, needs: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None,
         label: Tensor, temperature: Tensor | None,
     ) -> Computed:  # fmt: skip
-        """Returns (mean,), and the gradients for an upstream gradient of 1."""
         h = flat(hidden)
         x = logits_of(self.aligned, h, weight, bias)
         mean, counted = self.launch(x, label, h, temperature)
@@ -211,7 +203,7 @@ class MeanPlan(NamedTuple):
 
 
 def mean_plan(head: Head, loss: RowLoss, backend: Backend) -> MeanPlan | None:
-    """Returns the plan for this head, or None if one kernel launch is not possible."""
+    """The plan for this head, or None if one kernel launch is not possible."""
     h, weight = flat(head.hidden), head.weight
     stride = padded_width(weight.shape[0], h, h.dtype)
     launch = loss.plan_mean(backend, h.shape[0], stride, h, weight.requires_grad)
@@ -222,7 +214,7 @@ def mean_plan(head: Head, loss: RowLoss, backend: Backend) -> MeanPlan | None:
 
 
 def logits_of(aligned: bool, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns the logits (N, V) of h (N, D), in padded rows if `aligned` is False."""
+    """The logits (N, V) of h (N, D), in padded rows if `aligned` is False."""
     if aligned:  # without `padded_logits`, the host takes less time
         return torch.nn.functional.linear(h, weight, bias)
     return padded_logits(h, weight, bias, None, h.dtype)
@@ -232,16 +224,16 @@ def gradients_of(
     needs: tuple[bool, ...],  # whether `hidden`, `weight` and `bias` need gradients
     aligned: bool,  # see `is_aligned`
     hidden: Tensor,
-    # The hidden states (N, D) with 0 in ignored rows; can be None if needs[1] is False.
+    # (N, D) with 0 in ignored rows; can be None if needs[1] is False
     counted: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     dz: Tensor,  # the gradient of the logits
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the gradients of `hidden`, `weight` and `bias`.
+    """The gradients of `hidden`, `weight` and `bias`.
 
-    The logits of an ignored row have a gradient of 0. In the GEMM for the weight's gradient, 0
-    times a NaN or infinity in `hidden` would be NaN. Therefore this GEMM reads `counted`.
+    That of the weight reads `counted`: the logits of an ignored row have a gradient of 0, which
+    times a NaN or infinity in `hidden` would be NaN.
     """
     needs_hidden, needs_weight, needs_bias, *_ = needs
     d_hidden = d_weight = d_bias = None

@@ -10,10 +10,7 @@ from .quantized import is_freed
 
 @contextlib.contextmanager
 def in_memory(weight: Tensor, module: torch.nn.Module | None):
-    """Context manager that keeps the weight in memory.
-
-    `module` is the FSDP module that shards the weight, or None.
-    """
+    """Keeps the weight in memory, gathered by `module`, the FSDP module that shards it, if any."""
     if not is_freed(weight) or not weight.numel() or weight.device.type == "meta":
         yield
     elif hasattr(module, "unshard"):
