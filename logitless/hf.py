@@ -1,8 +1,7 @@
 """`ll.hf.DistillTrainer`: distillation with the Trainer of Transformers.
 
-This module needs the package transformers. The loss is computed in store/training.py. The
-completions of on-policy distillation are sampled in on_policy.py. This module also exports `sample`
-from on_policy.py, and `use_in_trl` and `unuse_in_trl` from trl_head/adapter.py.
+Needs the package transformers. The loss is in store/training.py, the completions of on-policy
+distillation are in on_policy.py, and the hooks into TRL in trl_head/adapter.py.
 """
 
 import os
@@ -39,32 +38,28 @@ from .trl_head.adapter import use_in_trl as use_in_trl
 class DistillTrainer(Trainer):
     """A Trainer with the loss (ce_weight · cross-entropy + kd_weight · divergence from a teacher).
 
-    The teacher is either a model, passed as `teacher`, or a store of captured logits. The argument
-    `store` is a `Store`, or the path of a store. With a store, each sample of the dataset must be a
-    document of the store, or the beginning of such a document. With a teacher model, each step
-    captures the model's `k` largest logits per token. The heads of student and teacher are fused,
-    so that no logits are materialised. The arguments `divergence` and `support` are required (see
-    docs/distillation.md). `temperature` applies to student and teacher. With a store, `temperature`
-    must be the temperature at which the store was captured.
+    The teacher is a model, passed as `teacher`, whose `k` largest logits per token each step
+    captures, or `store`, a `Store` or its path. Each sample of the dataset must then be a document
+    of the store, or its beginning. The heads of student and teacher are fused, so that no logits
+    are materialised. `divergence` and `support` are required (see docs/distillation.md).
+    `temperature` applies to both, and must be that at which a store was captured.
 
     With a teacher model and support="whole", the divergence is computed over the whole vocabulary,
     and `k` has no effect. Then `divergence` can also be a mapping from names to weights, such as
-    {"reverse_kl": 0.8, "tvd": 0.2}. The divergence of a token is then the weighted sum of the named
-    divergences.
+    {"reverse_kl": 0.8, "tvd": 0.2}, for a weighted sum.
 
     `on_policy` is the probability that samples of the student replace a training batch (λ of GKD).
-    For such a batch, `sample` draws completions of the batch's prompts with `generation_config`,
-    and the teacher model scores these completions. The prompt of a row is all tokens before the
-    first label that is not -100. The loss of such a batch is kd_weight · divergence over the
-    sampled tokens. This loss has no cross-entropy, because the labels are the student's own
-    samples. The choice of these batches depends only on the seed, the step, and the index of a
-    batch in the step. So all ranks sample in the same steps. The samples also depend on the rank. A
-    resumed run draws the same samples.
+    Then `sample` draws completions of the batch's prompts, all tokens of a row before its first
+    label that is not -100, with `generation_config`, and the teacher model scores them. The loss of
+    such a batch is kd_weight · divergence over the sampled tokens, without a cross-entropy, because
+    the labels are the student's own samples. The choice depends only on the seed, the step, and the
+    index of a batch in the step, so that all ranks sample in the same steps, each its own samples.
+    A resumed run draws the same samples.
 
     Training steps log `ce_loss` and `kd_loss` of batches from the dataset, and `on_policy_kd_loss`
-    of sampled batches. Evaluations never sample, and log `eval_ce_loss` and `eval_kd_loss`. With
-    `eval_teacher=False`, evaluation computes only the cross-entropy. The evaluation dataset can
-    then contain documents that are not in the store.
+    of sampled batches. Evaluations never sample, and log `eval_ce_loss` and `eval_kd_loss`, or with
+    `eval_teacher=False` only the cross-entropy: the evaluation dataset can then contain documents
+    that are not in the store.
 
     >>> DistillTrainer(model, arguments, train_dataset=data, data_collator=collator,
     ...                store="targets", divergence="forward_kl", support="tail").train()
@@ -123,10 +118,8 @@ class DistillTrainer(Trainer):
         # The teacher's targets of the current batch: the top-k, or the logits of whole rows.
         self._targets: SparseTargets | Tensor | None = None
         self._is_sampled = False  # whether the student sampled the current batch
-        # `_sums` has three keys: "" for batches of the training dataset, "eval_" for batches of an
-        # evaluation, and "on_policy_" for sampled batches. Each value is a list with one tensor per
-        # batch. Each tensor holds three numbers: the cross-entropy summed over the tokens, the
-        # divergence summed over the tokens, and the number of tokens.
+        # Per kind of batch (training dataset, evaluation, sampled), one tensor per batch with the
+        # cross-entropy and the divergence, summed over the tokens, and the number of tokens.
         self._sums: dict[str, list[Tensor]] = {"": [], "eval_": [], "on_policy_": []}
 
     def _fuse_student(self) -> None:
@@ -134,15 +127,11 @@ class DistillTrainer(Trainer):
             fuse(self.model)
 
     def call_model_init(self, trial: Any = None):
-        """Fuses each model that `model_init` returns.
-
-        When training starts, `Trainer` calls `model_init` again.
-        """
+        """Fuses each model that `model_init` returns, which `Trainer` calls again to train."""
         model = super().call_model_init(trial)
         return model if any(guards_of(model)) else fuse(model)
 
     def _opened(self, store: Store | str | os.PathLike, temperature: float) -> Store:
-        """Opens the store and checks its temperature, vocabulary and tokenizer."""
         store = store if isinstance(store, Store) else Store(store)
         training_checks.support_of_store(self.loss_options["support"], store.info.sampled)
         file_checks.same_temperature(store.path, store.info.temperature, temperature)
@@ -153,22 +142,19 @@ class DistillTrainer(Trainer):
         return store
 
     def _vocabulary(self) -> int | None:
-        """The size of the student's vocabulary, or None if the student's head is unknown."""
         return _vocabulary_of(self.model)
 
     def get_batch_samples(self, epoch_iterator: Iterable, *args: Any, **kwargs: Any):
-        """Returns the batches of one optimizer step, and the number of labels in these batches.
+        """The batches of one optimizer step, and the number of their labels.
 
-        The student samples its batches here, so that the number of labels includes the sampled
-        tokens. All batches of the step can be sampled here, because the weights change only at the
-        end of the step.
+        The student samples here, so that this number includes the sampled tokens. The weights
+        change only at the end of the step.
         """
         if self.on_policy:
             epoch_iterator = (self._drawn(i, batch) for i, batch in enumerate(epoch_iterator))
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)  # pyright: ignore
 
     def _drawn(self, i: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns samples of the student with probability `on_policy`, else the batch itself."""
         place = self.args.seed, self.state.global_step, i
         if not draws_on_policy(self.on_policy, *place):
             return batch
@@ -179,10 +165,7 @@ class DistillTrainer(Trainer):
         return sampled | {"on_policy": True}
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any):
-        """Returns the evaluation batches.
-
-        With `eval_teacher=False`, the batches contain no targets from the store.
-        """
+        """The evaluation batches, without targets from the store with `eval_teacher=False`."""
         collator = self.data_collator
         if not self.eval_teacher and isinstance(collator, Collator):
             self.data_collator = collator.inner
@@ -192,8 +175,7 @@ class DistillTrainer(Trainer):
             self.data_collator = collator
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any):
-        # Trainer passes a batch without labels directly to the model. The model does not accept the
-        # argument `targets`.
+        # Trainer passes a batch without labels to the model, which does not accept `targets`.
         if inputs.get("labels") is None:
             inputs = {name: t for name, t in inputs.items() if name != "targets"}
         return super().prediction_step(model, inputs, *args, **kwargs)
@@ -212,10 +194,7 @@ class DistillTrainer(Trainer):
             self._targets = None  # frees the teacher's hidden states
 
     def _targets_of(self, inputs: dict[str, Any]) -> SparseTargets | Tensor:
-        """Returns the teacher's targets for a batch, from the store or from the teacher model.
-
-        With support="whole", the targets are lazy logits.
-        """
+        """The teacher's targets, from the store or the model; lazy logits with support="whole"."""
         if self.store is not None:
             return batch_targets(self.store, inputs)
         inputs = {name: t for name, t in inputs.items() if name != "labels"}
@@ -242,7 +221,7 @@ class DistillTrainer(Trainer):
         return losses.loss
 
     def _losses(self, logits: Tensor, labels: Tensor, num_items: Any, training: bool):
-        """Returns the loss of a batch, and the parts of the loss if these parts are logged."""
+        """The loss of a batch, and its parts if they are logged."""
         loss_of: Any = whole_loss if self.whole else distill_loss
         options: dict[str, Any] = {**self.loss_options, "num_items": num_items}
         if not self._is_sampled:
@@ -270,10 +249,7 @@ class DistillTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _means(self, prefix: str) -> dict[str, float]:
-        """The mean cross-entropy and the mean divergence per token, over all batches in `_sums`.
-
-        The means cover the batches of all ranks.
-        """
+        """The mean cross-entropy and divergence per token, over the batches of all ranks."""
         sums, self._sums[prefix] = self._sums[prefix], []
         if not sums:
             return {}
@@ -289,6 +265,6 @@ class DistillTrainer(Trainer):
 
 
 def _vocabulary_of(model: Any) -> int | None:
-    """The number of logits per token of a model, or None if the model's head is unknown."""
+    """The number of logits per token, or None if the model's head is unknown."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return getattr(head, "out_features", None)

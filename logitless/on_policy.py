@@ -1,8 +1,4 @@
-"""Samples completions from a student model, for on-policy distillation.
-
-logitless/hf.py exports `sample`, and uses this module in a Trainer of Transformers.
-store/training.py computes the divergence between student and teacher on the completions.
-"""
+"""Samples completions from a student model, for on-policy distillation."""
 
 import contextlib
 import copy
@@ -31,23 +27,21 @@ def sample(
     """Samples a completion of each prompt, and returns `input_ids`, `attention_mask` and `labels`.
 
     `model` is a causal model of Transformers, fused or not, with or without an adapter of PEFT.
-    `inputs` is a batch with `input_ids` of shape (B, T). The prompt of a row is all tokens before
-    the first token whose label is not -100. If all labels of a row are -100, or if `inputs` has no
-    labels, the whole row is the prompt. Tokens whose `attention_mask` is 0 are padding. A row can
-    have padding on both sides.
+    `inputs` is a batch with `input_ids` of shape (B, T). The prompt of a row is everything before
+    its first label that is not -100, or the whole row without such a label. Tokens whose
+    `attention_mask` is 0 are padding, possibly on both sides.
 
-    The result holds tensors of shape (B, T'). Each row holds the prompt, then the completion, then
-    padding. The labels are the tokens of the completion, and -100 elsewhere. A completion
-    ends at its first end-of-text token, which is the last label of the row. So `model(**batch)` and
-    `distill_loss` count exactly the tokens that the model sampled.
+    The result holds tensors of shape (B, T'), each row the prompt, the completion and padding. The
+    labels are the tokens of the completion, and -100 elsewhere. A completion ends at its first
+    end-of-text token, which is the last label of the row, so `model(**batch)` and `distill_loss`
+    count exactly the tokens that the model sampled.
 
     `generation_config` is a `GenerationConfig` with `do_sample=True` and `max_new_tokens`, by
     default 128. What it sets holds, and apart from that the tokens are drawn from the model's own
     distribution: of the model's `generation_config`, only token ids are used. With
     `num_return_sequences=n`, the result has n rows per prompt. The model samples in eval mode and
-    without gradients. Afterwards, each module is in the same mode as before. With a `seed`, the
-    samples depend on the seed, and the call does not change the random state of PyTorch. Without a
-    seed, the samples depend on the random state of PyTorch.
+    without gradients, and each module returns to its mode. With a `seed`, the samples depend on it
+    alone and PyTorch's random state stays as it is; without one, they depend on that state.
 
     >>> batch = sample(student, {"input_ids": prompts}, seed=step)
     >>> with torch.no_grad(), ll.lazy_logits():
@@ -72,21 +66,19 @@ def sample(
 
 
 def draws_on_policy(share: float, seed: int, step: int, batch: int) -> bool:
-    """Returns whether the student samples this batch of this training step.
+    """Whether the student samples this batch, with the probability `share`.
 
-    The result is True with the probability `share`. The result is the same on all ranks and in a
-    resumed run, because the result depends only on the arguments.
+    Depends only on the arguments, so that all ranks and a resumed run agree.
     """
     return random.Random(f"on_policy {seed} {step} {batch}").random() < share
 
 
 def seed_of(seed: int, step: int, batch: int, rank: int) -> int:
-    """Returns the seed of the samples of a batch. Each rank has its own seed."""
+    """The seed of the samples of a batch. Each rank has its own."""
     return random.Random(f"sample {seed} {step} {batch} {rank}").getrandbits(63)
 
 
 def checked_config(config: Any) -> Any:
-    """Checks and returns the GenerationConfig, or returns the default if `config` is None."""
     from transformers import GenerationConfig
 
     if config is None:
@@ -146,11 +138,10 @@ def check_seed(seed: Any) -> None:
 
 
 def _complete(config: Any, model: Any) -> Any:
-    """Returns a copy of the config, with the token ids and the `top_k` that it lacks.
+    """A copy of the config, with the token ids and the `top_k` that it lacks.
 
-    Token ids are taken from the model's own GenerationConfig. If neither config has a
-    `pad_token_id`, rows are padded with the first end-of-text token. If there is no end-of-text
-    token, rows are padded with the token 0.
+    Token ids are the model's. Without a `pad_token_id`, rows are padded with the first end-of-text
+    token, or with the token 0.
     """
     from transformers import GenerationConfig
 
@@ -168,19 +159,18 @@ def _complete(config: Any, model: Any) -> Any:
 
 
 def _owners(model: nn.Module) -> list[Any]:
-    """Returns the modules with a GenerationConfig. In a wrapper such as PEFT's, they are inside."""
+    """The modules with a GenerationConfig, which are inside a wrapper such as PEFT's."""
     return [m for m in model.modules() if "generation_config" in vars(m)]
 
 
 def _ids(eos: Any) -> list[int]:
-    """Returns the ids in `eos_token_id`, which is None, a number, a list or a tensor."""
     if eos is None:
         return []
     return torch.as_tensor(eos).flatten().tolist()
 
 
 def _prompts(inputs: Mapping[str, Any], pad: int) -> tuple[Tensor, Tensor]:
-    """Returns the prompts of a batch, padded on the left, and a mask that is False at padding."""
+    """The prompts of a batch, padded on the left, and a mask that is False at padding."""
     ids, is_token, labels = _checked_columns(inputs)
     has_label = torch.zeros_like(is_token) if labels is None else (labels != IGNORED) & is_token
     is_prompt = is_token & (has_label.cumsum(-1) == 0)
@@ -199,7 +189,7 @@ def _prompts(inputs: Mapping[str, Any], pad: int) -> tuple[Tensor, Tensor]:
 
 
 def _checked_columns(inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the token ids, a mask that is False at padding, and the labels or None."""
+    """The token ids, a mask that is False at padding, and the labels or None."""
     if not isinstance(inputs, Mapping) or not isinstance(inputs.get("input_ids"), Tensor):
         got = sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
         raise TypeError(f"inputs must be a batch with the tensor input_ids, got {got}.")
@@ -244,7 +234,7 @@ def _one_text_per_row(positions: Tensor | None, is_token: Tensor) -> None:
 
 
 def _batch(texts: Tensor, is_prompt: Tensor, eos: list[int], pad: int) -> dict[str, Tensor]:
-    """Returns the sampled texts as a batch whose rows are padded on the right."""
+    """The sampled texts as a batch whose rows are padded on the right."""
     answer = texts[:, is_prompt.shape[1] :]
     ends = torch.isin(answer, torch.tensor(eos, dtype=answer.dtype, device=answer.device)).int()
     is_answer = ends.cumsum(-1) - ends == 0  # True up to and including the first end-of-text token
@@ -262,7 +252,6 @@ def _batch(texts: Tensor, is_prompt: Tensor, eos: list[int], pad: int) -> dict[s
 
 @contextlib.contextmanager
 def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Sets the eval mode, and afterwards restores the mode of each module."""
     in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -287,10 +276,9 @@ def _with_config(model: nn.Module, config: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
-    """Seeds the random generators of the CPU and of the model's devices.
+    """Seeds the CPU and the model's devices, and restores their states at the end.
 
-    At the end, the old states of the generators are restored. `torch.manual_seed` would also seed
-    all other devices.
+    `torch.manual_seed` would also seed all other devices.
     """
     if seed is None:
         yield

@@ -1,9 +1,8 @@
 """Measures times with device events, graph replay or wall time. All times are in milliseconds.
 
-Each clock is a function that times the function `run`. Some clocks also take a function `prepare`.
-Before each repetition, the clock calls `prepare`, and passes the result of `prepare` to `run`. Only
-`run` is timed. A clock with a `budget` repeats `run` for about `budget` milliseconds and returns
-the median time. `device_time` first repeats `run` for 0.4 · `budget` milliseconds as a warm-up.
+A clock times `run`, given the result of `prepare`, which it calls before each repetition. With a
+`budget`, it repeats `run` for about as many milliseconds and returns the median; `device_time`
+warms up for 0.4 of it.
 """
 
 from __future__ import annotations
@@ -23,22 +22,17 @@ Run = Callable[[Any], Any]
 
 
 def repetitions(budget: float, one: float, least: int = 5, most: int = 500) -> int:
-    """Returns the number of calls that fit into `budget` ms, if each call takes `one` ms.
-
-    The result is clamped to [least, most].
-    """
+    """The number of calls of `one` ms that fit into `budget` ms, clamped to [least, most]."""
     return max(least, min(most, int(budget / max(one, 1e-3))))
 
 
 def device_time(prepare: Prepare, run: Run, budget: float, reads: int = 1) -> float:
-    """Returns a call's device time with a cold L2 cache, measured with events around the call.
+    """A call's device time with a cold L2 cache, measured with events around the call.
 
-    The cache is flushed by *reading* a large buffer. If a buffer were zeroed instead, the cache (60
-    MB on an H200) would be full of modified cache lines. Writing these cache lines back to memory
-    would add to the measured time. Reading the buffer takes a quarter of a millisecond. While the
-    GPU reads the buffer, the host queues the call, so the result does not include host time. If the
-    host needs more than a quarter of a millisecond to queue the call, pass `reads` > 1. Then the
-    buffer is read `reads` times before the call. For host time, see `host_times`.
+    The cache is flushed by *reading* a large buffer: zeroing one would fill it (60 MB on an H200)
+    with modified lines, whose writing back would add to the time. The read takes a quarter of a
+    millisecond, in which the host queues the call, so host time is not included (`host_times`
+    measures it). If the host needs longer, pass `reads` > 1.
     """
     flush = torch.ones(L2_FLUSH_BYTES // 4, device="cuda")
 
@@ -60,11 +54,10 @@ def device_time(prepare: Prepare, run: Run, budget: float, reads: int = 1) -> fl
 
 
 def graph_time(run: Run, x: Tensor, budget: float, *, cold: bool) -> float:
-    """Returns the time per call of `run`, measured by replaying a CUDA graph of many calls.
+    """The time per call of `run`, from replays of a CUDA graph of many calls.
 
-    If `cold` is False, all calls read `x`, which is in the L2 cache. If `cold` is True, each call
-    reads a different copy of `x` that is not in the L2 cache. The number of copies is clamped to
-    [4, 512]. Within these limits, all copies together are about twice as large as the L2 cache.
+    All calls read `x` in the L2 cache, or if `cold`, each reads another copy outside of it: 4 to
+    512 copies, within these limits twice as large as the cache together.
     """
     copies = x.expand(10, *x.shape)
     if cold:
@@ -85,7 +78,7 @@ def graph_time(run: Run, x: Tensor, budget: float, *, cold: bool) -> float:
 
 
 def wall_time(device: str, run: Run, argument: Any = None) -> float:
-    """Returns the wall time of one call, including the work that the call queues on a GPU."""
+    """The wall time of one call, including the work that it queues on a GPU."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -95,10 +88,7 @@ def wall_time(device: str, run: Run, argument: Any = None) -> float:
 
 
 def wall_times(device: str, calls: list[tuple[Prepare, Run]], budget: float) -> list[float]:
-    """Returns the median wall time of each of several calls.
-
-    The calls alternate, so that a slow phase of the machine slows all calls equally.
-    """
+    """The median wall time of each call. They alternate, so that a slow phase slows all equally."""
 
     def once(prepare: Prepare, run: Run) -> float:
         return wall_time(device, run, prepare())
@@ -112,12 +102,11 @@ def wall_times(device: str, calls: list[tuple[Prepare, Run]], budget: float) -> 
 def host_times(
     runs: list[tuple[Run, tuple[Tensor, ...]]], calls: int = 200, turns: int = 15
 ) -> list[float]:
-    """Returns the wall time per call of each of several functions, as the median of all turns.
+    """The wall time per call of each function, as the median of all turns.
 
-    In each turn, every function is called `calls` times in a row. The host waits for the GPU only
-    after the last of these calls. The functions alternate, so that a slow phase of the host slows
-    all functions equally. All turns together take several seconds, because other work can slow the
-    host for one or two seconds.
+    In each turn, every function is called `calls` times in a row before the host waits for the GPU.
+    The functions alternate, and all turns take several seconds, because other work can slow the
+    host for one or two.
     """
 
     def batch(run: Run, leaves: tuple[Tensor, ...]) -> None:
@@ -134,7 +123,6 @@ def host_times(
 
 
 def synchronises(run: Run, argument: Any) -> bool:
-    """Returns whether a call makes the host wait for the GPU."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         run(argument)
@@ -148,7 +136,7 @@ def synchronises(run: Run, argument: Any) -> bool:
 
 
 def copy_bandwidth(device: str, budget: float) -> float:
-    """Returns the bandwidth of a large copy in TB/s, counting reads and writes; 0 on a CPU."""
+    """The bandwidth of a large copy in TB/s, counting reads and writes; 0 on a CPU."""
     if device == "cpu":
         return 0.0
     size = min(2**32, torch.cuda.mem_get_info()[0] // 4)

@@ -1,10 +1,9 @@
 """Naive PyTorch formulas for the library's functions, and the errors of results against fp64.
 
-A formula takes logits (n, V) and tensors with one entry per row. A formula returns numbers or ids
-for each row. `doctor` compares the library with some of these formulas (selfcheck.py). `bench` also
-times these formulas as the contender "eager". In these timings, the formulas use the dtype of the
-logits. `errors` evaluates and differentiates the formulas in fp64. To save memory, `errors`
-processes only a few rows at a time.
+A formula maps logits (n, V) and tensors with one entry per row to numbers or ids for each row.
+`doctor` compares the library with some of them (selfcheck.py), and `bench` also times them, in the
+dtype of the logits, as the contender "eager". `errors` evaluates and differentiates them in fp64, a
+few rows at a time to save memory.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ CLIP = 0.2  # ratios of new to old probabilities are clipped to [1 - CLIP, 1 + C
 ENTROPY_BONUS = 0.01  # `objective` turns the results of `score` into -(logprob + 0.01 · entropy)
 ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # largest number of fp64 logits in memory at once
 
-# Bounds on the errors of logitless. The error of a value is relative to max(1, |value|). The error
-# of a gradient d against its fp64 reference r is ‖d - r‖ / ‖r‖. The bounds of other libraries are
-# ten times as large, because some libraries compute or return the loss in the dtype of the logits.
+# Bounds on the errors of logitless: of a value relative to max(1, |value|), of a gradient d with
+# fp64 reference r as ‖d - r‖ / ‖r‖. Other libraries get ten times as much, because some compute or
+# return the loss in the dtype of the logits.
 TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-4}
-# For ops that clip probability ratios, the bounds in TOLERANCE are multiplied by these factors. A
-# token whose probability ratio is beyond the clipping limit gets no gradient. Near the limit,
-# rounding errors of 16-bit logits decide whether the token gets a gradient. So even the PyTorch
-# formula of `policy_loss` has an error of 4e-2.
+# Factors on TOLERANCE for ops that clip probability ratios. Beyond the limit, a token gets no
+# gradient, and near it, rounding errors of 16-bit logits decide: even the PyTorch formula of
+# `policy_loss` has an error of 4e-2.
 CLIPPED = {"policy_loss": 5}
 
 
@@ -41,7 +39,6 @@ class Inputs(NamedTuple):
 
 
 def wide(x: Tensor) -> Tensor:
-    """Converts 16-bit tensors to fp32, and returns tensors of other dtypes unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -72,7 +69,6 @@ def score(x, target):
 
 
 def clipped(logprob, old, advantage) -> Tensor:
-    """Returns the clipped loss of PPO and GRPO, per token."""
     ratio = (logprob - old).exp()
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
 
@@ -81,7 +77,6 @@ def topk_distill(
     x, ids, logprobs, tail, labels=None, *, divergence, support, temperature=1.0,
     ce_weight=0.0, kd_weight=1.0,
 ):  # fmt: skip
-    """Returns `topk_distill` with divergence "forward_kl" and support "tail" or "renorm"."""
     if support == "renorm":
         return kl(log_softmax(logprobs), log_softmax(x.gather(-1, ids)))
     logq = log_softmax(x if temperature == 1 else x / temperature).gather(-1, ids)
@@ -129,27 +124,18 @@ BY_ROW = {"logsumexp", "score", "capture_topk"}  # ops with results per row; oth
 
 
 def objective(op: str, out) -> Tensor:
-    """Returns the tensor to differentiate.
-
-    For `score`, the tensor is a weighted sum of the results.
-    """
+    """The tensor to differentiate, for `score` a weighted sum of the results."""
     return -(out[0] + ENTROPY_BONUS * out[1]) if op == "score" else out
 
 
 def denominator(target: Tensor, weight: Tensor | None = None, **_) -> Tensor | int:
-    """Returns the divisor of a mean loss: the number of rows that are not ignored.
-
-    With class weights, the divisor is the sum of the weights of all targets that are not ignored.
-    """
+    """The divisor of a mean loss: the number, or total class weight, of rows not ignored."""
     kept = target[target != IGNORED]
     return len(kept) if weight is None else weight.double()[kept].sum()
 
 
 def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[float, float | None]:
-    """Returns the error of the output, and the error of the gradients.
-
-    The error of the gradients is None if `grads` is empty.
-    """
+    """The error of the output, and that of the gradients, or None without gradients."""
     x, *head = (leaf.detach() for leaf in inputs.leaves)
     rows = [t.flatten(0, x.dim() - 2) for t in inputs.rows]
     x, grads = x.flatten(0, -2), tuple(grad.flatten(0, -2) for grad in grads)
@@ -183,20 +169,16 @@ def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[flo
 
 
 def as_tuple(out) -> tuple[Tensor, ...]:
-    """Returns the results of an op as a tuple.
-
-    Results that are None (not requested) are left out.
-    """
+    """The results of an op that were requested, as a tuple."""
     return (out,) if isinstance(out, Tensor) else tuple(t for t in out if t is not None)
 
 
 def gap(z: Tensor, got: Tensor, right: Tensor, *, exact_logits: bool) -> Tensor:
-    """Returns the largest error in `got`, a tensor of numbers or ids.
+    """The largest error in `got`, a tensor of numbers or ids.
 
-    For ids, the error is the difference between the logit of the returned id and the logit of the
-    right id. So the error is 0 if the returned id and the right id have equal logits. Pass
-    `exact_logits=True` only if the logits `z` have no rounding errors. With `exact_logits=True`,
-    the error is infinite if the two logits differ.
+    The error of an id is the difference between its logit and that of the right id, so that ties
+    are right. If the logits `z` have no rounding errors (`exact_logits`), any difference is
+    infinite.
     """
     if got.is_floating_point():
         return distance(got, right)
@@ -205,6 +187,6 @@ def gap(z: Tensor, got: Tensor, right: Tensor, *, exact_logits: bool) -> Tensor:
 
 
 def distance(got: Tensor, right: Tensor) -> Tensor:
-    """Returns the largest error of `got`, relative to max(1, |right|)."""
+    """The largest error of `got`, relative to max(1, |right|)."""
     right = right.detach()
     return ((got.detach().double() - right).abs() / right.abs().clamp(min=1.0)).max()

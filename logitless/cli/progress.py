@@ -14,11 +14,9 @@ from .report import bytes_text
 def bar(title: str, total: float | None = None) -> Iterator[Callable]:
     """Yields a function advance(done, note="", tokens=0, written=0), which moves the bar.
 
-    Each call adds `done` to the progress, and the bar is full when the progress is `total`.
-    `tokens` is the number of new tokens. With `tokens`, the bar shows the speed in tokens per
-    second. `written` is the number of bytes written so far. With `written`, the bar shows bytes per
-    second. The bar also shows the remaining time. The bar is drawn on stderr. Under torchrun, only
-    rank 0 draws the bar.
+    Each call adds `done`, and the bar is full at `total`. It shows the remaining time, and the
+    speed in tokens and written bytes per second if these are given. It is drawn on stderr, under
+    torchrun only by rank 0.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

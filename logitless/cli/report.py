@@ -10,12 +10,10 @@ def number(value: float | None, spec: str, unit: str = "") -> str:
 
 
 def time_text(ms: float | None) -> str:
-    """Returns a time as text, in milliseconds, or in microseconds if the time is below 0.2 ms."""
     return number(ms and ms * 1e3, ".1f", " µs") if ms and ms < 0.2 else number(ms, ".3f", " ms")
 
 
 def bytes_text(n: float) -> str:
-    """Returns a number of bytes as text, such as "1.5 GB"."""
     for unit in ("bytes", "kB", "MB", "GB", "TB"):
         if n < 1000 or unit == "TB":
             return f"{n:.3g} {unit}" if n < 1000 else f"{n:,.0f} {unit}"
@@ -24,17 +22,16 @@ def bytes_text(n: float) -> str:
 
 
 def sizes(shape: str) -> str:
-    """Inserts spaces and commas into a shape: "8192×128256" becomes "8,192 × 128,256"."""
+    """Turns "8192×128256" into "8,192 × 128,256"."""
     return " × ".join(f"{int(n):,}" for n in shape.split("×"))
 
 
 def short(error: BaseException) -> str:
-    """Returns an exception as one line of at most 120 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:120]
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Returns a Markdown table. Each row maps column names to cells. Empty columns are left out."""
+    """A Markdown table of rows {column: cell}, without empty columns."""
     columns = [c for c in rows[0] if any(row[c] not in ("", NOTHING) for row in rows)]
     lines = [columns, ["---"] * len(columns), *([row[c] for c in columns] for row in rows)]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)

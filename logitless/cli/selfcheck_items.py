@@ -1,7 +1,7 @@
 """Checks of `logitless doctor` for losses over pairs, sampled items and sampled ids.
 
-Each check function has the arguments of a Check (selfcheck.py): logits or embeddings `x` of shape
-(N, V), N ids, and a second matrix of shape (N, V).
+A check function has the arguments of a Check (selfcheck.py): logits or embeddings `x` (N, V), N
+ids, and a second matrix (N, V).
 """
 
 import torch
@@ -18,10 +18,7 @@ DRAWS = 8  # the number of ids that are drawn per row
 
 
 def head_of(other: Tensor, classes: int = ITEMS) -> Tensor:
-    """Returns a weight of shape (classes, D).
-
-    Each row has one nonzero entry, 1 or -0.5, so that the logits have no rounding errors.
-    """
+    """A weight (classes, D) with one nonzero entry per row, 1 or -0.5: logits have no rounding."""
     rows = torch.arange(classes, device=other.device)
     weight = other.new_zeros((classes, other.shape[1]))
     weight[rows, rows % other.shape[1]] = torch.where(rows % 2 == 0, 1.0, -0.5).to(other.dtype)
@@ -29,12 +26,11 @@ def head_of(other: Tensor, classes: int = ITEMS) -> Tensor:
 
 
 def labels_of(x: Tensor) -> Tensor:
-    """Returns labels for ITEMS rows, for the checks that use `x` as a weight."""
     return torch.arange(ITEMS, device=x.device) % len(x)
 
 
 def three_ids(ids: Tensor, vocab: int) -> Tensor:
-    """Returns three ids per row. The first two ids of a row are equal."""
+    """Three ids per row, of which the first two are equal."""
     return torch.stack((ids, ids, (ids + 1) % vocab), -1)
 
 
@@ -59,7 +55,6 @@ def naive_by_sigmoids(x, _, other):
 
 
 def naive_sampled(hidden: Tensor, table: Tensor, target: Tensor, negatives: Tensor) -> Tensor:
-    """Returns the sampled softmax loss of each row. `negatives` has shape (N, K)."""
     z = hidden @ table.T
     hits = negatives == target.unsqueeze(-1)
     others = z.gather(-1, negatives).masked_fill(hits, -torch.inf)
@@ -82,7 +77,6 @@ def naive_over_shared(x, ids, other):
 
 
 def over_own(x, ids, other):
-    """Returns the loss of hidden states `x` over a table. Each row has its own set of negatives."""
     negatives = three_ids((ids + 1) % ITEMS, ITEMS)
     return ll.sampled_softmax(x, head_of(other), ids % ITEMS, negatives, reduction="none")
 
@@ -92,7 +86,6 @@ def naive_over_own(x, ids, other):
 
 
 def of_a_table(x, _, other):
-    """Returns the loss over a table `x`. Each row has its own negatives."""
     target = labels_of(x)
     negatives = three_ids((target + 1) % len(x), len(x))
     return ll.sampled_softmax(head_of(other), x, target, negatives, reduction="none")
@@ -104,11 +97,10 @@ def naive_of_a_table(x, _, other):
 
 
 def outside_draws(x, *_):
-    """Returns how far each uniform random number is outside the interval of the drawn id.
+    """How far each uniform random number is outside the interval of the drawn id.
 
-    The interval of an id j begins at the total probability of all ids before j. The length of the
-    interval is the probability of j. The id j is drawn if the uniform number is in this interval.
-    So the result is 0, except for rounding errors.
+    The interval of an id begins at the total probability of all ids before it and is as long as its
+    own, so the result is 0, except for rounding errors.
     """
     seed = x.shape[1]
     found = ll.capture_sampled(x, DRAWS, generator=torch.Generator(x.device).manual_seed(seed))

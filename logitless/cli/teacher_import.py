@@ -1,7 +1,6 @@
 """Adds the output of an inference server to a store, for `logitless teacher import`.
 
-Documents are added in groups, because a tensor operation on one short document takes as long as on
-hundreds of short documents.
+Documents are added in groups, because PyTorch takes as long for one short document as for hundreds.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ AT_ONCE = 4096  # documents are added to the store as soon as they have this man
 
 
 class Group(NamedTuple):
-    """A group of documents that are added to the store in one call.
-
-    Each document has the name of its file and its line number.
-    """
+    """Documents that are added in one call, each with the file and the line that it comes from."""
 
     documents: list[tuple[str, Document]]
     size: int  # size of the lines in bytes
@@ -35,10 +31,7 @@ def add_outputs(
     completion: bool | None,
     progress: Callable[..., None],
 ) -> None:
-    """Adds the documents of all lines to the store.
-
-    If a line has an error, the documents of all earlier lines are added before the error is raised.
-    """
+    """Adds the documents of all lines, those before an error before the error is raised."""
     for group in _groups(lines, form, completion):
         _add(writer, group.documents)
         progress(group.size, tokens=group.tokens)
@@ -62,7 +55,7 @@ def _groups(lines: Iterable[Line], form: str, completion: bool | None) -> Iterat
 
 
 def _documents(line: Line, form: str, completion: bool | None) -> Iterator[Document]:
-    """Yields the documents of one server output. Each completion in the output is a document."""
+    """Yields the documents of one server output, one per completion."""
     output: dict[str, Any] = line.fields
     try:
         for choice in range(choices_of(output)):
@@ -72,11 +65,7 @@ def _documents(line: Line, form: str, completion: bool | None) -> Iterator[Docum
 
 
 def _add(writer: Writer, documents: list[tuple[str, Document]]) -> None:
-    """Adds documents to the store in one call.
-
-    If the call raises an error, the documents are added one by one, so that the error names the
-    line of the invalid document.
-    """
+    """Adds documents in one call, or after an error one by one, so that it names its line."""
     k = writer.header.k
     if not documents:
         return
