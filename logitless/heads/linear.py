@@ -6,9 +6,8 @@ narrow head, whose hidden size D is small, kernels can compute the logits withou
 memory (on_chip.py). choose_cut.py chooses between chunks, blocks and these kernels. All logits of a
 small head are computed at once (small.py). For a mean or sum, forward also computes the gradients
 (total.py). A mean or sum takes three GEMMs, or up to four GEMMs with a split by columns. Results
-per row (per_row.py) take four GEMMs, or three GEMMs if the logits are small or kept. If the weight
-needs no gradient, each takes one GEMM less, and one result per row takes two. If no logits are
-written to memory, a mean or sum takes four or five GEMMs, and results per row take five GEMMs.
+per row take two to four (per_row.py). If no logits are written to memory, a mean or sum takes four
+or five GEMMs, and results per row take five GEMMs.
 
 No code in heads/ depends on a particular loss. A RowLoss (core/loss.py) computes values and
 gradients from the logits of a chunk.
