@@ -173,6 +173,8 @@ def without_unit(
     upstream gradient, such as the scale of a GradScaler, is known. So backward multiplies by the
     unit. `factor` has one number per row. Both results are None if nothing multiplies.
     """
+    if loss.reading.invariant:  # the unit depends on the batch
+        return factor, None
     reading, full = loss.reading, PRECISION[like.dtype]
     t, v = reading.any_temperature, reading.class_weight
     inverse = 1 / t.detach().reshape(-1).to(full) if isinstance(t, Tensor) else 1 / (t or 1.0)

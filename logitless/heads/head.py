@@ -269,10 +269,11 @@ class Head:
     def reduces(self, loss: RowLoss) -> bool:
         """Whether a mean or sum computes its gradient in forward (total.py).
 
-        Otherwise, the results per row are reduced, because in fp16 a gradient of unknown size can
-        underflow before the upstream gradient is known.
+        Otherwise, the results per row are reduced: in fp16, a gradient of unknown size can underflow
+        before the upstream gradient is known, and a unit (core/evaluate.py) depends on the batch.
         """
-        return self.hidden.dtype != torch.float16 or loss.has_gain
+        known = loss.has_gain and not loss.reading.invariant
+        return self.hidden.dtype != torch.float16 or known
 
     def cut_of_groups(self, work: Work) -> Cut:
         """Returns the Cut for a loss over groups of rows: all rows on chip, or chunks of rows."""
