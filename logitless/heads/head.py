@@ -269,7 +269,7 @@ class Head:
     def reduces(self, loss: RowLoss) -> bool:
         """Whether a mean or sum computes its gradient in forward (total.py).
 
-        Otherwise, the results per row are reduced: in fp16, a gradient of unknown size can underflow
+        Otherwise, results per row are reduced: in fp16, a gradient of unknown size can underflow
         before the upstream gradient is known, and a unit (core/evaluate.py) depends on the batch.
         """
         known = loss.has_gain and not loss.reading.invariant
