@@ -1,6 +1,7 @@
 # Every target works on a fresh machine, because the target first installs what it needs into .venv.
 #
-#   make test                   lint, types, tests (kernels under Triton's interpreter)
+#   make test                   lint, types, and few cases of every test (kernels under Triton's interpreter)
+#   make test-all               all cases of every test
 #   make test-newest            tests with the newest versions, in .venv-newest
 #   make test-oldest            tests with the oldest versions that we support, in .venv-oldest
 #   make test-clients           tests of other libraries over fused models, in .venv-clients
@@ -28,12 +29,15 @@ SITE_READY := .venv-docs/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-newest test-oldest test-gpu test-families test-clients test-trainers sanitize compile fuzz mutants bench tables demo docs docs-serve release lint types format clean
+.PHONY: help test test-all test-newest test-oldest test-gpu test-families test-clients test-trainers sanitize compile fuzz mutants bench tables demo docs docs-serve release lint types format clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-test: lint types $(SITE_READY)  ## lint, types and all tests, at small sizes if there is no GPU
+test: lint types $(SITE_READY)  ## lint, types, and each value of each parameter of every test
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(TWO_WORKERS) --few $(ARGS)
+
+test-all: lint types $(SITE_READY)  ## lint, types and every combination of parameters
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(TWO_WORKERS) $(ARGS)
 
 test-newest: .venv-newest/.ready  ## all tests, with the newest PyTorch and Triton

@@ -29,6 +29,7 @@ if not ON_GPU:
 
 def pytest_addoption(parser):
     parser.addoption("--part", metavar="I/N", help="run every N-th test, and begin with test I")
+    parser.addoption("--few", action="store_true", help="few cases of each test, see `covering`")
     parser.addoption("--mutant", metavar="NAME", help="a bug of tests/differential/mutations.py")
 
 
@@ -41,7 +42,12 @@ def pytest_configure(config):
         config.add_cleanup(lambda: mutant.__exit__(None, None, None))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    if config.option.few:
+        kept = {id(item) for group in by_function(items) for item in covering(group)}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+        items[:] = [item for item in items if id(item) in kept]
     if config.option.part:
         first, step = map(int, config.option.part.split("/"))
         items[:] = items[first::step]
@@ -50,6 +56,34 @@ def pytest_collection_modifyitems(config, items):
         if needs is not None and not ON_GPU:
             (reason,) = needs.args
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+
+
+def by_function(items):
+    """The items of each test function."""
+    groups = {}
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        groups.setdefault((item.parent.nodeid, name), []).append(item)
+    return groups.values()
+
+
+def covering(items):
+    """Few items of a test function in which each value of each of its parameters occurs.
+
+    `make test` runs these, and `make test-all` the whole product of all parameters.
+    """
+    values = [
+        {(name, id(value)) for name, value in item.callspec.params.items()}
+        if hasattr(item, "callspec")
+        else {None}
+        for item in items
+    ]
+    missing, kept = set().union(*values), []
+    while missing:
+        best = max(range(len(items)), key=lambda i: len(values[i] & missing))
+        missing -= values[best]
+        kept.append(items[best])
+    return kept
 
 
 @pytest.fixture

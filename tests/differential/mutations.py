@@ -350,7 +350,7 @@ def last_run_unchecked():
 
 def first_failure(tests: Iterable[str], *options: str) -> str:
     """The first test that fails, or "" if all pass."""
-    fixed = ("-x", "-q", "-rfE", "-p", "no:cacheprovider")
+    fixed = ("-x", "-q", "-rfE", "-p", "no:cacheprovider", "--few")  # as in `make test`
     command = [sys.executable, "-m", "pytest", *fixed, *options, *tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
