@@ -26,12 +26,12 @@ from logitless.cli import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
-    "gpu", "kernels", "core", "heads", "losses", "contrastive_losses", "parallel", "lazy",
+    "gpu", "kernels", "core", "heads", "losses", "contrastive", "parallel", "lazy",
     "targets", "eager",
 )  # fmt: skip
 FILES = ("tests/test_contract.py", "tests/test_nn.py", "tests/store/test_capture.py")
 # The files with the most kernels to compile run in several processes.
-PARTS = {"losses/test_sparse_teacher": 12, "contrastive_losses/test_info_nce": 3}
+PARTS = {"losses/test_sparse_teacher": 12, "contrastive/test_info_nce": 3}
 
 
 class Job(NamedTuple):

@@ -6,7 +6,7 @@
 weighted mean of log-probabilities and its gradients, and the entropy without a gradient. There are
 three heads:
 
-- "ours": the function that TRL's trainers call after `use_in_trl` (logitless/trl_head/computed.py).
+- "ours": the function that TRL's trainers call after `use_in_trl` (integrations/trl_statistics.py).
   "Ours, in backward" computes the gradients of GRPO in backward, without a rehearsal of the loss.
 
 - "TRL": TRL's own function. This head is measured if TRL is installed, or if the folder --rivals
@@ -34,8 +34,8 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.step_clock import time_and_memory
 from logitless.cli import machine
 from logitless.cli.report import table
-from logitless.trl_head.computed import Call, token_statistics
-from logitless.trl_head.gradients import Ways
+from logitless.integrations.trl_gradients import Ways
+from logitless.integrations.trl_statistics import Call, token_statistics
 
 CHECKED = (512, 256, 5000)
 BUDGET = 1500.0  # milliseconds of timing per head

@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import nn
-from .contrastive_losses.info_nce import contrastive
-from .contrastive_losses.sigmoid import sigmoid_contrastive
+from .contrastive.info_nce import contrastive
+from .contrastive.sigmoid import sigmoid_contrastive
 from .core.choose_backend import impl
 from .core.invariant import invariant
 from .lazy.fuse import fuse, is_fused, unfuse

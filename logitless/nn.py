@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .contrastive_losses.modules import ContrastiveLoss, SigmoidContrastiveLoss
+from .contrastive.modules import ContrastiveLoss, SigmoidContrastiveLoss
 from .core import call as _call
 from .core import option_checks as _option_checks
 from .core import tensor_checks as _checks

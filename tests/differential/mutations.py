@@ -287,7 +287,7 @@ def hits_counted():
     return replaced(right, distinct)
 
 
-@found_by("contrastive_losses/test_info_nce.py")
+@found_by("contrastive/test_info_nce.py")
 def masked_pairs_counted():
     right = contrastive._logits
     return replaced(right, lambda x, block: right(x, block._replace(mask=None)))

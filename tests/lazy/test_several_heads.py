@@ -11,9 +11,9 @@ from torch import nn
 
 import logitless as ll
 from logitless.cli.memory import extra_memory
+from logitless.integrations.trl import _guard_of
 from logitless.lazy import recipe, report
 from logitless.lazy.logits import LazyLogits
-from logitless.trl_head.adapter import _guard_of
 from tests.support.laws import error
 
 B, T, D, TEXT, AUDIO = 2, 5, 6, 23, 11

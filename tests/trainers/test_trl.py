@@ -9,7 +9,8 @@ from torch._dynamo.utils import counters
 from trl.trainer import distillation_trainer, utils
 
 import logitless as ll
-from logitless.trl_head import adapter, computed
+from logitless.integrations import trl as adapter
+from logitless.integrations import trl_statistics as computed
 from tests.support import trl_cases
 from tests.support.trainer_runs import LAZY, WORKSPACE, Widest, apart, model, numbers, run
 from tests.support.trl_cases import ADAPTED, BY_KERNEL, FUSED, Case, arguments

@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="needs transformers: requirements/tes
 from transformers import GenerationConfig
 
 import logitless as ll
-from logitless.on_policy import checked_config
+from logitless.integrations.on_policy import checked_config
 from tests.support.on_policy import CONFIG, EOS, NEW, PAD, collate, data, student_model
 from tests.support.tiny_models import V
 

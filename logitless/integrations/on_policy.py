@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .core import call as _call
-from .core import tensor_checks as _checks
+from ..core import call as _call
+from ..core import tensor_checks as _checks
 
 IGNORED = -100  # the label of tokens that the loss does not count
 COLUMNS = ("input_ids", "attention_mask", "labels", "position_ids")

@@ -5,7 +5,7 @@ in memory, and four if they are known only in backward. So `TokenStatistics` tak
 on which the trainer's loss has not failed yet:
 
 - "sum": all tokens have the same gradient.
-- "rows", "sequences", "pairs": a rehearsal (rehearsal.py) computes the gradients of some tokens
+- "rows", "sequences", "pairs": a rehearsal (trl_rehearsal.py) computes the gradients of some tokens
   from the statistics of these tokens, of whole sequences, or of the sequences b and b + B/2. The
   statistics of all other tokens are arbitrary constants.
 - "statistics": backward computes the gradients. Over a frozen head, this way takes only two GEMMs
@@ -90,7 +90,7 @@ class Tokens(NamedTuple):
     half: Tensor | None  # (N,), log-probabilities at half the temperature
     how: dict[str, Any]  # temperature and softcap
     wants: dict[str, bool]  # entropy, total, argmax
-    step: Any = None  # a rehearsal.Step, or None
+    step: Any = None  # a trl_rehearsal.Step, or None
 
     def read(self, head: Head, gradient: tuple[str, ...] | None = None) -> Statistics:
         """Reads the statistics. `gradient` names those that get a gradient; None for all."""

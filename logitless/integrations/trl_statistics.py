@@ -13,7 +13,7 @@ from ..heads.gemms import autocasts
 from ..lazy.linear_logits import LinearLogits
 from ..losses.dense_teacher import jsd
 from ..losses.statistics import entropy, row_stats, token_logprobs
-from .gradients import Tokens, Ways, statistics_of
+from .trl_gradients import Tokens, Ways, statistics_of
 
 
 class Call(NamedTuple):
@@ -22,7 +22,7 @@ class Call(NamedTuple):
     options: dict  # options of LinearLogits
     ways: Ways | None = None  # of the trainer; None for a single model
     counts: Tensor | None = None  # (B, T), bool mask of the tokens that have a label, if known
-    step: Any = None  # a Step, if the loss can be rehearsed (rehearsal.py)
+    step: Any = None  # a Step, if the loss can be rehearsed (trl_rehearsal.py)
 
 
 def token_statistics(

@@ -8,8 +8,8 @@ pytest.importorskip("transformers", reason="needs transformers: requirements/tes
 from transformers import GenerationConfig
 
 import logitless as ll
+from logitless.integrations.on_policy import draws_on_policy, seed_of
 from logitless.lazy import logits as lazy
-from logitless.on_policy import draws_on_policy, seed_of
 from tests.support.forked import together
 from tests.support.on_policy import (
     CONFIG,

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from logitless.trl_head.computed import (
+from logitless.integrations.trl_gradients import Ways
+from logitless.integrations.trl_statistics import (
     Call,
     divergences,
     gkd_loss,
     logprobs_and_entropies,
     token_statistics,
 )
-from logitless.trl_head.gradients import Ways
 from tests.support import oracle
 from tests.support.sizes import DEVICE
 

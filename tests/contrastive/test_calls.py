@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.contrastive_losses import similarities
+from logitless.contrastive import similarities
 from logitless.heads import gemms, gradient_sums
 from logitless.parallel.ranks import Alone
 from tests.support.contrastive import FUNCTIONS, embeddings

@@ -28,15 +28,15 @@ from ..lazy.checks import kind_of, options_of_fuse
 from ..lazy.fused_head import is_lazy
 from ..lazy.linear_logits import LinearLogits
 from ..lazy.model_hooks import GUARD, Guard, named_head
-from .computed import (
+from .trl_gradients import Ways
+from .trl_rehearsal import STEP, rehearsed
+from .trl_statistics import (
     Call,
     divergences,
     gkd_loss,
     logprobs_and_entropies,
     token_statistics,
 )
-from .gradients import Ways
-from .rehearsal import STEP, rehearsed
 
 T = TypeVar("T")
 
@@ -237,7 +237,7 @@ def _layers(function: Any) -> Iterator[Any]:
 
 def _calls_fused_head(model: Any) -> bool:
     """Whether the trainer calls TRL's fused head. Only some subclasses of SFTTrainer do not."""
-    from trl import SFTTrainer
+    from trl import SFTTrainer  # pyright: ignore  # it takes this file for trl
 
     if not isinstance(model, SFTTrainer):
         return True
@@ -373,8 +373,8 @@ def _check_installed() -> None:
 
 
 def _way(model: Any) -> str:
-    """Returns the fastest way to compute the gradients without rehearsals (gradients.py)."""
-    from trl import SFTTrainer
+    """Returns the fastest way to compute the gradients without rehearsals (trl_gradients.py)."""
+    from trl import SFTTrainer  # pyright: ignore  # it takes this file for trl
 
     nll = isinstance(model, SFTTrainer) and model.args.loss_type == "nll"
     return "sum" if nll else "statistics"

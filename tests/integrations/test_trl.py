@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs transformers: requirements/tests.txt")
 
 import logitless as ll
-from logitless.trl_head import adapter
+from logitless.integrations import trl as adapter
 
 
 @pytest.mark.parametrize("function", [ll.hf.use_in_trl, ll.hf.unuse_in_trl])
