@@ -41,6 +41,7 @@ CHECKED = (512, 256, 5000)
 BUDGET = 1500.0  # milliseconds of timing per head
 ROWS = 1024  # rows per chunk of the head in PyTorch
 COLUMNS = 32768  # columns per tile of TRL's head
+FROZEN = "GRPO, frozen head"  # as with LoRA
 BOUND = 2e-2  # the largest relative error of bf16
 
 
@@ -117,6 +118,8 @@ def contenders() -> dict[tuple[str, str], tuple[Head, Callable[[Tensor], Tensor]
         ("GRPO", "ours, in backward"): (ours("statistics", wants[:2]), grpo),
         ("GRPO", "TRL"): (of_trl(wants[:2]), grpo),
         ("GRPO", "chunks in PyTorch"): (in_chunks, grpo),
+        (FROZEN, "ours"): (ours("rows", wants[:2]), grpo),
+        (FROZEN, "TRL"): (of_trl(wants[:2]), grpo),
     }
     return {name: (head, loss) for name, (head, loss) in found.items() if head is not None}
 
@@ -149,9 +152,12 @@ def error_of(head: Head, loss: Callable[[Tensor], Tensor], device: str) -> float
     return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
 
 
-def measured(head: Head, loss: Callable, shape: tuple[int, ...]) -> tuple[float, float]:
+def measured(
+    head: Head, loss: Callable, shape: tuple[int, ...], frozen: bool
+) -> tuple[float, float]:
     """Returns the milliseconds of forward and backward, and the peak MiB beyond the gradients."""
     hidden, weight, target = inputs(*shape, "cuda")  # pyright: ignore[reportCallIssue]
+    weight.requires_grad_(not frozen)
 
     def step():
         found = head(hidden, weight, target)
@@ -160,7 +166,7 @@ def measured(head: Head, loss: Callable, shape: tuple[int, ...]) -> tuple[float,
         if found.right is not None:
             found.right.sum()
 
-    return time_and_memory(step, (hidden, weight), BUDGET)
+    return time_and_memory(step, (hidden,) if frozen else (hidden, weight), BUDGET)
 
 
 def main() -> None:
@@ -181,7 +187,7 @@ def main() -> None:
         if error > BOUND:
             raise SystemExit(f"{step}, {name}: the error {error:.1e} is above {BOUND}.")
         if not args.check:
-            ms, mib = measured(head, loss, shape)
+            ms, mib = measured(head, loss, shape, step == FROZEN)
             line |= {"ms": f"{ms:.2f}", "MiB beyond the gradients": f"{mib:,.0f}"}
         lines.append(line)
         print(*line.values(), sep=" | ", flush=True)
