@@ -18,7 +18,6 @@ DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
 class TestPage:
     def test_its_python_runs(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)  # it writes a file
-        pytest.importorskip("transformers", reason="needs transformers: requirements/tests.txt")
         *_, (_, names) = run("docs/distillation.md")
         assert names["logits"].grad.abs().sum() > 0
         assert (names["batch"].shape, names["stacked"].shape) == ((16,), (2, 4))
