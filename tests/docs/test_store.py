@@ -9,14 +9,14 @@ from tests.support.paths import ROOT
 def test_the_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/store.md").read_text()
-    counts, training = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    training, counts = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict = {}
-    exec(counts, names)
-    assert names["targets"].shape == (32,)
-    assert names["targets"].mask.any(-1).all()
     exec(training, names)
     assert all(p.grad.abs().sum() > 0 for p in names["model"].parameters())
     assert names["loss"].isfinite()
+    exec(counts, names)
+    assert names["targets"].shape == (32,)
+    assert names["targets"].mask.any(-1).all()
 
 
 def test_the_page_names_every_public_name():
