@@ -29,7 +29,7 @@ def tables():
     return module
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/heads.md", "docs/masks.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/heads.md"])
 def test_each_block_shows_a_backward(page, tmp_path, monkeypatch):
     if page == "README.md":
         pytest.importorskip("transformers", reason="needs transformers: requirements/tests.txt")

@@ -24,8 +24,7 @@ LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "sourc
 REFERENCE = {path.name: path.read_text() for path in sorted((ROOT / "docs/api").glob("*.md"))}
 
 ORDER = [
-    "Start", "Recipes", "Concepts", "API reference", "Benchmarks", "Compatibility",
-    "Migrating", "Bugs elsewhere", "FAQ", "Changelog",
+    "Start", "Recipes", "Concepts", "API reference", "Benchmarks", "Migrating", "Changelog",
 ]  # fmt: skip
 THREE = ["A model", "A head", "Logits"]
 
