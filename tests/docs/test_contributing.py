@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md, followed: one loss, one statistic and one source, each added in a few lines."""
+"""CONTRIBUTING.md, followed: a formula, a RowLoss and a source, each added in a few lines."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ N, V, D = 6, 37, 5
 
 
 def focal_loss(logits, target, gamma, **options):
-    """A loss that is a formula: (1 - p)^γ (-log p)."""
+    """(1 - p)^γ (-log p), by `row_loss`."""
 
     def formula(stats):
         return -((1 - stats.logprob.exp()) ** gamma) * stats.logprob
@@ -26,7 +26,7 @@ def focal_loss(logits, target, gamma, **options):
 
 @dataclass(eq=False)
 class TopLogprob(RowLoss):
-    """A statistic that a row's state already tells: log p of its largest logit is -log s."""
+    """Log p of the largest logit, which is -log s, with a forward and a backward of its own."""
 
     def forward(self, backend, x):
         found = backend.read(x, self.reading)
@@ -49,7 +49,7 @@ def top_logprob(logits, reduction="none"):
 
 
 class Stacked(Source):
-    """A source: the rows of several tensors of logits, one after another, that are never joined."""
+    """The rows of several tensors of logits, one after another, which are never joined."""
 
     def __init__(self, *parts):
         self.parts = parts
@@ -93,7 +93,7 @@ def grads(loss, *leaves):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_loss(logits, target, reduction, impl, device):
+def test_a_formula(logits, target, reduction, impl, device):
     def naive(x):
         live = target != -100
         logp = torch.log_softmax(x, -1)[live].gather(1, target[live, None])[:, 0]
@@ -113,7 +113,7 @@ def test_a_loss(logits, target, reduction, impl, device):
     torch.testing.assert_close(grads(got, h, w), grads(want, h, w), rtol=1e-4, atol=1e-5)
 
 
-def test_a_statistic(logits, impl, device):
+def test_a_row_loss(logits, impl, device):
     x, g = logits.requires_grad_(), torch.randn(N, device=device)
     want = torch.log_softmax(x, -1).amax(-1)
     got = top_logprob(x)
