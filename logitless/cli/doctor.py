@@ -1,9 +1,9 @@
 """`logitless doctor`: describes the machine and the backend, and checks the library's results.
 
 The output is plain text without host names or paths, so that users can paste the output into a bug
-report. The self-check (selfcheck.py) calls every public function on a few error-prone shapes, and
-launches every kernel that this device can run. Values and gradients are compared with a naive
-formula in fp64. The upstream gradients are random. The exit status is 1 if a check fails.
+report. The self-check (selfcheck.py) runs each family of kernels on a few error-prone shapes.
+Values and gradients are compared with a naive formula in fp64. The upstream gradients are random.
+The exit status is 1 if a check fails.
 
 With --json, the command prints the same facts and results as one JSON object.
 """
@@ -80,7 +80,7 @@ class Outcome(NamedTuple):
 
 ADVICE = """
 What to do: set LOGITLESS_IMPL=eager until this is fixed; everything then runs in plain PyTorch.
-If only jsd, tvd and the checks "in place" are wrong or hang, try LOGITLESS_WAITING=0
+If only jsd and the check "in place" are wrong or hang, try LOGITLESS_WAITING=0
 (docs/performance.md). Please report the problem with all of the output above."""
 
 

@@ -1,42 +1,15 @@
-"""`logitless doctor`: every public function, every kernel, and what it says when one is wrong."""
+"""`logitless doctor`: what it prints, and what it says when a result is wrong."""
 
-import inspect
 import json
 import re
-from unittest import mock
 
 import pytest
 import torch
 
 import logitless as ll
 from logitless.cli import doctor, main, selfcheck
-from tests.support import sanitizer
-from tests.support.launches import every_kernel, launched
-from tests.support.sizes import ON_GPU
 
-NOT_COMPUTED = {"impl", "is_fused", "report", "unfuse"}  # compute no logits
-WAIT_FOR_OTHERS = {"_jsd_tvd_split_fwd_kernel", "_jsd_tvd_merge_kernel"}
-
-
-def test_every_public_function_has_a_check():
-    public = {name for name in ll.__all__ if inspect.isfunction(getattr(ll, name))} - NOT_COMPUTED
-    assert public - {check.name.split(",")[0] for check in selfcheck.CHECKS} == set()
-    assert len(public) > 15
-
-
-def test_every_kernel_is_run_by_a_check(capsys):
-    """By the interpreter all but those whose programs wait for each other; `make sanitize` too."""
-    assert len(every_kernel()) > 20
-    device = "cuda" if ON_GPU else "cpu"
-    with (
-        launched() as ran,
-        mock.patch.object(doctor, "SHAPES", sanitizer.SHAPES),
-        mock.patch.object(doctor, "BOUNDS", {torch.bfloat16: doctor.BOUNDS[torch.bfloat16]}),
-        ll.impl("triton"),
-    ):
-        found = {check.name: doctor.examine(check, device).problem for check in selfcheck.CHECKS}
-    assert {name: problem for name, problem in found.items() if problem} == {}
-    assert every_kernel() - ran - (set() if ON_GPU else WAIT_FOR_OTHERS) == set()
+FIRST = (selfcheck.CHECKS[0], selfcheck.CHECKS[3])
 
 
 @pytest.fixture
@@ -59,8 +32,8 @@ def test_it_passes_here_with_dtype_and_bound_beside_each_error(capsys):
 
 @pytest.mark.usefixtures("without_interpreter")
 def test_json_has_the_facts_and_results_of_the_text(capsys, monkeypatch):
-    right = ll.logsumexp
-    monkeypatch.setattr(doctor, "CHECKS", selfcheck.CHECKS[:2])
+    right = ll.cross_entropy
+    monkeypatch.setattr(doctor, "CHECKS", FIRST)
     assert main(["doctor", "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert main(["doctor", "--device", "cpu"]) == 0
@@ -71,9 +44,9 @@ def test_json_has_the_facts_and_results_of_the_text(capsys, monkeypatch):
     for check in found["checks"]:
         line = r" +".join(re.escape(word) for word in check.values())
         assert re.search(rf"^  {line}$", text, re.M), check
-    assert [check["check"] for check in found["checks"]] == [c.name for c in selfcheck.CHECKS[:2]]
+    assert [check["check"] for check in found["checks"]] == [c.name for c in FIRST]
 
-    monkeypatch.setattr(ll, "logsumexp", lambda x: right(x) * float("nan"))
+    monkeypatch.setattr(ll, "cross_entropy", lambda x, ids: right(x, ids) * float("nan"))
     assert main(["doctor", "--device", "cpu", "--json"]) == 1
     first, second = json.loads(capsys.readouterr().out)["checks"]
     assert first["result"].startswith("WRONG at bfloat16")
@@ -82,17 +55,17 @@ def test_json_has_the_facts_and_results_of_the_text(capsys, monkeypatch):
 
 @pytest.mark.usefixtures("without_interpreter")
 def test_it_says_what_is_wrong_and_what_to_do(capsys, monkeypatch):
-    right = ll.logsumexp
-    monkeypatch.setattr(doctor, "CHECKS", selfcheck.CHECKS[:1])
-    monkeypatch.setattr(ll, "logsumexp", lambda x: right(x) + 1e-3)
+    right = ll.cross_entropy
+    monkeypatch.setattr(doctor, "CHECKS", FIRST[:1])
+    monkeypatch.setattr(ll, "cross_entropy", lambda x, ids: right(x, ids) + 1e-3)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "WRONG at bfloat16" in out
     assert "LOGITLESS_IMPL=eager" in out
 
-    def breaks(x):
+    def breaks(x, ids):
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(ll, "logsumexp", breaks)
+    monkeypatch.setattr(ll, "cross_entropy", breaks)
     assert main(["doctor"]) == 1
     assert "FAILED at bfloat16 3×1: no such thing" in capsys.readouterr().out

@@ -3,8 +3,8 @@
     make sanitize                    on a GPU, with the CUDA toolkit
     make sanitize PY=python3         with an interpreter that already has PyTorch
 
-The command runs the checks of `logitless doctor`, forward and backward, at two small shapes in bf16
-and fp32. The checks run three times:
+The command runs the calls of kernel_calls.py, forward and backward, at two small shapes in bf16 and
+fp32. The calls run three times:
 
 - The first run uses no tool. Several processes compile all kernels at the same time.
 
@@ -31,7 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
-from logitless.cli.selfcheck import CHECKS, Check
+from tests.support import kernel_calls
 from tests.support.launches import every_kernel, launched
 
 SHAPES = ((5, 48), (1, 16411))  # rows with one split, and rows with several splits
@@ -40,7 +40,7 @@ SIDE_BY_SIDE = 8
 LIMIT = 1800  # seconds per tool, to end a hang
 NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 TOOLS = {"memcheck": (NO_CACHE, ("--padding", "512")), "racecheck": ({}, ())}
-# These checks run only in fp32, because cuBLAS fails under racecheck in some 16-bit GEMMs.
+# These calls run only in fp32, because cuBLAS fails under racecheck in some 16-bit GEMMs.
 IN_FP32 = (
     "linear_cross_entropy, columns", "linear_cross_entropy, fp32", "fuse", "lazy_logits",
     "contrastive", "sigmoid_contrastive",
@@ -60,26 +60,16 @@ def go_beyond() -> None:
     torch.cuda.synchronize()
 
 
-def run_once(check: Check, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Runs forward and backward of one check on random inputs."""
-    generator = torch.Generator().manual_seed(shape[1])
-    x, other = (torch.randn(shape, generator=generator).to("cuda", dtype) for _ in range(2))
-    ids = torch.randint(shape[1], shape[:1], generator=generator).cuda()
-    found = check.ours(x.requires_grad_(), ids, other)
-    if check.differentiable:
-        torch.autograd.grad(found, x, torch.ones_like(found))
-    torch.cuda.synchronize()
-
-
 def work(part: int, of: int, in_fp32: Sequence[str] = ()) -> set[str]:
-    """Runs a part of the checks, prints their times, and returns the names of launched kernels."""
+    """Runs a part of the calls, prints their times, and returns the names of launched kernels."""
     with launched() as names:
-        for check in CHECKS[part::of]:
+        for name in [*kernel_calls.CALLS][part::of]:
             start = time.perf_counter()
-            for dtype in DTYPES[1:] if check.name in in_fp32 else DTYPES:
+            for dtype in DTYPES[1:] if name in in_fp32 else DTYPES:
                 for shape in SHAPES:
-                    run_once(check, shape, dtype)
-            print(f"  {check.name:<32}{time.perf_counter() - start:6.1f} s", flush=True)
+                    kernel_calls.run(name, shape, dtype, "cuda")
+                    torch.cuda.synchronize()
+            print(f"  {name:<32}{time.perf_counter() - start:6.1f} s", flush=True)
     return names
 
 
@@ -95,7 +85,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def compile_all() -> None:
-    """Runs the checks without a tool, in several processes, to compile all kernels."""
+    """Runs the calls without a tool, in several processes, to compile all kernels."""
     start = time.perf_counter()
     running = [
         subprocess.Popen(command("part", i, SIDE_BY_SIDE), stdout=subprocess.DEVNULL)

@@ -1,0 +1,20 @@
+"""`make sanitize` launches every kernel."""
+
+import torch
+
+import logitless as ll
+from tests.support import kernel_calls, sanitizer
+from tests.support.launches import every_kernel, launched
+from tests.support.sizes import DEVICE, ON_GPU
+
+WAIT_FOR_OTHERS = {"_jsd_tvd_split_fwd_kernel", "_jsd_tvd_merge_kernel"}
+
+
+def test_every_kernel_is_launched_by_a_call():
+    """By the interpreter all but those whose programs wait for each other."""
+    assert len(every_kernel()) > 20
+    with launched() as ran, ll.impl("triton"):
+        for name in kernel_calls.CALLS:
+            for shape in sanitizer.SHAPES:
+                kernel_calls.run(name, shape, torch.bfloat16, DEVICE)
+    assert every_kernel() - ran - (set() if ON_GPU else WAIT_FOR_OTHERS) == set()
