@@ -74,13 +74,13 @@ mutants: $(READY)  ## put bugs into the library, one at a time, and run the test
 	OMP_NUM_THREADS=1 $(PY) -m tests.differential.mutations $(ARGS)
 
 bench: $(READY)  ## check and time logitless beside PyTorch and other libraries
-	$(PY) -m logitless bench $(ARGS)
+	$(PY) -m benchmarks.bench $(ARGS)
 
 tables: $(READY)  ## rewrite the tables of README and docs, and the plots, from stored results
 	$(PY) -m benchmarks.tables
 
 demo: $(READY)  ## train a teacher, capture it, distil students; writes a report in HTML
-	$(PY) -m logitless demo $(ARGS)
+	$(PY) -m examples.demo $(ARGS)
 
 docs: .venv-docs/.ready  ## build the site into build/site; open build/site/index.html
 	$(MKDOCS) build $(ARGS)

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 import logitless as ll
+from benchmarks.bench.clocks import device_time, wall_times
 from logitless.cli import machine
-from logitless.cli.clocks import device_time, wall_times
 from logitless.cli.report import table
 from logitless.core.capture import uniforms_of
 

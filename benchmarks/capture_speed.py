@@ -20,8 +20,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import logitless as ll
+from benchmarks.bench.clocks import wall_time
 from logitless.cli import machine
-from logitless.cli.clocks import wall_time
 from logitless.cli.report import table
 
 AIM = 0.8

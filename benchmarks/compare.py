@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGE = Path(__file__).resolve().parents[1] / "logitless"
+ROOT = Path(__file__).resolve().parents[1]
 MARGIN = 0.02
 TURNS = 5  # how often each process measures a wall time
 COLUMNS = ("case", "old ms", "new ms", "old again", "new / old", "noise", "MiB old", "MiB new", "")
@@ -36,11 +36,12 @@ def worker(checkout: Path) -> ProcessPoolExecutor:
 
 
 def set_path(checkout: str) -> None:
-    """Runs in a worker. Imports `logitless` from `checkout`, and `cli` from this checkout."""
-    sys.path[:] = [checkout, *sys.path, str(PACKAGE)]
+    """Runs in a worker. Imports `logitless` from `checkout`, and the bench from this checkout."""
+    sys.path.insert(0, checkout)
     import logitless
 
     assert Path(logitless.__file__).is_relative_to(checkout), logitless.__file__
+    sys.path[0] = str(ROOT)
 
 
 def functions() -> set[str]:
@@ -52,14 +53,14 @@ def functions() -> set[str]:
 
 def names(device: str, filters: dict, without: set[str]) -> list[str]:
     """Runs in a worker. Returns the names of the cases, except those of the functions `without`."""
-    from cli.bench import cases
+    from benchmarks.bench import cases
 
     return [case.name for case in cases.choose(device, **filters) if case.op not in without]
 
 
 def measure(device: str, filters: dict, name: str, ms: float) -> dict:
     """Runs in a worker. Returns the result of one case, timed for `ms` milliseconds."""
-    from cli.bench import cases, contenders, runner
+    from benchmarks.bench import cases, contenders, runner
 
     case = next(case for case in cases.choose(device, **filters) if case.name == name)
     ours = {contenders.OURS: contenders.ours}

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import logitless as ll
-from logitless.cli import demo
+from examples import demo
 
 CHUNKS = 16
 WINDOW = 10  # number of steps over which losses are averaged

@@ -34,9 +34,9 @@ from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface
 
 import logitless as ll
+from benchmarks.bench.clocks import wall_time
 from benchmarks.training_step import QUICK_SIZES, SIZES, batch_of, fused, llama
 from logitless.cli import machine
-from logitless.cli.clocks import wall_time
 from logitless.cli.report import table
 
 EVALUATED, TRAINED = (1, 32768), (4, 4096)  # batch × length

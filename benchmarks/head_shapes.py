@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 import logitless as ll
-from logitless.cli import clocks, machine
-from logitless.cli.bench import contenders, runner
-from logitless.cli.bench.cases import COMPILED, EAGER, MIB, OURS, Case, Mode
-from logitless.cli.bench.results import Result
+from benchmarks.bench import clocks, contenders, runner
+from benchmarks.bench.cases import COMPILED, EAGER, MIB, OURS, Case, Mode
+from benchmarks.bench.results import Result
+from logitless.cli import machine
 from logitless.cli.report import table
 
 ODD = (

@@ -25,9 +25,9 @@ from pathlib import Path
 
 import torch
 
-from logitless.cli.bench import contenders, plots, results, runner
-from logitless.cli.bench.cases import COMPILED, EAGER, MIB, OURS, PLAIN, Case, Mode
-from logitless.cli.bench.results import Result
+from benchmarks.bench import contenders, plots, results, runner
+from benchmarks.bench.cases import COMPILED, EAGER, MIB, OURS, PLAIN, Case, Mode
+from benchmarks.bench.results import Result
 from logitless.cli.report import sizes, table
 from logitless.heads import choose_cut
 

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
+from benchmarks.bench import contenders
 from logitless import kernels
-from logitless.cli.bench import contenders
 from logitless.contract import Reading
 from logitless.heads import choose_cut
 from logitless.heads.choose_cut import Cut

@@ -16,12 +16,17 @@ import argparse
 import copy
 import itertools
 import statistics
+import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import logitless as ll
+from logitless.cli import machine
+from logitless.cli.report import table
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))  # examples import `demo`
 from examples.on_policy import (
     NEW,
     PROMPT,
@@ -32,8 +37,6 @@ from examples.on_policy import (
     train_on_text,
     windows,
 )
-from logitless.cli import machine
-from logitless.cli.report import table
 
 WAYS = {
     "text": "text alone",

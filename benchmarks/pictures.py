@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from logitless.cli.demo import report, story
+from examples.demo import report, story
 
 ROOT = Path(__file__).resolve().parents[1]
 STEP = ROOT / "benchmarks/results/h200/training-step-566b4e0.md"
@@ -140,7 +140,7 @@ def draw_training_step(path: Path) -> None:
 
 
 def draw_demo(path: Path) -> None:
-    """Draws the picture of `logitless demo` again, from its stored numbers."""
+    """Draws the picture of `make demo` again, from its stored numbers."""
     (_, loss, seconds, memory), (head, *curves), _ = tables_of(DEMO)
     students = []
     for i, name in enumerate(head[1:], 1):

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import logitless as ll
+from benchmarks.bench import clocks
 from benchmarks.step_clock import time_and_memory
-from logitless.cli import clocks, machine
+from logitless.cli import machine
 from logitless.cli.report import table
 
 CHECKED = (8, 64, 256, 5000)

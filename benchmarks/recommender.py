@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import logitless as ll
+from benchmarks.bench import contenders
 from logitless.cli import machine
-from logitless.cli.bench import contenders
 from logitless.cli.report import short, table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,7 +8,7 @@
 2. The time of one of eight shards of a head. The script compares the time of one shard with an
    eighth of the time of the whole head. The target is at most 1.10 times an eighth of the whole
    time. The statistics of the other seven ranks are copies in memory, so the times include no
-   collectives. `logitless scale` computes the times of collectives.
+   collectives. benchmarks/scale.py computes the times of collectives.
 
 Times are medians of several batches of calls. Two calls that are compared alternate. Without a
 GPU, the script runs small sizes on the CPU with gloo, and the numbers have no meaning.
@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import logitless as ll
-from logitless.cli.clocks import wall_times
-from logitless.cli.scale import GPUS, cost
+from benchmarks.bench.clocks import wall_times
+from benchmarks.scale import GPUS, cost
 from logitless.parallel.ranks import Alone
 
 RANKS = 8

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from logitless.cli import clocks
+from benchmarks.bench import clocks
 
 
 def time_and_memory(

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.bench.clocks import repetitions
 from logitless.cli import machine as _machine
-from logitless.cli.clocks import repetitions
 from logitless.cli.report import table
 
 Call = Callable[[], object]

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import heads_memory, pictures
-from logitless.cli.bench import cases, plots, results
-from logitless.cli.bench.cases import COMPILED, EAGER, FAMILIES, OURS, PLAIN, Mode
-from logitless.cli.bench.results import OVERWRITES, Result
+from benchmarks.bench import cases, plots, results
+from benchmarks.bench.cases import COMPILED, EAGER, FAMILIES, OURS, PLAIN, Mode
+from benchmarks.bench.results import OVERWRITES, Result
 from logitless.cli.report import NOTHING, number, sizes, table, time_text
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -3,7 +3,7 @@
     python -m benchmarks.teacher_choice --out FOLDER              on a CPU, in some minutes
     python -m benchmarks.teacher_choice --out FOLDER --large      on a GPU, with larger sizes
 
-A teacher is trained on the text of `logitless demo`. Students of another width then learn from the
+A teacher is trained on the text of `make demo`. Students of another width then learn from the
 teacher's targets alone, by the forward KL divergence. All kinds of targets take the same number of
 bytes in total. A slot takes an id of two bytes and a value of two bytes. A tail takes four bytes. A
 whole row takes two bytes per token of the vocabulary, so whole rows exist for a few windows of the
@@ -30,9 +30,16 @@ import torch
 from torch import Tensor
 
 import logitless as ll
+from examples.demo import (
+    Batch,
+    Scale,
+    Transformer,
+    draw_batches,
+    encode,
+    read_sources,
+    vocabulary,
+)
 from logitless.cli import machine
-from logitless.cli.demo import Batch, Scale, Transformer, draw_batches, read_sources
-from logitless.cli.demo.small import encode, vocabulary
 from logitless.cli.report import table
 
 SLOT, TAIL, LOGIT = 4, 4, 2  # bytes
@@ -53,14 +60,14 @@ class Sizes(NamedTuple):
 
 SMALL = Sizes(
     vocab=4096, chars=2_000_000,
-    teacher=Scale(batch=16, context=32, width=96, layers=2, lr=5e-3, loss_rows=0),
-    student=Scale(batch=16, context=32, width=32, layers=1, lr=1e-2, loss_rows=0),
+    teacher=Scale(batch=16, context=32, width=96, layers=2, lr=5e-3),
+    student=Scale(batch=16, context=32, width=32, layers=1, lr=1e-2),
     teacher_steps=800, steps=240, windows=60, ks=(4, 16), held_out=40,
 )  # fmt: skip
 LARGE = Sizes(
     vocab=32_768, chars=12_000_000,
-    teacher=Scale(batch=32, context=256, width=512, layers=6, lr=1e-3, loss_rows=0),
-    student=Scale(batch=32, context=256, width=192, layers=2, lr=2e-3, loss_rows=0),
+    teacher=Scale(batch=32, context=256, width=512, layers=6, lr=1e-3),
+    student=Scale(batch=32, context=256, width=192, layers=2, lr=2e-3),
     teacher_steps=3000, steps=1500, windows=200, ks=(8, 32), held_out=30,
 )  # fmt: skip
 

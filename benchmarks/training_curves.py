@@ -112,7 +112,7 @@ class Training:
 def train(case: str, seed: int, fused: bool, steps: int, text: int) -> dict:
     """One run. Returns the curves, the seconds, and the peak memory in MiB."""
     import logitless as ll
-    from logitless.cli.demo import small
+    from examples.demo import small
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = small.read_sources(text)

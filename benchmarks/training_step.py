@@ -34,8 +34,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import logitless as ll
+from benchmarks.bench.clocks import wall_time
 from logitless.cli import machine
-from logitless.cli.clocks import wall_time
 from logitless.cli.report import NOTHING, short, table
 
 SHAPES = ((4, 4096), (1, 16384), (1, 65536))  # batch × length

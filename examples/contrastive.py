@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import logitless as ll
-from logitless.cli.memory import extra_memory
+from demo.memory import extra_memory
 
 TOPIC, PIXELS, WORDS, LENGTH, WIDTH = 16, 128, 512, 12, 64
 

@@ -2,7 +2,7 @@
 
     python examples/distill.py
 
-A teacher is trained on the sources of Python's standard library, as in `logitless demo`. The script
+A teacher is trained on the sources of Python's standard library, as in `make demo`. The script
 captures the teacher's 32 most probable tokens on a few windows of this text, with their
 log-probabilities and the mass of all other tokens. The teacher itself is not needed afterwards. Two
 students with the same initial weights are then trained on these windows. One student learns from
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 import logitless as ll
-from logitless.cli.demo import Batch, Scale, Transformer, draw_batches, encode, read_sources
+from demo import Batch, Scale, Transformer, draw_batches, encode, read_sources
 
 K = 32
-TEACHER = Scale(batch=4, context=32, width=64, layers=2, lr=4e-3, loss_rows=0)
+TEACHER = Scale(batch=4, context=32, width=64, layers=2, lr=4e-3)
 STUDENT = TEACHER._replace(width=32, layers=1, lr=1e-2)
 
 Example = tuple[Tensor, Tensor, ll.SparseTargets]  # tokens, next tokens, the teacher's targets

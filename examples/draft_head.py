@@ -3,7 +3,7 @@
     python examples/draft_head.py
 
 The script needs neither a network nor a GPU. A target model is trained on the source code of
-Python's standard library, as in `logitless demo`, and is then frozen. The draft head predicts three
+Python's standard library, as in `make demo`, and is then frozen. The draft head predicts three
 tokens ahead, one after the other, as EAGLE does. In the first step, the draft head reads the
 target's hidden state at one position and the embedding of the next token. From both, the draft head
 computes a hidden state for the next position. In the next step, the draft head reads its own hidden
@@ -27,11 +27,10 @@ import torch
 from torch import Tensor, nn
 
 import logitless as ll
-from logitless.cli.demo import Batch, Scale, Transformer, draw_batches, read_sources
-from logitless.cli.demo.small import encode, vocabulary
+from demo import Batch, Scale, Transformer, draw_batches, encode, read_sources, vocabulary
 
 VOCAB, DRAFTED, AHEAD = 4096, 512, 3
-TARGET = Scale(batch=16, context=32, width=64, layers=2, lr=5e-3, loss_rows=0)
+TARGET = Scale(batch=16, context=32, width=64, layers=2, lr=5e-3)
 
 
 class Draft(nn.Module):

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import logitless as ll
-from logitless.cli.demo import read_sources
+from demo import read_sources
 
 VOCABULARY, LENGTH, BATCH = 2048, 64, 8  # BATCH rows of LENGTH tokens per process and step
 

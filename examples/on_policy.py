@@ -3,7 +3,7 @@
     python examples/on_policy.py
 
 The script needs the packages transformers and accelerate, but neither a network nor a GPU. The text
-is the source code of Python's standard library, as in `logitless demo`. A teacher is trained on the
+is the source code of Python's standard library, as in `make demo`. A teacher is trained on the
 text, and a narrower student is trained on a small part of the text. The student then samples
 completions of prompts, and minimises the reverse KL divergence from the teacher on these
 completions. The script trains one copy of the student with `DistillTrainer(on_policy=1)`, and
@@ -25,8 +25,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Traini
 from transformers.trainer_callback import PrinterCallback
 
 import logitless as ll
-from logitless.cli.demo import read_sources
-from logitless.cli.demo.small import encode, vocabulary
+from demo import encode, read_sources, vocabulary
 
 VOCAB, PROMPT, NEW, BATCH = 2048, 8, 16, 32
 ENDS = ("\n",)  # a completion ends before a line without indentation

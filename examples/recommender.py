@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import logitless as ll
-from logitless.cli.memory import extra_memory
+from demo.memory import extra_memory
 
 GENRES = 20
 LENGTH = 12  # clicks per user

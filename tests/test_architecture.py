@@ -144,6 +144,11 @@ def test_inner_rooms_export_nothing():
         assert ast.get_docstring(TREES[f"logitless.{room}"])
 
 
+def test_examples_import_nothing_of_the_command():
+    text = {path.name: path.read_text() for path in (ROOT / "examples").rglob("*.py")}
+    assert {name for name, source in text.items() if "logitless.cli" in source} == set()
+
+
 # --- what kind of logits something is
 
 KINDS = {
@@ -196,7 +201,7 @@ def test_no_test_imports_another():
 def test_tests_stand_in_rooms():
     """A room of the package, or the kinds of tests that belong to none."""
     folders = {path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")}
-    others = {"clients", "differential", "docs", "gpu", "support", "trainers"}
+    others = {"benchmarks", "clients", "differential", "docs", "gpu", "support", "trainers"}
     assert {f for f in folders if not f.endswith(".py")} <= {*FLOOR} | others
     assert {f for f in folders if f.endswith(".py")} == {
         "test_architecture.py", "test_contract.py", "test_init.py", "test_nn.py",

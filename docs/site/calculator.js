@@ -1,8 +1,8 @@
 // The calculator of docs/calculator.md. The numbers are those of `logitless explain` and
-// `logitless scale`. tests/docs/test_calculator.py compares this file with the Python code.
+// benchmarks/scale.py. tests/docs/test_calculator.py compares this file with the Python code.
 //
 // The functions from `chooseCut` to `cost` have the names and the constants of
-// logitless/heads/choose_cut.py, logitless/heads/explain.py and logitless/cli/scale.py. They cover
+// logitless/heads/choose_cut.py, logitless/heads/explain.py and benchmarks/scale.py. They cover
 // the mean of a loss with gradients, over a head whose logits have the dtype of its hidden states.
 
 const MIB = 2 ** 20
@@ -330,7 +330,7 @@ function command({ head, gpu }) {
   const sizes = `--rows ${head.rows} --width ${head.width} --vocab ${head.vocab}`
   const scale = `--tokens ${head.rows} --hidden ${head.width} --vocab ${head.vocab} --gpu ${gpu}`
   const lines = [`logitless explain ${sizes} --dtype ${head.dtype}${workspace}`]
-  if (head.dtype !== "fp32") lines.push(`logitless scale ${scale}`)
+  if (head.dtype !== "fp32") lines.push(`python -m benchmarks.scale ${scale}`)
   return `<pre><code>${lines.join("\n")}</code></pre>`
 }
 

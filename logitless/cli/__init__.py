@@ -1,8 +1,7 @@
 """The `logitless` command.
 
-COMMANDS lists the subcommands. Each subcommand is a module or package of this folder with the
-functions `add_parser` and `run`. The other modules hold functions that several subcommands and
-benchmarks/ share.
+COMMANDS lists the subcommands. Each is a module of this folder with the functions `add_parser` and
+`run`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from importlib.util import find_spec
 
 import logitless
 
-COMMANDS = ("demo", "bench", "doctor", "explain", "scale", "teacher")
+COMMANDS = ("doctor", "explain", "teacher")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,11 +43,9 @@ def chosen_device(name: str | None) -> str:
     return name or ("cuda" if has_gpu else "cpu")
 
 
-def require(extra: str, *modules: str, command: str | None = None) -> None:
+def require(extra: str, *modules: str) -> None:
     """Exits if a module is missing. The message names the pip extra that installs the module."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         needs = " and ".join(missing)
-        raise SystemExit(
-            f"logitless {command or extra} needs {needs}: in a clone, pip install '.[{extra}]'"
-        )
+        raise SystemExit(f"logitless {extra} needs {needs}: in a clone, pip install '.[{extra}]'")

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import logitless as ll
-from benchmarks import pictures
-from logitless.cli import scale
+from benchmarks import pictures, scale
 from logitless.cli.explain import DTYPES
 from logitless.heads import choose_cut
 from tests.support.paths import ROOT

@@ -3,6 +3,7 @@
 import argparse
 import re
 from importlib import import_module
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -73,6 +74,8 @@ def test_commands_exist(page, line):
     if words[:1] == ["make"]:
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for word in words:
+        if re.fullmatch(r"(examples|benchmarks)(\.\w+)+", word):
+            assert find_spec(word) is not None
         if re.fullmatch(r"(examples|benchmarks|tests|docs)/[\w/.-]+\.py", word):
             assert (ROOT / word).exists()
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
-from logitless.cli import memory as _memory
+from examples.demo import memory as _memory
 from tests.support.laws import poisoned_memory
 
 

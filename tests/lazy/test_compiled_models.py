@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import logitless as ll
-from logitless.cli.memory import extra_memory
+from examples.demo.memory import extra_memory
 from logitless.lazy import recipe, report
 from logitless.lazy.logits import LazyLogits
 from tests.support.fusable_models import D, Model, V

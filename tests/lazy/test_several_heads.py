@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import logitless as ll
-from logitless.cli.memory import extra_memory
+from examples.demo.memory import extra_memory
 from logitless.integrations.trl import _guard_of
 from logitless.lazy import recipe, report
 from logitless.lazy.logits import LazyLogits

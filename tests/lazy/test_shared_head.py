@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import logitless as ll
-from logitless.cli.memory import extra_memory
+from examples.demo.memory import extra_memory
 from logitless.lazy.logits import LazyLogits
 from tests.support.laws import FLOOR, error
 

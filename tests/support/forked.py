@@ -92,6 +92,7 @@ def _script(rank: int, ranks: int, path: str, arguments: tuple[str, ...]) -> str
     if ranks == 1:
         warnings.simplefilter("error", UserWarning)
     sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent))  # as `python path` does
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
             runpy.run_path(path, run_name="__main__")

@@ -17,8 +17,8 @@ from tests.support.pages import python_of, small_models
 
 # Modules that the library runs without, and the extras that bring these modules.
 OPTIONAL = {
-    "rich": {"demo", "bench", "teacher"},
-    "matplotlib": {"demo", "bench", "teacher"},
+    "rich": {"teacher"},
+    "matplotlib": {"teacher"},
     "transformers": {"teacher"},
     "accelerate": {"teacher"},
     "s3fs": {"remote"},

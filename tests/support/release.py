@@ -28,19 +28,13 @@ DIST = ROOT / "dist"
 # Per extra, in the order of installation: the commands of `logitless` that must work. All extras
 # except dev are tried. `make test` needs the packages of dev, and installs pinned versions.
 COMMANDS = {
-    "": ("--version", "doctor", "explain --rows 64 --width 64 --vocab 1000", "scale"),
-    "demo": ("demo --steps 1 --device cpu",),
-    "bench": (
-        "bench --quick --op cross_entropy --against eager --device cpu --shape 64x1000 "
-        "--dtype fp32 --out bench",
-        "scale --plot scale.png",
-    ),
+    "": ("--version", "doctor", "explain --rows 64 --width 64 --vocab 1000"),
     "teacher": ("teacher --help",),
     "remote": ("teacher --help",),
     "parquet": ("teacher --help",),
 }
 # Commands that must exit without an extra, and must name the extra.
-REFUSED = {"demo": "demo --steps 1", "bench": "bench --quick"}
+REFUSED = {"teacher": "teacher capture --model m --data d --out o"}
 # Files that the archive of sources must have beside the package. pip builds a wheel from these.
 SOURCES = ("pyproject.toml", "hatch_build.py", "README.md", "CHANGELOG.md", "LICENSE", "Makefile")
 

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..memory import extra_memory
-from ..progress import bar
+from .progress import bar
 
 VOCAB = 32_768
 UNKNOWN = 0
@@ -39,12 +38,11 @@ class Scale(NamedTuple):
     width: int
     layers: int
     lr: float
-    loss_rows: int  # number of rows of logits in the measurement of `loss_memory`
 
 
 SCALES = {
-    "cpu": Scale(batch=4, context=32, width=64, layers=2, lr=3e-3, loss_rows=1024),
-    "cuda": Scale(batch=16, context=256, width=384, layers=4, lr=5e-4, loss_rows=8192),
+    "cpu": Scale(batch=4, context=32, width=64, layers=2, lr=3e-3),
+    "cuda": Scale(batch=16, context=256, width=384, layers=4, lr=5e-4),
 }
 
 
@@ -170,13 +168,6 @@ def largest_difference(learners: list[Learner]) -> float:
     """Returns the largest difference between the losses of two learners in the same step."""
     one, other = learners
     return max(abs(a - b) for a, b in zip(one.curve, other.curve, strict=True))
-
-
-def loss_memory(loss: Loss, rows: int, device: str) -> int:
-    """Returns the peak memory of the loss's forward and backward in bytes, without the logits."""
-    logits = torch.randn(rows, VOCAB, device=device, requires_grad=True)
-    target = torch.randint(VOCAB, (rows,), device=device)
-    return extra_memory(device, logits, lambda z: loss(z, target).backward())
 
 
 def train_with_progress(learners: list[Learner], batches: Iterator[Batch], steps: int) -> None:

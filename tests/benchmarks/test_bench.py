@@ -1,5 +1,5 @@
-"""`logitless bench` and benchmarks/compare.py, on a CPU and at toy sizes: that they run, that they
-catch a wrong answer, and that their verdicts follow from the numbers."""
+"""`make bench` on a CPU and at toy sizes: that it runs, that it
+catches a wrong answer, and that its verdicts follow from the numbers."""
 
 import dataclasses
 import json
@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.cli import clocks as _clocks
-from logitless.cli import formulas, main
-from logitless.cli.bench import cases, contenders, plots, results, runner
-from logitless.cli.bench.cases import Case, Mode
-from logitless.cli.bench.contenders import NAMES
+from benchmarks.bench import cases, contenders, formulas, plots, results, runner
+from benchmarks.bench import clocks as _clocks
+from benchmarks.bench.__main__ import main
+from benchmarks.bench.cases import Case, Mode
+from benchmarks.bench.contenders import NAMES
 from tests.support.paths import ROOT
 
 CASE = Case("logits", "cross_entropy", Mode.BACKWARD, shape="6×101", dtype="fp32")
@@ -31,7 +31,7 @@ def entries(case=CASE, **functions):
 def test_bench_writes_a_report_plots_and_json(tmp_path, capsys):
     shapes = ["--shape", "6x601", "--shape", "6x16x601"]
     how = ["--quick", "--against", "eager", "--device", "cpu", "--out", str(tmp_path)]
-    assert main(["bench", "--family", "logits", "--family", "heads", *shapes, *how]) == 0
+    assert main(["--family", "logits", "--family", "heads", *shapes, *how]) == 0
     assert "cross_entropy" in capsys.readouterr().out
     (stored,) = tmp_path.glob("bench-logits-heads-*.json")
     document = json.loads(stored.read_text())
@@ -49,7 +49,7 @@ def test_bench_writes_a_report_plots_and_json(tmp_path, capsys):
         part = [row for row in rows if (row["family"] == "heads") == in_it]
         path.write_text(json.dumps(document | {"rows": part}))
     both = ["--from-json", str(parts[1]), "--from-json", str(parts[0])]
-    assert main(["bench", *both, "--out", str(tmp_path / "again")]) == 0
+    assert main([*both, "--out", str(tmp_path / "again")]) == 0
     made = {path.name: path for path in (tmp_path / "again").iterdir()}
     report_name = f"bench-{document['date'][:10]}"
     plots = {"speed.png", "memory.png", "speed-heads.png", "memory-heads.png"}
@@ -66,12 +66,12 @@ def test_bench_writes_a_report_plots_and_json(tmp_path, capsys):
     [["--shape", "8192"], ["--op", "nothing"], ["--from-json", "nowhere"]],
 )
 def test_bench_names_a_senseless_argument(arguments, capsys):
-    assert main(["bench", "--device", "cpu", "--quick", *arguments]) == 2
-    assert "logitless bench:" in capsys.readouterr().err
+    assert main(["--device", "cpu", "--quick", *arguments]) == 2
+    assert "bench:" in capsys.readouterr().err
 
 
 def test_a_run_in_two_parts_is_one_result(tmp_path, capsys):
-    how = ["bench", "--family", "teachers", "--op", "capture_topk", "--shape", "6x601", "--quick"]
+    how = ["--family", "teachers", "--op", "capture_topk", "--shape", "6x601", "--quick"]
     how += ["--against", "eager", "--device", "cpu", "--out", str(tmp_path), "--commit", "this"]
     assert main([*how, "--minutes", "0"]) == 0
     (stored,) = tmp_path.glob("*.json")
@@ -104,13 +104,13 @@ def test_a_target_of_one_part_speaks_of_times_in_another():
 
 def test_bench_knows_its_rivals(capsys):
     with pytest.raises(SystemExit):
-        main(["bench", "--against", "nobody"])
+        main(["--against", "nobody"])
     assert "choose from" in capsys.readouterr().err
 
 
 def test_a_result_of_another_version_is_refused(tmp_path, capsys):
     (tmp_path / "old.json").write_text('{"rows": [{"op": "cross_entropy", "reps": 3}]}')
-    assert main(["bench", "--from-json", str(tmp_path / "old.json")]) == 2
+    assert main(["--from-json", str(tmp_path / "old.json")]) == 2
     assert "of this version" in capsys.readouterr().err
 
 

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import logitless as ll
-from logitless.cli.demo import small
-from logitless.cli.demo.small import Scale, Transformer
 from logitless.store import Store, Writer, capture, distill_loss
 from logitless.store.capture import lazy_head
 
-from ..memory import extra_memory
-from ..progress import bar
+from . import small
+from .memory import extra_memory
+from .progress import bar
+from .small import Scale, Transformer
 
 CE, KD = 0.2, 0.8  # weights of the cross-entropy and of the KL divergence
 WORKSPACE = 4 << 20  # bytes of logits that a fused head computes at a time
@@ -39,8 +39,8 @@ class Plan(NamedTuple):
     memory_vocab: int
 
 
-_SMALL = Scale(batch=8, context=32, width=96, layers=2, lr=4e-3, loss_rows=0)
-_LARGE = Scale(batch=16, context=256, width=384, layers=4, lr=1e-3, loss_rows=0)
+_SMALL = Scale(batch=8, context=32, width=96, layers=2, lr=4e-3)
+_LARGE = Scale(batch=16, context=256, width=384, layers=4, lr=1e-3)
 PLANS = {
     "cpu": Plan(
         8192, 256, _SMALL, _SMALL._replace(width=48, layers=1, lr=1e-2), 480, 12, 1024, 32_768

@@ -1,4 +1,4 @@
-"""`logitless demo`: trains a teacher, stores its predictions, and distils students.
+"""Trains a teacher, stores its predictions, and distils students.
 
 Four students start from the same seed and train on the same few documents. The first student learns
 from the text only. The second student learns from the teacher's whole logits, in plain PyTorch. The
@@ -14,48 +14,17 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from logitless.cli import chosen_device, require
-from logitless.cli.demo.small import (  # examples/ and benchmarks/ import these names
-    MAX_CHARS,
-    SCALES,
-    VOCAB,
-    Batch,
-    Learner,
-    Scale,
-    Transformer,
-    draw_batches,
-    encode,
-    largest_difference,
-    loss_memory,
-    read_sources,
-    train,
-    train_with_progress,
-)
+import torch
 
-__all__ = [
-    "MAX_CHARS",
-    "SCALES",
-    "VOCAB",
-    "Batch",
-    "Learner",
-    "Scale",
-    "Transformer",
-    "draw_batches",
-    "encode",
-    "largest_difference",
-    "loss_memory",
-    "read_sources",
-    "train",
-    "train_with_progress",
-]
+from . import report, story
 
 
-def add_parser(subparsers) -> None:
-    parser = subparsers.add_parser(
-        "demo",
-        help="train a teacher, capture it into a store, distil students",
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.demo",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -71,15 +40,10 @@ def add_parser(subparsers) -> None:
     parser.add_argument(
         "--store", type=Path, help="folder of the store; by default the store is deleted"
     )
-
-
-def run(args: argparse.Namespace) -> None:
-    require("demo", "rich", "matplotlib")
+    args = parser.parse_args(argv)
     if args.steps < 1:
         raise SystemExit(f"--steps must be at least 1, got {args.steps}")
-    from logitless.cli.demo import report, story
-
-    device = chosen_device(args.device)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         outcome = story.run(args.store or Path(folder) / "store", args.steps, device, args.seed)
@@ -87,3 +51,7 @@ def run(args: argparse.Namespace) -> None:
     report.save_plot(outcome, args.out)
     report.save_html(outcome, args.out, args.out.with_suffix(".html"))
     print(f"plot: {args.out}\nreport: {args.out.with_suffix('.html')}")
+
+
+if __name__ == "__main__":
+    main()

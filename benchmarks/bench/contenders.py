@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import logitless as ll
+from logitless.cli import machine
+from logitless.cli.report import short
 
-from .. import formulas, machine
-from ..formulas import BY_ROW, IGNORED, Inputs
-from ..report import short
+from . import formulas
 from .cases import COMPILED, DTYPES, EAGER, OURS, Case, Mode
+from .formulas import BY_ROW, IGNORED, Inputs
 
 OF_A_HEAD = ("workspace", "logits_dtype", "accumulate")  # options of LinearLogits, not of the loss
 Finder = Callable[[Case], Callable | None]

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import clocks, formulas, memory
-from ..formulas import Inputs
-from ..report import short
-from . import contenders
+from examples.demo import memory
+from logitless.cli.report import short
+
+from . import clocks, contenders, formulas
 from .cases import MIB, OURS, Case, Mode
 from .contenders import Finder
+from .formulas import Inputs
 from .results import OVERWRITES, SYNCHRONISES, Result, blank
 
 Leaves = tuple[Tensor, ...]

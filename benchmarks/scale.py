@@ -1,4 +1,6 @@
-"""`logitless scale`: the cost of a head and its loss on each rank of a tensor-parallel group.
+"""Computes the cost of a head and its loss on each rank of a tensor-parallel group.
+
+    python -m benchmarks.scale --tokens 8192 --vocab 128256 --hidden 4096 --tp 8
 
 The cost is computed, not measured. The command counts bytes and FLOPs, divides the counts by
 speeds, and adds a latency for each collective. Some speeds were measured on one H200
@@ -10,10 +12,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-from logitless.cli import require
 
 
 class Gpu(NamedTuple):
@@ -157,10 +158,9 @@ def plot(path: Path, tokens: int, vocab: int, hidden: int, tps: list[int], gpu: 
     figure.savefig(path, dpi=120)
 
 
-def add_parser(subparsers) -> None:
-    parser = subparsers.add_parser(
-        "scale",
-        help="compute the cost of a head and its loss on many GPUs",
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scale",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -172,9 +172,7 @@ def add_parser(subparsers) -> None:
     )
     parser.add_argument("--gpu", choices=GPUS, default="h200")
     parser.add_argument("--plot", type=Path, help="file for a plot of the costs")
-
-
-def run(args: argparse.Namespace) -> int:
+    args = parser.parse_args(argv)
     for name in ("tokens", "vocab", "hidden", "tp"):
         if getattr(args, name) < 1:
             raise SystemExit(f"--{name} must be at least 1, got {getattr(args, name)}.")
@@ -187,6 +185,8 @@ def run(args: argparse.Namespace) -> int:
     )
     print(table(*shape, sizes(args.tp), gpu))
     if args.plot is not None:
-        require("bench", "matplotlib", command="scale --plot")
         plot(args.plot, *shape, sizes(args.tp), gpu)
-    return 0
+
+
+if __name__ == "__main__":
+    main()

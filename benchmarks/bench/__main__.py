@@ -1,4 +1,4 @@
-"""`logitless bench`: checks and times this library, PyTorch and other libraries.
+"""Checks and times this library, PyTorch and other libraries.
 
 The contenders are logitless, PyTorch eager, torch.compile, and all other supported libraries that
 can be imported. Before any time is measured, the values and gradients of every contender are
@@ -6,18 +6,18 @@ compared with formulas in fp64. On a GPU, the time of a contender is compared wi
 The lower bound is the time of a memory copy, or of the GEMMs of a head, in the same run. On a CPU,
 the time of a contender is compared with the time of PyTorch.
 
-    logitless bench                                  all cases: logits, teachers, heads
-    logitless bench --family heads                   losses over a head only
-    logitless bench --op cross_entropy --shape 4096x50257 --dtype bf16
-    logitless bench --against eager --against liger  logitless beside these two only
-    logitless bench --from-json FILE                 report and plots of a stored result
+    python -m benchmarks.bench                                  all cases: logits, teachers, heads
+    python -m benchmarks.bench --family heads                   losses over a head only
+    python -m benchmarks.bench --op cross_entropy --shape 4096x50257 --dtype bf16
+    python -m benchmarks.bench --against eager --against liger  logitless beside these two only
+    python -m benchmarks.bench --from-json FILE                 report and plots of a stored result
 
 A family of cases that takes long can be run in several parts. All parts must be run at the same
 commit and on the same kind of machine. With --resume, the command runs the missing cases, and joins
 the results of all parts:
 
-    logitless bench --family heads --minutes 8       writes a first part and prints its FILE
-    logitless bench --family heads --resume FILE     runs the missing cases; reports all cases
+    python -m benchmarks.bench --family heads --minutes 8   writes a part and prints its FILE
+    python -m benchmarks.bench --family heads --resume FILE   runs the rest; reports all cases
 
 The command prints a report, and writes the report, a JSON file and plots to the folder of --out.
 """
@@ -28,19 +28,23 @@ import argparse
 import contextlib
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from .. import chosen_device, clocks, machine, require
-from ..progress import bar
-from . import cases, contenders, plots, results, runner
+from rich.console import Console
+from rich.markdown import Markdown
+
+from logitless.cli import chosen_device, machine
+from logitless.cli.progress import bar
+
+from . import cases, clocks, contenders, plots, results, runner
 
 WIDTH = 170  # characters per line of the report if stdout is not a terminal
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    parser = subparsers.add_parser(
-        "bench",
-        help="check and time logitless beside PyTorch and other libraries",
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -65,22 +69,18 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     add("--commit", help="commit to record in the result, if git cannot find the commit")
     from_json = "report stored results without timing; several files are joined (repeatable)"
     add("--from-json", type=Path, action="append", metavar="FILE", help=from_json)
-    parser.set_defaults(run=run)
-    return parser
+    return parser.parse_args(argv)
 
 
-def run(args: argparse.Namespace) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 if logitless is wrong or fails in a case, 2 for bad arguments."""
-    require("bench", "rich", "matplotlib")
-    from rich.console import Console
-    from rich.markdown import Markdown
-
+    args = arguments(argv)
     files = args.from_json or ([args.resume] if args.resume else [])
     try:
         stored = [results.read(path) for path in files]
         document = results.joined(*stored) if args.from_json else timed(args, stored)
     except (ValueError, OSError) as error:
-        print(f"logitless bench: {error}", file=sys.stderr)
+        print(f"bench: {error}", file=sys.stderr)
         return 2
     text = results.markdown(document)
     Console(width=None if sys.stdout.isatty() else WIDTH).print(Markdown(text))
@@ -128,3 +128,7 @@ def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
     # again.
     results.judge([*cases.choose(device, quick=args.quick), *chosen], rows, ceiling)
     return document | {"copy_tbps": ceiling, "rows": rows, "left": len(left)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

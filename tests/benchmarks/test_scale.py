@@ -1,13 +1,13 @@
-"""`logitless scale`: what a rank costs."""
+"""benchmarks/scale.py: what a rank costs."""
 
 import pytest
 
-from logitless.cli import main, scale
+from benchmarks import scale
 
 
 def test_a_plot(tmp_path, capsys):
     out = tmp_path / "plot.png"
-    assert main(["scale", "--tp", "12", "--plot", str(out)]) == 0
+    scale.main(["--tp", "12", "--plot", str(out)])
     assert out.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr()
     assert len(printed.out.splitlines()) == 2 + 5  # 1, 2, 4, 8 and 12 ranks
@@ -17,7 +17,7 @@ def test_a_plot(tmp_path, capsys):
 
 def test_what_it_refuses():
     with pytest.raises(SystemExit, match=r"--tp must be at least 1, got 0\."):
-        main(["scale", "--tp", "0"])
+        scale.main(["--tp", "0"])
 
 
 def test_the_parts_of_a_rank():
@@ -30,9 +30,3 @@ def test_the_parts_of_a_rank():
     assert shared.products == alone.products / 4
     assert shared.gather == 0.5 + 3 * 1000 * 3 * 4
     assert shared.reduce == 0.5 + 2 * 3 / 4 * 1000 * 10 * 2
-
-
-def test_a_plot_without_matplotlib_names_the_extra(monkeypatch, tmp_path):
-    monkeypatch.setattr("logitless.cli.find_spec", lambda module: None)
-    with pytest.raises(SystemExit, match=r"scale --plot needs matplotlib.*'\.\[bench\]'"):
-        main(["scale", "--plot", str(tmp_path / "plot.png")])

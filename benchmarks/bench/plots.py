@@ -6,7 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from ..report import sizes
+from logitless.cli.report import sizes
+
 from .cases import COMPILED, EAGER, OURS, PLAIN, Mode
 from .contenders import NAMES
 from .results import Result

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+import platform
 from html import escape
 from pathlib import Path
 
-from logitless.cli.demo.story import ALONE, CE, KD, LIVE, STORED, WHOLE, Outcome
+import torch
 
-from .. import machine
+from .story import ALONE, CE, KD, LIVE, STORED, WHOLE, Outcome
 
 COLORS = {ALONE: "0.55", WHOLE: "C1", LIVE: "C2", STORED: "C0"}
 
@@ -153,7 +154,8 @@ def save_html(outcome: Outcome, plot: Path, path: Path) -> None:
         f" {CE:g} · cross-entropy + {KD:g} · KL divergence. The logits of the students with the"
         " top K and with the store are not materialised in training."
     )
-    footer = f"{machine.device(outcome.device)['name']}, torch {machine.versions()['torch']}"
+    name = torch.cuda.get_device_name() if outcome.device == "cuda" else f"{platform.machine()} CPU"
+    footer = f"{name}, torch {torch.__version__}"
     page = PAGE.format(
         summary=escape(summary),
         results=_html_table(results(outcome), numbers=True),

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from .. import machine
-from ..report import NOTHING, number, table, time_text
+from logitless.cli import machine
+from logitless.cli.report import NOTHING, number, table, time_text
+
 from .cases import EAGER, OUR_PLAIN, OURS, PLAIN, Case, Mode, Work
 from .contenders import NAMES
 

@@ -1,4 +1,4 @@
-"""`logitless demo`, end to end and in its parts."""
+"""`make demo`, end to end and in its parts."""
 
 import shutil
 import subprocess
@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless import cli
-from logitless.cli import demo
-from logitless.cli.demo import report, story
+from examples import demo
+from examples.demo import memory, report, story
+from examples.demo.__main__ import main
 from tests.support.patience import HANG
 
-TINY = demo.Scale(batch=2, context=8, width=32, layers=1, lr=2e-2, loss_rows=64)
+TINY = demo.Scale(batch=2, context=8, width=32, layers=1, lr=2e-2)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def tiny(monkeypatch):
 
 def test_demo_ends_with_a_table_a_picture_and_a_report(tiny, tmp_path, capsys):
     out, store = tmp_path / "new" / "demo.png", tmp_path / "store"
-    command = ["demo", "--steps", "3", "--device", "cpu", "--out", str(out), "--store", str(store)]
-    assert cli.main(command) == 0
+    command = ["--steps", "3", "--device", "cpu", "--out", str(out), "--store", str(store)]
+    main(command)
     assert out.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     for expected in ("held-out", "nats", "the store", "time", "memory", str(out)):
@@ -143,12 +143,12 @@ def test_demo_vocabulary_keeps_the_frequent_tokens(monkeypatch):
 
 
 def test_demo_memory_of_the_loss_is_what_pytorch_allocates():
-    matrix = 64 * demo.VOCAB * 4
-    # log_softmax, its gradient, the gradient of the logits
-    assert demo.loss_memory(F.cross_entropy, 64, "cpu") // matrix == 3
+    logits, target = torch.randn(64, 32_768, requires_grad=True), torch.zeros(64).long()
+    peak = memory.extra_memory("cpu", logits, lambda z: F.cross_entropy(z, target).backward())
+    assert peak // logits.nbytes == 3  # log_softmax, its gradient, the gradient of the logits
 
 
 @pytest.mark.parametrize("steps", ["0", "-1"])
 def test_demo_refuses_to_train_for_no_steps(steps):
     with pytest.raises(SystemExit, match=f"--steps must be at least 1, got {steps}"):
-        cli.main(["demo", "--steps", steps])
+        main(["--steps", steps])

@@ -1,0 +1,1 @@
+"""Cases, contenders, clocks and results of `python -m benchmarks.bench`."""
