@@ -214,7 +214,7 @@ def test_divergences(beta, of_student, of_teacher):
     for mine, w in zip(got, want, strict=True):
         torch.testing.assert_close(mine.double(), w, rtol=2e-5, atol=2e-5)
     assert [t.requires_grad for t in got] == [True, False]
-    upstream = torch.randn(N)
+    upstream = torch.randn(N, device=DEVICE)
     (upstream * got[0]).sum().backward()
     (upstream.double() * want[0]).sum().backward()
     for mine, w in zip(tensors, exact, strict=True):
