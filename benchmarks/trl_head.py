@@ -55,10 +55,11 @@ Head = Callable[[Tensor, Tensor, Tensor], Results]
 
 
 def ours(way: str, outputs: tuple[str, ...]) -> Head:
-    step = SimpleNamespace(loss=lambda logprob, *_: grpo(logprob.flatten()))
+    step = SimpleNamespace(loss=lambda logprob, *_: grpo(logprob.flatten()[1:]))
 
     def head(hidden: Tensor, weight: Tensor, target: Tensor) -> Results:
-        counts = torch.ones((1, len(hidden)), dtype=torch.bool, device=hidden.device)
+        # On a GPU, TRL passes only the tokens that have a label.
+        counts = torch.arange(len(hidden) + 1, device=hidden.device)[None] > 0
         call = Call({}, Ways(way), counts, step)
         given = (hidden, weight, None, target, 1.0, COLUMNS, None, 1.0, outputs)
         logprob, entropy, _, _, right = token_statistics(call, *given)

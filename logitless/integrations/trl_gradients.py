@@ -125,8 +125,12 @@ class Tokens(NamedTuple):
         assert self.counts is not None
         mask = self.counts.to(head.device)
         count, (half_batch, odd) = head.rows, divmod(len(mask), 2)
-        at = mask.flatten().nonzero().squeeze(1)  # the places of tokens in (B, T), and among N rows
-        rows = torch.arange(count, device=at.device) if self.mask is None else at
+        # `at` are the places of the tokens in (B, T), and `rows` those among the N rows.
+        if self.mask is None:  # N tokens have a label: the host need not wait for their number
+            at = mask.flatten().argsort(descending=True, stable=True)[:count]
+            rows = torch.arange(count, device=at.device)
+        else:
+            rows = at = mask.flatten().nonzero().squeeze(1)
         targets, lengths = self.targets, mask.sum(1)
         if way == "pairs":
             if odd:
