@@ -18,7 +18,7 @@ def defined(formula, x, ignored, found, *, groups: Groups = 0, rows=(), reductio
     """The loss from the statistics of all rows, 0 in ignored rows, and groups that count."""
     owner, count = owners(groups, x)
     of_row = {} if isinstance(groups, int) else {"group": owner}
-    value = formula(GroupStats(**found, **of_row), *rows)
+    value = formula(GroupStats(**found, **of_row, groups=count), *rows)
     value, *more = value if isinstance(value, tuple) else (value,)
     live = sums(groups, count, owner, (~ignored).to(x.dtype)) > 0
     more = [t.detach().masked_fill(~live, 0) for t in more]

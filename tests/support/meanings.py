@@ -24,6 +24,10 @@ def row_loss(formula, x, ids, **how):
     return functions.row_loss(x, formula, ids=ids, **how)
 
 
+def group_loss(formula, x, ids, **how):
+    return functions.group_loss(x, formula, ids=ids, **how)
+
+
 def slot_loss(formula, x, targets, *, tail=True, **how):
     return slots.slot_loss(
         x, formula, targets.ids, targets.logprobs, targets.tail, targets.mask, **how
@@ -48,6 +52,7 @@ MEANINGS = calls_of(
         kl_div=squared_in(functions.kl_div), jsd=squared_in(functions.jsd),
         tvd=functions.tvd,
         cross_entropy=cross_entropy, row_loss=row_loss, slot_loss=slot_loss,
+        group_loss=group_loss,
         cross_entropy_and_scores=cross_entropy_and_scores,
         kept_scores=functions.kept_scores,
         score=lambda x, target, **how: ll.Scores(**functions.score(x, target, **how)),

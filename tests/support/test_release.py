@@ -51,7 +51,7 @@ def metadata(text: str) -> str:
 def test_the_long_description_has_no_relative_links():
     assert release.problems_of_description(metadata(index_page(README))) == []
     problems = release.problems_of_description(metadata(README))
-    assert "The long description must have no relative links, got docs/fuse.md." in problems
+    assert "The long description must have no relative links, got docs/guide.md." in problems
     assert any("memory-by-length.png" in problem for problem in problems)
     assert release.problems_of_description("Summary: x\n\ntext")[0].startswith("The metadata must")
 
