@@ -19,6 +19,7 @@ EXCERPTS = {
 }  # fmt: skip
 # Pages that other tests run: tests/trainers/test_recipes.py and tests/gpu/test_recipes.py.
 ELSEWHERE = ("docs/recipes/trl.md", "docs/recipes/liger.md")
+SHOW_A_BACKWARD = ("README.md", "docs/guide.md", "docs/heads.md")  # in each block
 WITH_PYTHON = [page for page in PAGES if python_of(page)]
 COMMAND_LINES = [
     (page, line)
@@ -54,6 +55,15 @@ def test_python_runs(page, tmp_path, monkeypatch):
         count += 1
         numbers = [t for t in names.values() if isinstance(t, torch.Tensor) and not t.dim()]
         assert all(t.isfinite() for t in numbers), block
+        if page in SHOW_A_BACKWARD:
+            heads = [m for m in names.values() if isinstance(m, torch.nn.Module)]
+            leaves = [t for t in names.values() if isinstance(t, torch.Tensor) and t.is_leaf]
+            leaves += [p for head in heads for p in head.parameters()]
+            gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+            assert gradients, block
+            assert all(g.isfinite().all() and g.abs().sum() > 0 for g in gradients), block
+            for leaf in leaves:
+                leaf.grad = None
     assert count == len(python_of(page))
 
 

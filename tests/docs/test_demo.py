@@ -1,8 +1,5 @@
 """`make demo`, end to end and in its parts."""
 
-import shutil
-import subprocess
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +8,6 @@ import logitless as ll
 from examples import demo
 from examples.demo import memory, report, story
 from examples.demo.__main__ import main
-from tests.support.patience import HANG
 
 TINY = demo.Scale(batch=2, context=8, width=32, layers=1, lr=2e-2)
 
@@ -44,40 +40,7 @@ def test_demo_ends_with_a_table_a_picture_and_a_report(tiny, tmp_path, capsys):
     assert (len(found), found.info.k) == (12, 64)
 
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-
-
-def look_at(page, folder):
-    """What a browser makes of a page: its words, and on a screenshot its picture."""
-    common = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    common += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=2000"]
-    done = subprocess.run(
-        [*common, "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=True,
-    )
-    for expected in ("<title>logitless demo</title>", "the store", "held-out loss", "Predictions"):
-        assert expected in done.stdout
-    shot = folder / "shot.png"
-    command = [*common, "--window-size=1000,1400", f"--screenshot={shot}", page.as_uri()]
-    subprocess.run(command, capture_output=True, timeout=HANG, check=True)
-    from matplotlib.image import imread
-
-    seen = imread(shot)[..., :3]
-    assert seen.shape[:2] == (1400, 1000)
-    dark = (seen < 0.5).all(-1).mean()
-    assert 0.005 < dark < 0.5  # a page with writing on it
-    blue = (abs(seen - (0.122, 0.467, 0.706)) < 0.02).all(-1).sum()
-    assert blue > 50  # the store's curve and bar: the picture is there
-
-
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium")
-def test_a_browser_opens_the_report(tmp_path):
-    """Of made-up numbers, and words that are no HTML."""
+def test_words_in_the_report_are_no_html(tmp_path):
     plan = story.PLANS["cpu"]
     students = [
         story.Student(name, None, [(1, 7.0), (2, 6.0 - i)], 1.0, 2**20 * 10)  # pyright: ignore
@@ -92,8 +55,10 @@ def test_a_browser_opens_the_report(tmp_path):
     told = story.Outcome("cpu", 2, 256, 5.0, students, store, words, plan)
     report.save_plot(told, tmp_path / "demo.png")
     report.save_html(told, tmp_path / "demo.png", tmp_path / "demo.html")
-    assert "<script>" not in (tmp_path / "demo.html").read_text()
-    look_at(tmp_path / "demo.html", tmp_path)
+    page = (tmp_path / "demo.html").read_text()
+    assert "<script>" not in page
+    for expected in ("<title>logitless demo</title>", "the store", "held-out loss", "Predictions"):
+        assert expected in page
 
 
 def test_demo_students_from_the_store_and_from_the_teacher_learn_alike(tiny, tmp_path):
