@@ -34,74 +34,73 @@ def saved(path):
     return teacher, tokenizer
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"input_ids": "abc"}', "line 2: input_ids must be a list of ids, got 'abc'"),
-        ('{"input_ids": 5}', "line 2: input_ids must be a list of ids, got 5"),
-        ('{"input_ids": {"a": 1}}', "line 2: input_ids must be a list of ids, got {'a': 1}"),
-        ('{"input_ids": [1, 6.5]}', "line 2: input_ids must be whole numbers from 0 below"),
-        ('{"input_ids": [1, true]}', "line 2: input_ids must be whole numbers from 0 below"),
-        ('{"input_ids": [1, -1]}', "line 2: input_ids must be whole numbers from 0 below"),
-        (f'{{"input_ids": [{V}]}}', f"line 2: input_ids must be whole numbers from 0 below {V}"),
-        ('{"text": 5}', "line 2: a document must have a string as text, or input_ids, got text 5"),
-        ('{"prompt": "a"}', "line 2: a document must have a string as text, or input_ids, got ["),
-        ('{"text": "\\udcff"', "line 2: a line must be a JSON object, got"),
-        (b'{"text": "\xff"}', "line 2: text must be in UTF-8, got"),
-    ],
+BAD_LINES = (
+    ('{"input_ids": "abc"}', "line 2: input_ids must be a list of ids, got 'abc'"),
+    ('{"input_ids": 5}', "line 2: input_ids must be a list of ids, got 5"),
+    ('{"input_ids": {"a": 1}}', "line 2: input_ids must be a list of ids, got {'a': 1}"),
+    ('{"input_ids": [1, 6.5]}', "line 2: input_ids must be whole numbers from 0 below"),
+    ('{"input_ids": [1, true]}', "line 2: input_ids must be whole numbers from 0 below"),
+    ('{"input_ids": [1, -1]}', "line 2: input_ids must be whole numbers from 0 below"),
+    (f'{{"input_ids": [{V}]}}', f"line 2: input_ids must be whole numbers from 0 below {V}"),
+    ('{"text": 5}', "line 2: a document must have a string as text, or input_ids, got text 5"),
+    ('{"prompt": "a"}', "line 2: a document must have a string as text, or input_ids, got ["),
+    ('{"text": "\\udcff"', "line 2: a line must be a JSON object, got"),
+    (b'{"text": "\xff"}', "line 2: text must be in UTF-8, got"),
 )  # fmt: skip
-def test_bad_documents_are_refused_before_the_model_is_loaded(line, message, tmp_path, capsys):
-    """The file and the line are named, and no folder is made."""
+BAD_OPTIONS = (
+    (["--device", "bogus"], "--device must be a device that PyTorch can use here, got 'bogus'"),
+    (["--device", "cuda:99"], "--device must be a device that PyTorch can use here, got 'cuda"),
+    (["--device", "meta"], "--device must be a device that PyTorch can use here, got 'meta'"),
+    (["--dtype", "bogus"], "--dtype must be auto, bfloat16, float16 or float32, got 'bogus'"),
+    (["--dtype", "int8"], "--dtype must be auto, bfloat16, float16 or float32, got 'int8'"),
+    (["--data", "missing.jsonl"], "--data must name files, got missing.jsonl: no such file"),
+    (["--data", "."], "--data must name files, got .: a folder"),
+    (["--temperature", "0"], "temperature must"),
+    (["--k", "1000000"], "k must lie in"),
+    (["--eos"], "the tokenizer must have an end-of-text token for --eos, got none"),
+    (["--upload", "folder"], "upload must be an address such as s3://bucket/targets, got 'fol"),
+    (["--upload", ""], "upload must be an address such as s3://bucket/targets, got ''"),
+    (["--upload", "http://a/b"], "upload must be an address that fsspec can write, such as s3"),
+    (["--sample", "9", "--k", "8"], "--k must not be passed together with --sample, got 8"),
+    (["--sample", "9", "--values", "f16"], "--values must not be passed together with"),
+    (["--sample", "9", "--k", "64"], "--k must not be passed together with --sample, got 64"),
+    (["--sample", "9", "--values", "u8"], "--values must not be passed together with"),
+    (["--seed", "1"], "--seed must be passed with --sample, got 1 without --sample"),
+)  # fmt: skip
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch):
+    """A command that must end with 1 before the model is loaded, and make no folder."""
     from transformers import AutoModelForCausalLM
 
     saved(tmp_path / "model")
-    data = tmp_path / "data.jsonl"
-    line = line if isinstance(line, bytes) else line.encode()
-    data.write_bytes(b"\xef\xbb\xbf" + b'{"text": "w1 w2"}\n' + line + b"\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    (tmp_path / "data.jsonl").write_text('{"text": "w1 w2"}')
+
+    def run(*options):
         command = ["teacher", "capture", "--model", str(tmp_path / "model"), "--device", "cpu"]
-        assert cli.main([*command, "--data", str(data), "--out", str(tmp_path / "s")]) == 1
-    assert f"data.jsonl, {message}" in capsys.readouterr().err
-    assert not (tmp_path / "s").exists()
+        command += ["--data", str(tmp_path / "data.jsonl"), "--out", str(tmp_path / "s")]
+        assert cli.main([*command, *options]) == 1
+        assert not (tmp_path / "s").exists()
+
+    return run
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (["--device", "bogus"], "--device must be a device that PyTorch can use here, got 'bogus'"),
-        (["--device", "cuda:99"], "--device must be a device that PyTorch can use here, got 'cuda"),
-        (["--device", "meta"], "--device must be a device that PyTorch can use here, got 'meta'"),
-        (["--dtype", "bogus"], "--dtype must be auto, bfloat16, float16 or float32, got 'bogus'"),
-        (["--dtype", "int8"], "--dtype must be auto, bfloat16, float16 or float32, got 'int8'"),
-        (["--data", "missing.jsonl"], "--data must name files, got missing.jsonl: no such file"),
-        (["--data", "."], "--data must name files, got .: a folder"),
-        (["--temperature", "0"], "temperature must"),
-        (["--k", "1000000"], "k must lie in"),
-        (["--eos"], "the tokenizer must have an end-of-text token for --eos, got none"),
-        (["--upload", "folder"], "upload must be an address such as s3://bucket/targets, got 'fol"),
-        (["--upload", ""], "upload must be an address such as s3://bucket/targets, got ''"),
-        (["--upload", "http://a/b"], "upload must be an address that fsspec can write, such as s3"),
-        (["--sample", "9", "--k", "8"], "--k must not be passed together with --sample, got 8"),
-        (["--sample", "9", "--values", "f16"], "--values must not be passed together with"),
-        (["--sample", "9", "--k", "64"], "--k must not be passed together with --sample, got 64"),
-        (["--sample", "9", "--values", "u8"], "--values must not be passed together with"),
-        (["--seed", "1"], "--seed must be passed with --sample, got 1 without --sample"),
-    ],
-)  # fmt: skip
-def test_bad_options_are_refused_before_the_model_is_loaded(option, message, tmp_path, capsys):
-    from transformers import AutoModelForCausalLM
+def test_bad_documents_are_refused_before_the_model_is_loaded(refused, tmp_path, capsys):
+    """The file and the line are named."""
+    for line, message in BAD_LINES:
+        line = line if isinstance(line, bytes) else line.encode()
+        data = b"\xef\xbb\xbf" + b'{"text": "w1 w2"}\n' + line + b"\n"
+        (tmp_path / "data.jsonl").write_bytes(data)
+        refused()
+        assert f"data.jsonl, {message}" in capsys.readouterr().err
 
-    saved(tmp_path / "model")
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"text": "w1 w2"}')
-    command = ["teacher", "capture", "--model", str(tmp_path / "model"), "--out",
-               str(tmp_path / "s"), "--device", "cpu", "--data", str(data)]  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-        assert cli.main(command + option) == 1
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "s").exists()
+
+def test_bad_options_are_refused_before_the_model_is_loaded(refused, capsys):
+    for option, message in BAD_OPTIONS:
+        refused(*option)
+        assert message in capsys.readouterr().err
 
 
 def test_lines_of_text_keep_their_blanks(tmp_path):
