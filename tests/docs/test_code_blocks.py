@@ -22,7 +22,7 @@ ELSEWHERE = ("docs/recipes/trl.md", "docs/recipes/liger.md")
 SHOW_A_BACKWARD = ("README.md", "docs/guide.md", "docs/heads.md")  # in each block
 WITH_PYTHON = [page for page in PAGES if python_of(page)]
 COMMAND_LINES = [
-    (page, line)
+    line
     for page in PAGES
     for language, text in blocks_of(page)
     if language in ("bash", "")
@@ -36,12 +36,12 @@ def test_the_pages_with_python():
     assert {"README.md", "docs/fuse.md", "docs/distillation.md"} <= {*WITH_PYTHON}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_languages(page):
+def test_languages():
     """A block of another language would be run by no test."""
-    languages = [language for language, _ in blocks_of(page)]
-    assert {*languages} <= {"python", "bash", "py", ""}
-    assert languages.count("py") <= EXCERPTS.get(page, 0)
+    for page in PAGES:
+        languages = [language for language, _ in blocks_of(page)]
+        assert {*languages} <= {"python", "bash", "py", ""}, page
+        assert languages.count("py") <= EXCERPTS.get(page, 0), page
 
 
 @pytest.mark.parametrize("page", [page for page in WITH_PYTHON if page not in ELSEWHERE])
@@ -75,19 +75,20 @@ def parser() -> argparse.ArgumentParser:
     return whole
 
 
-@pytest.mark.parametrize(("page", "line"), COMMAND_LINES)
-def test_commands_exist(page, line):
+def test_commands_exist():
     """The options of `logitless`, the targets of make, and the files of examples and benchmarks."""
-    words = re.split(r"\s{2,}|#", line)[0].split()  # without the explanation behind a command
-    if "logitless" in words[:1] or words[3:5] == ["-m", "logitless"]:
-        parser().parse_args(words[words.index("logitless") + 1 :])
-    if words[:1] == ["make"]:
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for word in words:
-        if re.fullmatch(r"(examples|benchmarks)(\.\w+)+", word):
-            assert find_spec(word) is not None
-        if re.fullmatch(r"(examples|benchmarks|tests|docs)/[\w/.-]+\.py", word):
-            assert (ROOT / word).exists()
+    command, makefile = parser(), (ROOT / "Makefile").read_text()
+    for line in COMMAND_LINES:
+        words = re.split(r"\s{2,}|#", line)[0].split()  # without the explanation behind a command
+        if "logitless" in words[:1] or words[3:5] == ["-m", "logitless"]:
+            command.parse_args(words[words.index("logitless") + 1 :])
+        if words[:1] == ["make"]:
+            assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), line
+        for word in words:
+            if re.fullmatch(r"(examples|benchmarks)(\.\w+)+", word):
+                assert find_spec(word) is not None, line
+            if re.fullmatch(r"(examples|benchmarks|tests|docs)/[\w/.-]+\.py", word):
+                assert (ROOT / word).exists(), line
 
 
 def test_extras_of_the_page_are_those_of_the_package():

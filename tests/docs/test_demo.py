@@ -113,7 +113,6 @@ def test_demo_memory_of_the_loss_is_what_pytorch_allocates():
     assert peak // logits.nbytes == 3  # log_softmax, its gradient, the gradient of the logits
 
 
-@pytest.mark.parametrize("steps", ["0", "-1"])
-def test_demo_refuses_to_train_for_no_steps(steps):
-    with pytest.raises(SystemExit, match=f"--steps must be at least 1, got {steps}"):
-        main(["--steps", steps])
+def test_demo_refuses_to_train_for_no_steps():
+    with pytest.raises(SystemExit, match="--steps must be at least 1, got 0"):
+        main(["--steps", "0"])

@@ -49,7 +49,9 @@ class TestDamage:
                 store[0, 2990:]
             with pytest.raises(ValueError, match=r"Remove the file and run the capture again"):
                 store.targets_for(document(3000)[0])
-        assert not Store(long.path).verify()
+        report = Store(long.path).verify()
+        assert not report
+        assert "must have the bytes it was written with" in report.problems[0]
 
     @pytest.mark.parametrize("name", ["tokens.8", "tokens.2", "index.hash", "index.doc"])
     def test_a_changed_byte_of_the_tokens_or_the_index(self, name, long):

@@ -11,9 +11,8 @@ from tests.support.stores import K, V, document, documents
 
 
 class TestArguments:
-    @pytest.mark.parametrize(
-        ("how", "kind", "message"),
-        [
+    def test_of_a_writer(self, tmp_path):
+        for how, kind, message in (
             ({"vocab_size": 0}, ValueError, r"vocab_size must lie in \[1, 4294967296\], got 0"),
             ({"vocab_size": 1.0}, TypeError, "vocab_size must be a whole number, got 1.0"),
             ({"k": 1001}, ValueError, r"k must lie in \[1, 1000\], got 1001"),
@@ -23,11 +22,10 @@ class TestArguments:
             ({"part": -1}, ValueError, "part must lie in"),
             ({"shard_bytes": 0}, ValueError, "shard_bytes must lie in"),
             ({"tail": 1}, TypeError, "Writer must be called with only the arguments .* got 'tail'"),
-        ],
-    )
-    def test_of_a_writer(self, how, kind, message, tmp_path):
-        with pytest.raises(kind, match=message):
-            Writer(tmp_path / "store", **({"vocab_size": V, "k": K} | how))
+            ({"vocab_size": 3, "k": 7}, ValueError, r"k must lie in \[1, 3\], got 7"),
+        ):
+            with pytest.raises(kind, match=message):
+                Writer(tmp_path / "store", **({"vocab_size": V, "k": K} | how))
         assert not (tmp_path / "store").exists()
 
     def test_of_a_document(self, tmp_path):

@@ -22,14 +22,6 @@ from tests.support.stores import (
 )
 
 
-def add_for_long(path, sender):
-    """In a process: add documents and send the number of each, until it is killed."""
-    writer = open_writer(path, shard_bytes=20000)
-    for i in range(100000):
-        writer.add(*document(20 + i % 50, i))
-        sender.send(i)
-
-
 def add_too_much(path, limit, sender):
     """In a process: add documents and send the number of each, then the error of a full disk."""
     writer = open_writer(path, shard_bytes=6000)
@@ -168,26 +160,6 @@ class TestKilled:
         assert len(list(tmp_path.glob("*.safetensors"))) == 1
         writer.close()
         writer.close()
-
-    def test_a_real_process(self, tmp_path):
-        """Killed while it writes: what it said it added is there, once, and it goes on from it."""
-        done = -1
-        for _ in range(2):
-            process, receiver = start_sending(add_for_long, tmp_path)
-            last = -1
-            while last <= done + 40:
-                last = received(receiver)
-            process.kill()
-            process.join()
-            done = max([done, last, *rest_of(receiver)])
-            with open_writer(tmp_path, shard_bytes=20000) as writer:
-                assert len(writer) in (done + 1, done + 2, done + 3)
-        store = Store(tmp_path)
-        assert len(store.shards) > 2
-        for i in range(done + 1):
-            tokens, targets = document(20 + i % 50, i)
-            assert_near(store[store.find(tokens)][1], targets)
-        assert store.verify()
 
 
 class TestOneWriter:

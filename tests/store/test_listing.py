@@ -185,12 +185,13 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("name", FORGED)
-def test_a_forged_index(name, local):
-    change, words = FORGED[name]
-    forged(change, local.path)
-    with pytest.raises(ValueError, match=words):
-        listing(local.path)
+def test_a_forged_index(local):
+    data = (local.path / INDEX).read_bytes()
+    for change, words in FORGED.values():
+        (local.path / INDEX).write_bytes(data)
+        forged(change, local.path)
+        with pytest.raises(ValueError, match=words):
+            listing(local.path)
 
 
 def test_every_changed_byte_is_refused_or_changes_nothing(local):

@@ -128,19 +128,16 @@ class TestStore:
             wait_for_threads()
             assert server.requests["0-000000.safetensors"] == 1
 
-    @pytest.mark.parametrize(
-        ("order", "ahead", "words"),
-        [
+    def test_arguments(self, local):
+        for order, ahead, words in (
             ([0, 5], 2, r"order must list numbers of documents in \[0, 5\), got 5"),
             ([-1], 2, r"order must list numbers of documents in \[0, 5\), got -1"),
             ([0.5], 2, "order must"),
             (torch.zeros(2, 2).long(), 2, r"order must have the shape \(n,\), got \(2, 2\)"),
             (None, 0, r"ahead must lie in \[1, 1000\], got 0"),
-        ],
-    )
-    def test_arguments(self, order, ahead, words, local):
-        with pytest.raises((TypeError, ValueError), match=words):
-            local.prefetch(order, ahead=ahead)
+        ):
+            with pytest.raises((TypeError, ValueError), match=words):
+                local.prefetch(order, ahead=ahead)
 
     def test_a_local_store(self, local):
         local.prefetch()

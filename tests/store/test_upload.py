@@ -3,9 +3,8 @@
 import threading
 
 import pytest
-import torch
 
-from logitless.store import Store, Writer, capture
+from logitless.store import Store, Writer
 from logitless.store.listing import INDEX
 from tests.support import stores
 from tests.support.patience import HANG
@@ -224,23 +223,17 @@ class TestUpload:
         second.close()
         assert_same_store(remote(tmp_path), Store(tmp_path / "s"))
 
-    def test_capture(self, puts, tmp_path):
-        model = torch.nn.Sequential(torch.nn.Embedding(V, 8), torch.nn.Linear(8, V))
-        with opened(tmp_path / "s") as writer:
-            assert capture(model, [torch.randint(V, (3, 20))], writer, head="1") == 3
-        assert_same_store(remote(tmp_path), Store(tmp_path / "s"))
-
 
 class TestRefused:
     def test_addresses(self, tmp_path):
-        with pytest.raises(ValueError, match="upload must be an address such as s3://bucket"):
-            Writer(tmp_path / "a", vocab_size=V, k=K, upload="folder")
-        with pytest.raises(ValueError, match="upload must be an address that fsspec can write"):
-            Writer(tmp_path / "a", vocab_size=V, k=K, upload="http://127.0.0.1/a")
-        with pytest.raises(ValueError, match=r"upload must be an address such as s3.*, got ''"):
-            Writer(tmp_path / "a", vocab_size=V, k=K, upload="")
-        with pytest.raises(ValueError, match="upload must be an address of a protocol of fsspec"):
-            Writer(tmp_path / "a", vocab_size=V, k=K, upload="nowhere://a/b")
+        for upload, words in (
+            ("folder", "such as s3://bucket"),
+            ("http://127.0.0.1/a", "that fsspec can write"),
+            ("", "such as s3.*, got ''"),
+            ("nowhere://a/b", "of a protocol of fsspec"),
+        ):
+            with pytest.raises(ValueError, match=f"upload must be an address {words}"):
+                Writer(tmp_path / "a", vocab_size=V, k=K, upload=upload)
         assert not (tmp_path / "a").exists()
         with stores.open_writer(tmp_path / "a") as writer:
             assert writer.uploads is None
