@@ -47,7 +47,8 @@ def metadata(text: str) -> str:
 def test_the_long_description_has_no_relative_links():
     assert release.problems_of_description(metadata(index_page(README))) == []
     problems = release.problems_of_description(metadata(README))
-    assert "The long description must have no relative links, got docs/guide.md." in problems
+    refused = "The long description must have no relative links, got "
+    assert all(problem.startswith(refused) for problem in problems)
     assert any("memory-by-length.png" in problem for problem in problems)
     assert release.problems_of_description("Summary: x\n\ntext")[0].startswith("The metadata must")
 
