@@ -13,7 +13,7 @@ from tests.support import stores
 from tests.support.stores import assert_near, document, open_writer
 
 
-def prompted(n, shared=70, total=76, **how):
+def prompted(n, shared=70, total=76):
     """Documents of which the first tokens are the same."""
     prompt, _ = document(shared)
     ends = [document(total - shared, seed)[0] for seed in range(1, n + 1)]
