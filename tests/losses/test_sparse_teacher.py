@@ -5,12 +5,16 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
+from logitless.contract import COEFFICIENTS, STATE
+from logitless.core import evaluate
 from logitless.kernels import config
 from tests.support import oracle
 from tests.support.laws import assert_as_good_as_torch, error, value_and_grad
 from tests.support.pairwise import pairwise
+from tests.support.sizes import BLOCK
 from tests.support.sparse_teachers import (
     CELLS,
+    DIVERGENCES,
     DTYPES,
     MATRIX,
     ROWS,
@@ -24,56 +28,35 @@ from tests.support.sparse_teachers import (
     told,
 )
 
+BACKENDS = {"eager float64": ("eager", torch.float64)} | {
+    f"{impl} {str(dtype)[6:]}": (impl, dtype) for impl in ("eager", "triton") for dtype in DTYPES
+}
+every_cell = pytest.mark.parametrize(("divergence", "support"), MATRIX)
 
-class TestMatrix:
-    """Every divergence by every support: fp64 finite differences, and by the definitions."""
 
-    @pairwise(
-        cell=CELLS,
-        mask=["none", "partial", "full", "poison"],
-        temperature=[1.0, 2.5],
-        ce=[False, True],
-        tail=[True, False],
-        rest={
-            "mean": {"reduction": "mean", "repeated": False},
-            "sum": {"reduction": "sum", "repeated": True},
-            "none": {"reduction": "none", "repeated": True},
-        },
-    )
-    def test_gradcheck(self, cell, mask, temperature, ce, tail, rest):
-        repeated = rest["repeated"]
-        x, targets = make(rows=3, vocab=8, repeated=repeated)
-        targets = told(masked(targets, mask), tail)
-        how = cell | {
-            "temperature": temperature, "t_squared": repeated, "reduction": rest["reduction"],
-            **(mix(3) if ce else {}),
-        }  # fmt: skip
-
-        def f(x):
-            return ll.topk_distill(x, targets, **how)
-
-        want = oracle.topk_distill(x, targets, **how)
-        torch.testing.assert_close(f(x), want, rtol=1e-6, atol=1e-9)
-        assert torch.autograd.gradcheck(f, x.requires_grad_(), atol=1e-6)
-
-    @pairwise(
-        cell=CELLS,
-        mask=["none", "full", "poison"],
-        temperature=[1.0, 2.5],
-        ce=[False, True],
-        tail=[True, False],
-        repeated=[False, True],
-        dtype=DTYPES,
-        teacher=DTYPES,
-    )
-    @pytest.mark.usefixtures("small_blocks")
-    def test_definitions(self, cell, mask, temperature, ce, tail, repeated, dtype, teacher, device):
-        x, targets = make(dtype, device, repeated=repeated, teacher=teacher)
-        targets = told(masked(targets, mask), tail)
-        how = cell | {
-            "temperature": temperature, "t_squared": True, "reduction": "none",
-            **(mix(device=device) if ce else {}),
-        }  # fmt: skip
+@pairwise(
+    cell=CELLS,
+    backend=BACKENDS,
+    mask=["none", "partial", "full", "poison"],
+    temperature=[1.0, 2.5],
+    ce=[False, True],
+    tail=[True, False],
+    repeated=[False, True],
+    teacher=DTYPES,
+)
+def test_definitions(cell, backend, mask, temperature, ce, tail, repeated, teacher, device):
+    impl, dtype = backend
+    x, targets = make(dtype, device, repeated=repeated, teacher=teacher)
+    targets = told(masked(targets, mask), tail)
+    how = cell | {"temperature": temperature, "t_squared": True}
+    how |= mix(device=device) if ce else {}
+    with ll.impl(impl), config.override(block_v=BLOCK):
+        if dtype == torch.float64:
+            for reduction in ("mean", "sum"):
+                got, want = both(x, targets, reduction=reduction, **how)
+                torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+            return
+        how["reduction"] = "none"
         assert_as_good_as_torch(
             lambda x: ll.topk_distill(x, targets, **how),
             lambda x: oracle.topk_distill(x, targets, **how),
@@ -109,197 +92,130 @@ def test_options(name, dtype, impl, device):
     assert error(got[1], want[1]) < 2e-5 + torch.finfo(dtype).eps
 
 
-class TestLaws:
-    how = pytest.mark.parametrize(("divergence", "support"), MATRIX)
+# --- meanings
 
-    @how
-    def test_halves_add_up(self, divergence, support, impl, device):
-        x, targets = make(torch.float32, device)
-        how = {"divergence": divergence, "support": support, "reduction": "sum", "temperature": 2.0}
-        whole = ll.topk_distill(x, targets, **how)
-        halves = sum(ll.topk_distill(x[s], targets[s], **how) for s in (slice(0, 1), slice(1, 4)))
-        torch.testing.assert_close(halves, whole)
 
-    @how
-    def test_all_ids_are_the_dense_form(self, divergence, support, impl, device):
-        x, targets = make(torch.float32, device, k=V)
-        targets = ll.SparseTargets(targets.ids, targets.logprobs)
-        teacher = torch.zeros_like(x).scatter(-1, targets.ids, targets.logprobs)
-        got = value_and_grad(
-            lambda x: ll.topk_distill(x, targets, divergence=divergence, support=support),
-            x, torch.ones((), device=device),
+@every_cell
+def test_all_ids_are_the_dense_form(divergence, support, impl, device):
+    x, targets = make(torch.float32, device, k=V)
+    targets = ll.SparseTargets(targets.ids, targets.logprobs)
+    teacher = torch.zeros_like(x).scatter(-1, targets.ids, targets.logprobs)
+    got = value_and_grad(
+        lambda x: ll.topk_distill(x, targets, divergence=divergence, support=support),
+        x, torch.ones((), device=device),
+    )  # fmt: skip
+
+    def dense(x):
+        return oracle.divergence(teacher.double(), x.log_softmax(-1), divergence).mean()
+
+    want = value_and_grad(dense, x.double(), torch.ones((), device=device))
+    assert error(got[0], want[0]) < 1e-5
+    assert error(got[1], want[1]) < 1e-5
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+def test_one_certain_id_is_cross_entropy(support, impl, device):
+    x, _ = make(torch.float32, device)
+    ids = torch.tensor([[3], [7], [0], [52]], device=device)
+    targets = ll.SparseTargets(ids, torch.zeros(ROWS, 1, device=device))
+    got = value_and_grad(
+        lambda x: ll.topk_distill(x, targets, divergence="forward_kl", support=support),
+        x, torch.ones((), device=device),
+    )  # fmt: skip
+    want = value_and_grad(lambda x: F.cross_entropy(x, ids[:, 0]), x, torch.ones((), device=device))
+    if support == "renorm":
+        want = torch.zeros_like(want[0]), torch.zeros_like(x)
+    torch.testing.assert_close(got, want)
+
+
+@every_cell
+def test_the_teacher_itself_is_at_zero(divergence, support, impl, device):
+    x, _ = make(torch.float32, device)
+    with ll.impl("eager"):
+        targets = ll.capture_topk(x, K)
+    loss, grad = value_and_grad(
+        lambda x: ll.topk_distill(x, targets, divergence=divergence, support=support),
+        x, torch.ones((), device=device),
+    )  # fmt: skip
+    if support != "renorm_teacher":
+        assert loss.abs() < 1e-6
+    if support in ("renorm", "tail") and divergence != "tvd":  # which has a kink there
+        assert grad.abs().max() < 1e-6
+
+
+def test_gathered_is_what_renorm_is_for_a_whole_teacher(impl, device):
+    x, targets = make(torch.float32, device)
+    logprobs = torch.log_softmax(targets.logprobs, -1)
+    got = ll.gathered_kl(x.gather(-1, targets.ids), logprobs)
+    want = ll.topk_distill(x, targets, divergence="forward_kl", support="renorm", reduction="sum")
+    torch.testing.assert_close(got, want)
+
+
+# --- faults that users of other libraries met
+
+
+def test_t_squared_reaches_the_gradient(impl, device):
+    x, targets = make(torch.float32, device)
+    up = torch.ones((), device=device)
+    how = {"divergence": "forward_kl", "support": "truncate", "temperature": 2.0}
+    a = value_and_grad(lambda x: ll.topk_distill(x, targets, **how), x, up)
+    b = value_and_grad(lambda x: ll.topk_distill(x, targets, t_squared=True, **how), x, up)
+    torch.testing.assert_close(b, (4 * a[0], 4 * a[1]))
+
+
+def test_a_truncated_teacher_weighs_the_softmax_by_its_mass(impl, device):
+    x, targets = make(torch.float32, device)
+    _, grad = value_and_grad(
+        lambda x: ll.topk_distill(x, targets, divergence="forward_kl", support="truncate",
+                                  reduction="sum"), x, torch.ones((), device=device),
+    )  # fmt: skip
+    p = targets.logprobs.exp()
+    want = torch.softmax(x, -1) * p.sum(-1, keepdim=True)
+    torch.testing.assert_close(grad, want.scatter_add(-1, targets.ids, -p))
+
+
+def test_rows_without_any_slot_are_0(impl, device):
+    x, targets = make(torch.float32, device)
+    none = torch.zeros_like(targets.ids)
+    bad = torch.full_like(targets.logprobs, -torch.inf)
+    for divergence, support in MATRIX:
+        leaf = x.clone().requires_grad_()
+        loss = ll.topk_distill(
+            leaf, ll.SparseTargets(targets.ids * 0 - 5, bad, None, none),
+            divergence=divergence, support=support,
         )  # fmt: skip
+        loss.backward()
+        assert loss == 0
+        assert not leaf.grad.any()
 
-        def dense(x):
-            return oracle.divergence(teacher.double(), x.log_softmax(-1), divergence).mean()
 
-        want = value_and_grad(dense, x.double(), torch.ones((), device=device))
+def test_repeated_ids_add_up(impl, device):
+    x, _ = make(torch.float32, device)
+    logp = torch.tensor([[0.25, 0.25, 0.5]] * ROWS, device=device).log()
+    ids = torch.tensor([[4, 4, 9]] * ROWS, device=device)
+    for support in ("truncate", "renorm"):
+        how = {"divergence": "forward_kl", "support": support, "reduction": "sum"}
+        got, want = both(x, ll.SparseTargets(ids, logp), **how)
         assert error(got[0], want[0]) < 1e-5
         assert error(got[1], want[1]) < 1e-5
 
-    @pytest.mark.parametrize("support", SUPPORTS)
-    def test_one_certain_id_is_cross_entropy(self, support, impl, device):
-        x, _ = make(torch.float32, device)
-        ids = torch.tensor([[3], [7], [0], [52]], device=device)
-        targets = ll.SparseTargets(ids, torch.zeros(ROWS, 1, device=device))
-        got = value_and_grad(
-            lambda x: ll.topk_distill(x, targets, divergence="forward_kl", support=support),
-            x, torch.ones((), device=device),
-        )  # fmt: skip
-        want = value_and_grad(
-            lambda x: F.cross_entropy(x, ids[:, 0]), x, torch.ones((), device=device)
-        )
-        if support == "renorm":
-            want = torch.zeros_like(want[0]), torch.zeros_like(x)
-        torch.testing.assert_close(got, want)
 
-    @how
-    def test_the_teacher_itself_is_at_zero(self, divergence, support, impl, device):
-        x, _ = make(torch.float32, device)
-        with ll.impl("eager"):
-            targets = ll.capture_topk(x, K)
-        loss, grad = value_and_grad(
-            lambda x: ll.topk_distill(x, targets, divergence=divergence, support=support),
-            x, torch.ones((), device=device),
-        )  # fmt: skip
-        if support != "renorm_teacher":
-            assert loss.abs() < 1e-6
-        if support in ("renorm", "tail") and divergence != "tvd":  # which has a kink there
-            assert grad.abs().max() < 1e-6
-
-    def test_gathered_is_what_renorm_is_for_a_whole_teacher(self, impl, device):
-        x, targets = make(torch.float32, device)
-        logprobs = torch.log_softmax(targets.logprobs, -1)
-        got = ll.gathered_kl(x.gather(-1, targets.ids), logprobs)
-        want = ll.topk_distill(
-            x, targets, divergence="forward_kl", support="renorm", reduction="sum"
-        )
-        torch.testing.assert_close(got, want)
+def test_jsd_beside_minus_infinity(impl, device):
+    x, _ = make(torch.float32, device)
+    x[:, 3] = -torch.inf
+    targets = ll.capture_topk(x, K)
+    loss = ll.topk_distill(x.bfloat16(), targets, divergence="jsd", support="tail",
+                           reduction="none")  # fmt: skip
+    assert loss.isfinite().all()
+    assert (loss >= 0).all()
 
 
-class TestBugs:
-    """13 to 18 of the bugs that users of others met."""
-
-    def test_bug_13_t_squared_reaches_the_gradient(self, impl, device):
-        x, targets = make(torch.float32, device)
-        up = torch.ones((), device=device)
-        how = {"divergence": "forward_kl", "support": "truncate", "temperature": 2.0}
-        a = value_and_grad(lambda x: ll.topk_distill(x, targets, **how), x, up)
-        b = value_and_grad(lambda x: ll.topk_distill(x, targets, t_squared=True, **how), x, up)
-        torch.testing.assert_close(b, (4 * a[0], 4 * a[1]))
-
-    def test_bug_13_a_truncated_teacher_weighs_the_softmax_by_its_mass(self, impl, device):
-        x, targets = make(torch.float32, device)
-        _, grad = value_and_grad(
-            lambda x: ll.topk_distill(x, targets, divergence="forward_kl", support="truncate",
-                                      reduction="sum"), x, torch.ones((), device=device),
-        )  # fmt: skip
-        p = targets.logprobs.exp()
-        want = torch.softmax(x, -1) * p.sum(-1, keepdim=True)
-        torch.testing.assert_close(grad, want.scatter_add(-1, targets.ids, -p))
-
-    def test_bug_14_fully_masked(self, impl, device):
-        x, targets = make(torch.float32, device)
-        none = torch.zeros_like(targets.ids)
-        bad = torch.full_like(targets.logprobs, -torch.inf)
-        for divergence, support in MATRIX:
-            leaf = x.clone().requires_grad_()
-            loss = ll.topk_distill(
-                leaf, ll.SparseTargets(targets.ids * 0 - 5, bad, None, none),
-                divergence=divergence, support=support,
-            )  # fmt: skip
-            loss.backward()
-            assert loss == 0
-            assert not leaf.grad.any()
-
-    def test_bug_15_the_mean_is_over_rows(self, impl, device):
-        x, targets = make(torch.float32, device)
-        how = {"divergence": "forward_kl", "support": "tail"}
-        rows = ll.topk_distill(x, targets, reduction="none", **how)
-        torch.testing.assert_close(ll.topk_distill(x, targets, **how), rows.mean())
-        rows = ll.gathered_kl(x.gather(-1, targets.ids), targets.logprobs, reduction="none")
-        mean = ll.gathered_kl(x.gather(-1, targets.ids), targets.logprobs, reduction="mean")
-        torch.testing.assert_close(mean, rows.mean())
-
-    def test_bug_16_repeated_ids_add_up(self, impl, device):
-        x, _ = make(torch.float32, device)
-        logp = torch.tensor([[0.25, 0.25, 0.5]] * ROWS, device=device).log()
-        ids = torch.tensor([[4, 4, 9]] * ROWS, device=device)
-        for support in ("truncate", "renorm"):
-            how = {"divergence": "forward_kl", "support": support, "reduction": "sum"}
-            got, want = both(x, ll.SparseTargets(ids, logp), **how)
-            assert error(got[0], want[0]) < 1e-5
-            assert error(got[1], want[1]) < 1e-5
-
-    def test_bug_17_jsd_with_minus_inf_and_equal_rows(self, impl, device):
-        x, _ = make(torch.float32, device)
-        x[:, 3] = -torch.inf
-        targets = ll.capture_topk(x, K)
-        loss = ll.topk_distill(x.bfloat16(), targets, divergence="jsd", support="tail",
-                               reduction="none")  # fmt: skip
-        assert loss.isfinite().all()
-        assert (loss >= 0).all()
-
-    def test_bug_18_a_teacher_of_more_than_all_mass(self, impl, device):
-        x, targets = make(torch.float32, device)
-        logp = torch.log_softmax(targets.logprobs, -1) + 1e-3
-        loss = ll.topk_distill(x, ll.SparseTargets(targets.ids, logp), divergence="forward_kl",
-                               support="tail")  # fmt: skip
-        assert loss.isfinite()
-
-
-class TestBadInput:
-    @pytest.mark.parametrize(
-        ("how", "message"),
-        [
-            ({"divergence": "kl"}, "divergence must be one of 'forward_kl'"),
-            ({"support": "top"}, "support must be one of 'truncate'"),
-            ({"ce_weight": 0.5}, "ce_weight must be 0 without labels"),
-            ({"kd_weight": float("inf")}, r"kd_weight must be in \[-1e\+12, 1e\+12\], got inf"),
-            ({"beta": 2.0}, r"beta must be in \[0, 1\]"),
-            ({"temperature": 0.0}, "temperature must be"),
-            ({"reduction": "avg"}, "reduction must be one of"),
-            ({"labels": torch.zeros(3).long()}, "labels must have shape"),
-        ],
-    )
-    def test_named(self, how, message):
-        x, targets = make(torch.float32)
-        with pytest.raises((TypeError, ValueError), match=message):
-            ll.topk_distill(x, targets, **{"divergence": "jsd", "support": "tail", **how})
-        with pytest.raises(TypeError, match="divergence"):
-            ll.topk_distill(x, targets, support="tail")
-
-    def test_of_a_capture(self):
-        x, _ = make(torch.float32)
-        with pytest.raises(ValueError, match=r"k must be in \[1, 53\], got 54"):
-            ll.capture_topk(x, 54)
-        with pytest.raises(TypeError, match="must be one number for all rows, got a Tensor"):
-            ll.capture_topk(x, 5, temperature=torch.ones(4))
-
-    @pytest.mark.parametrize("support", SUPPORTS)
-    def test_ids_out_of_range(self, support, impl, device):
-        x, targets = make(torch.float32, device)
-        ids = targets.ids.clone()
-        ids[1, 2] = V
-        bad = ll.SparseTargets(ids, targets.logprobs, targets.tail)
-        how = {"divergence": "forward_kl", "support": support, "reduction": "none"}
-        if device == "cpu":
-            with pytest.raises(IndexError, match=r"targets.ids must be in \[0, 53\), got 53"):
-                ll.topk_distill(x, bad, **how)
-            return
-        leaf = x.clone().requires_grad_()
-        loss = ll.topk_distill(leaf, bad, **how)
-        loss.sum().backward()
-        assert loss.isnan().tolist() == [False, True, False, False]
-        assert leaf.grad.isnan().all(-1).tolist() == [False, True, False, False]
-        assert leaf.grad[[0, 2, 3]].isfinite().all()
-
-    def test_rows_that_do_not_match(self):
-        x, targets = make(torch.float32)
-        with pytest.raises(ValueError, match="targets must have rows"):
-            ll.topk_distill(x[:3], targets, divergence="jsd", support="tail")
-        with pytest.raises(TypeError, match="targets must be SparseTargets"):
-            ll.topk_distill(x, targets.ids, divergence="jsd", support="tail")
+def test_a_teacher_of_more_than_all_mass(impl, device):
+    x, targets = make(torch.float32, device)
+    logp = torch.log_softmax(targets.logprobs, -1) + 1e-3
+    loss = ll.topk_distill(x, ll.SparseTargets(targets.ids, logp), divergence="forward_kl",
+                           support="tail")  # fmt: skip
+    assert loss.isfinite()
 
 
 @pytest.mark.parametrize("support", ["tail", "renorm"])
@@ -323,3 +239,214 @@ def test_jsd_keeps_the_bits_of_beta_in_fp64():
     how = {"divergence": "jsd", "support": "truncate", "beta": 0.1}
     want = oracle.topk_distill(x, targets, **how)
     torch.testing.assert_close(ll.topk_distill(x, targets, **how), want, rtol=1e-13, atol=0)
+
+
+# --- rows that do not count, and slots that are masked
+
+
+@pairwise(support=SUPPORTS, ce_weight=[0.0, 0.5], softcap=[None, 5.0])
+def test_ignored_rows_may_hold_anything(support, ce_weight, softcap, impl, device):
+    x, targets = make(torch.float32, device)
+    ids, logprobs = targets.ids.clone(), targets.logprobs.clone()
+    labels = torch.tensor([1, -100, 2, 3], device=device)
+    x[1], ids[1], logprobs[1] = torch.nan, -1, torch.nan
+    how = {"divergence": "jsd", "support": support, "ce_weight": ce_weight, "softcap": softcap}
+    up = torch.ones((), device=device)
+    poisoned = ll.SparseTargets(ids, logprobs, targets.tail)
+    got = value_and_grad(lambda x: ll.topk_distill(x, poisoned, labels=labels, **how), x, up)
+    keep = [0, 2, 3]
+    want = value_and_grad(
+        lambda x: ll.topk_distill(x, targets[keep], labels=labels[keep], **how), x[keep], up
+    )
+    torch.testing.assert_close(got[0], want[0])
+    torch.testing.assert_close(got[1][keep], want[1])
+    assert not got[1][1].any()
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+def test_an_ignore_index_that_is_an_id(support, impl, device):
+    x, targets = make(torch.float32, device)
+    labels = torch.tensor([1, 7, 2, 3], device=device)
+    ids = targets.ids.clone()
+    ids[0, 0] = 7
+    how = {"divergence": "forward_kl", "support": support, "ignore_index": 7}
+    targets = ll.SparseTargets(ids, targets.logprobs, targets.tail)
+    got = ll.topk_distill(x, targets, labels=labels, **how)
+    want = oracle.topk_distill(x.double(), targets, labels=labels, **how)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_an_ignore_index_wider_than_the_ids(impl, device):
+    x, targets = make(torch.float32, device)
+    labels = torch.tensor([1, -(2**33), 2, 3], device=device)
+    narrow = ll.SparseTargets(targets.ids.int(), targets.logprobs, targets.tail)
+    how = {"divergence": "forward_kl", "support": "tail", "ignore_index": -(2**33)}
+    for ce_weight in (0.0, 1.0):
+        how |= {"labels": labels, "ce_weight": ce_weight}
+        want = oracle.topk_distill(x.double(), targets, **how)
+        got = ll.topk_distill(x, narrow, **how)
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pairwise(divergence=DIVERGENCES, support=SUPPORTS, ce=[False, True])
+def test_a_masked_slot_is_as_if_it_were_not_there(divergence, support, ce, impl, device):
+    x, targets = make(torch.float32, device)
+    x[:, 0] = 9.0  # what a slot that is taken for id 0 would find
+    x.scatter_(-1, targets.ids[:, 1:2], 30.0)  # hardly anything is left outside
+    keep = torch.zeros_like(targets.ids).bool()
+    keep[:, 1::2] = True  # not the first
+    wild = torch.where(keep, targets.ids, 2**31 - 5)
+    targets = ll.SparseTargets(wild, targets.logprobs, targets.tail, keep)
+    fewer = ll.SparseTargets(targets.ids[:, 1::2], targets.logprobs[:, 1::2], targets.tail)
+    how = {"divergence": divergence, "support": support, "temperature": 2.0}
+    how |= mix(device=device) if ce else {}
+    up = torch.ones((), device=device)
+    torch.testing.assert_close(
+        value_and_grad(lambda x: ll.topk_distill(x, targets, **how), x, up),
+        value_and_grad(lambda x: ll.topk_distill(x, fewer, **how), x, up),
+    )
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+def test_a_row_whose_only_slot_is_masked(support, impl, device):
+    x, targets = make(torch.float32, device, k=1)
+    keep = torch.tensor([[True], [False], [True], [True]], device=device)
+    targets = ll.SparseTargets(targets.ids, targets.logprobs, targets.tail, keep)
+    how = {"divergence": "forward_kl", "support": support}
+    got, want = both(x, targets, **how)
+    assert error(got[0], want[0]) < 1e-5
+    assert error(got[1], want[1]) < 1e-5
+    assert not got[1][1].any()
+
+
+def test_an_ignored_row_is_0_whatever_multiplies_it(device):
+    x = torch.randn(2, 9, device=device, requires_grad=True)
+    targets = ll.capture_topk(torch.randn(2, 9, device=device), 3)
+    labels = torch.tensor([1, -100], device=device)
+    for reduction in ("mean", "none"):
+        loss = ll.topk_distill(
+            x, targets, divergence="forward_kl", support="tail", labels=labels, ce_weight=0.5,
+            temperature=torch.tensor([2.0, torch.inf], device=device), t_squared=True,
+            reduction=reduction,
+        )  # fmt: skip
+        assert loss.isfinite().all()
+        (gradient,) = torch.autograd.grad(loss.sum(), x)
+        assert gradient.isfinite().all()
+        assert not gradient[1].any()
+
+
+@pytest.mark.parametrize("bad", [-1, -7, 37])
+@pytest.mark.usefixtures("nobody_looks")
+def test_a_bad_id_is_no_label_of_an_ignored_row(bad, device):
+    targets = ll.capture_topk(torch.randn(2, 37, device=device), 3)
+    ids = targets.ids.clone()
+    ids[0, 0] = bad
+    targets = ll.SparseTargets(ids, targets.logprobs, targets.tail)
+    with ll.impl("triton"):
+        loss = ll.topk_distill(
+            torch.randn(2, 37, device=device), targets, divergence="forward_kl", support="tail",
+            labels=torch.tensor([1, 2], device=device), reduction="none",
+        )  # fmt: skip
+    assert loss.isnan().tolist() == [True, False]
+
+
+# --- autograd
+
+
+@pairwise(
+    reduction=["mean", "sum", "none"],
+    options=["no labels", "labels", "mixed and weighed"],
+    k=[1, K],
+    support=["truncate", "tail"],
+    temperature=[1.0, 2.0],
+)
+def test_torch_func_sees_the_same(reduction, options, k, support, temperature, impl, device):
+    """What those who look on see, torch.func here, is the same loss and the same gradient."""
+    x, targets = make(torch.float32, device, k=k)
+    how = {
+        "divergence": "reverse_kl", "support": support, "temperature": temperature,
+        "t_squared": True, "kd_weight": 0.7, "reduction": reduction,
+    }  # fmt: skip
+    if options != "no labels":
+        how["labels"] = torch.tensor([3, -100, 4, 5], device=device)
+    if options == "mixed and weighed":  # a weight of inf is for a row that does not count
+        how["ce_weight"] = 0.5
+        how["row_weight"] = torch.tensor([1.0, torch.inf, 2.0, 3.0], device=device)
+
+    def f(x):
+        return (ll.topk_distill(x, targets, **how) * 1.5).sum()
+
+    want, want_grad = value_and_grad(f, x, torch.ones((), device=device))
+    grad, value = torch.func.grad_and_value(f)(x)
+    torch.testing.assert_close(value, want)
+    torch.testing.assert_close(grad, want_grad)
+
+
+def test_only_the_gradients_of_slots_are_kept(impl, device, monkeypatch):
+    """Of what is as large as the ids, one tensor: at K = 512 each counts."""
+    monkeypatch.setattr(evaluate, "on_gpu", lambda x: False)  # where a gradient waits for backward
+    x, targets = make(torch.float32, device)
+    x.requires_grad_()
+    kept = []
+    labels = torch.tensor([3, -100, 4, 5], device=device)
+    for options in ({}, {"labels": labels, "ce_weight": 0.5, "temperature": 2.0}):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            ll.topk_distill(x, targets, divergence="jsd", support="tail", **options)
+        wide = [t for t in kept if t.is_floating_point() and t.dim() == 2 and t.shape[1] < V]
+        per_row = {(ROWS, STATE), (ROWS, COEFFICIENTS)}
+        assert [tuple(t.shape) for t in wide if t.shape not in per_row] == [(ROWS, K)]
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"divergence": "kl"}, "divergence must be one of 'forward_kl'"),
+        ({"support": "top"}, "support must be one of 'truncate'"),
+        ({"ce_weight": 0.5}, "ce_weight must be 0 without labels"),
+        ({"kd_weight": float("inf")}, r"kd_weight must be in \[-1e\+12, 1e\+12\], got inf"),
+        ({"beta": 2.0}, r"beta must be in \[0, 1\]"),
+        ({"temperature": 0.0}, "temperature must be"),
+        ({"reduction": "avg"}, "reduction must be one of"),
+        ({"labels": torch.zeros(3).long()}, "labels must have shape"),
+        ({"targets": make()[1][:3]}, "targets must have rows"),
+        ({"targets": torch.zeros(ROWS, K)}, "targets must be SparseTargets"),
+    ],
+)
+def test_bad_input(how, message):
+    x, targets = make(torch.float32)
+    how = {"targets": targets, "divergence": "jsd", "support": "tail", **how}
+    with pytest.raises((TypeError, ValueError), match=message):
+        ll.topk_distill(x, **how)
+
+
+def test_bad_input_of_a_capture():
+    x, targets = make(torch.float32)
+    with pytest.raises(ValueError, match=r"k must be in \[1, 53\], got 54"):
+        ll.capture_topk(x, 54)
+    with pytest.raises(TypeError, match="must be one number for all rows, got a Tensor"):
+        ll.capture_topk(x, 5, temperature=torch.ones(4))
+    with pytest.raises(TypeError, match="divergence"):
+        ll.topk_distill(x, targets, support="tail")  # pyright: ignore
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+def test_ids_out_of_range(support, impl, device):
+    x, targets = make(torch.float32, device)
+    ids = targets.ids.clone()
+    ids[1, 2] = V
+    bad = ll.SparseTargets(ids, targets.logprobs, targets.tail)
+    how = {"divergence": "forward_kl", "support": support, "reduction": "none"}
+    if device == "cpu":
+        with pytest.raises(IndexError, match=r"targets.ids must be in \[0, 53\), got 53"):
+            ll.topk_distill(x, bad, **how)
+        return
+    leaf = x.clone().requires_grad_()
+    loss = ll.topk_distill(leaf, bad, **how)
+    loss.sum().backward()
+    assert loss.isnan().tolist() == [False, True, False, False]
+    assert leaf.grad.isnan().all(-1).tolist() == [False, True, False, False]
+    assert leaf.grad[[0, 2, 3]].isfinite().all()
