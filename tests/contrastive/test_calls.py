@@ -11,7 +11,7 @@ import logitless as ll
 from logitless.contrastive import similarities
 from logitless.heads import gemms, gradient_sums
 from logitless.parallel.ranks import Alone
-from tests.support.contrastive import FUNCTIONS, embeddings
+from tests.support.contrastive import FUNCTIONS, SMALL, embeddings
 from tests.support.laws import host_reads_nothing
 from tests.support.refusals import refuses
 
@@ -167,6 +167,21 @@ def test_each_gradient_alone(name, reduction, which, impl, device):
         assert (alone[i] is not None) == (i == which)
     assert torch.equal(alone[which], together[which])
     assert together[which].any()
+
+
+@pytest.mark.parametrize("how", [{}, {"reduction": "sum"}, {"reduction": "none"}, ONE_WAY], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.usefixtures("impl")
+def test_backward_twice(name, how, device):
+    """The second backward computes the gradients again."""
+    if how is ONE_WAY and name != "contrastive":
+        how = {}
+    a, b = (t.requires_grad_() for t in embeddings(9, 9, torch.float32, device))
+    loss = 3 * FUNCTIONS[name][0](a, b, workspace=SMALL, **how).sum()
+    first = [t.clone() for t in torch.autograd.grad(loss, (a, b), retain_graph=True)]
+    for x, y in zip(first, torch.autograd.grad(loss, (a, b)), strict=True):
+        torch.testing.assert_close(x, y)
+        assert x.any()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -176,13 +176,6 @@ def test_whole_tiles(device):
         assert_right("contrastive", a, b, scale=torch.tensor(2.0, device=device), workspace=None)
 
 
-@pytest.mark.parametrize("n", [1, 2, 9])
-@pytest.mark.usefixtures("impl")
-def test_few_rows(n, device):
-    a, b = embeddings(n, n, torch.float32, device)
-    assert_right("contrastive", a, b, scale=torch.tensor([2.0], device=device))
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.usefixtures("impl")
 def test_no_rows(reduction, device):
@@ -253,7 +246,7 @@ def test_only_the_positives_are_left(by, device):
 def test_large_logits(device):
     """Logits of ±10,000 neither overflow nor underflow."""
     a, b = embeddings(N, N, torch.float32, device)
-    assert_right("contrastive", a, b, scale=torch.tensor(1e4, device=device))
+    assert_right("contrastive", a, b, scale=torch.tensor([1e4], device=device))
 
 
 @pytest.mark.usefixtures("impl", "small_tiles")
@@ -275,18 +268,6 @@ def test_the_same_bits_every_time(device):
     )  # fmt: skip
     for x, y in zip(first, second, strict=True):
         assert torch.equal(x, y)
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.usefixtures("impl")
-def test_backward_twice(symmetric, device):
-    """The second backward computes the gradients again."""
-    a, b = (t.requires_grad_() for t in embeddings(9, 9, torch.float32, device))
-    loss = 3 * ll.contrastive(a, b, symmetric=symmetric, workspace=SMALL)
-    first = [t.clone() for t in torch.autograd.grad(loss, (a, b), retain_graph=True)]
-    for x, y in zip(first, torch.autograd.grad(loss, (a, b)), strict=True):
-        torch.testing.assert_close(x, y)
-        assert x.any()
 
 
 @pytest.mark.usefixtures("impl")

@@ -7,7 +7,7 @@ import logitless as ll
 from logitless.core.choose_backend import backend_of
 from logitless.eager.contrastive import Block
 from logitless.kernels import config
-from tests.support.contrastive import SMALL, assert_right, embeddings, gradients
+from tests.support.contrastive import assert_right, embeddings, gradients
 
 N, M = 37, 45
 BOTH = ("scale", "bias")
@@ -114,19 +114,6 @@ def test_gradients_of_positives_out_of_range(reduction, device):
     assert d_b.isnan().all()
     assert d_scale.isnan()
     assert d_bias.isnan()
-
-
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-@pytest.mark.usefixtures("impl")
-def test_backward_twice(reduction, device):
-    """The second backward computes the gradients again."""
-    a, b = (t.requires_grad_() for t in embeddings(9, 9, torch.float32, device))
-    loss = 3 * ll.sigmoid_contrastive(a, b, reduction=reduction, workspace=SMALL).sum()
-    first = [t.clone() for t in torch.autograd.grad(loss, (a, b), retain_graph=True)]
-    second = torch.autograd.grad(loss, (a, b))
-    for x, y in zip(first, second, strict=True):
-        assert torch.equal(x, y)
-        assert x.any()
 
 
 def test_a_logit_of_minus_infinity_has_no_loss(impl, device):

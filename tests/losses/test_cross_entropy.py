@@ -79,25 +79,9 @@ def test_row_weight_gets_its_gradient(impl, device):
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (2, 1, 3), (2, 2, 2, 2)])
-def test_leading_dimensions(shape, impl, device):
-    x, target = make(rows=shape, vocab=11, device=device)
-    loss = ll.cross_entropy(x, target, reduction="none")
-    want = F.cross_entropy(x.reshape(-1, 11), target.reshape(-1), reduction="none").view(shape)
-    torch.testing.assert_close(loss, want)
-    assert ll.score(x, target).argmax.shape == shape
-
-
-def test_target_may_be_any_integer_type(impl, device):
-    x, target = make(device=device)
-    want = ll.cross_entropy(x, target)
-    for dtype in (torch.int32, torch.int16, torch.uint8):
-        assert torch.equal(ll.cross_entropy(x, target.to(dtype)), want)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_bug_06_loss_is_fp32(dtype, reduction, impl, device):
+def test_loss_is_fp32(dtype, reduction, impl, device):
     """Loss returned or accumulated in bf16: 1.6e-2 off."""
     x = (torch.randn(12, 50, device=device) * 2).to(dtype)
     target = torch.randint(0, 50, (12,), device=device)
@@ -110,7 +94,7 @@ def test_bug_06_loss_is_fp32(dtype, reduction, impl, device):
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_bug_07_true_class_gradient_is_rounded_once(dtype, inplace, impl, device):
+def test_true_class_gradient_is_rounded_once(dtype, inplace, impl, device):
     """True-class gradient rounded before subtracting 1: 100 % off at p = 0.999 in bf16."""
     V, target = 65, torch.tensor([7, 0], device=device)
     x = torch.zeros(2, V, device=device)
@@ -131,7 +115,7 @@ def test_bug_07_true_class_gradient_is_rounded_once(dtype, inplace, impl, device
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_bug_09_every_rows_upstream_gradient_counts(inplace, impl, device):
+def test_every_rows_upstream_gradient_counts(inplace, impl, device):
     """reduction="none" with per-token weights: wrong gradients; only grad_output[0] used."""
     x = torch.randn(5, 37, device=device)
     target = torch.randint(0, 37, (5,), device=device)
@@ -157,7 +141,7 @@ def test_bug_09_every_rows_upstream_gradient_counts(inplace, impl, device):
     [{}, {"label_smoothing": 0.1}, {"weight": torch.ones(37), "z_loss": 0.1}],
     ids=["plain", "smoothing", "weight"],
 )
-def test_bug_24_no_row_counts(rows, reduction, inplace, how, impl, device):
+def test_no_row_counts(rows, reduction, inplace, how, impl, device):
     """All targets ignored, or empty batch: ZeroDivisionError or NaN."""
     how = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in how.items()}
     leaf = torch.full((rows, 37), torch.nan, device=device).requires_grad_()  # not to be read

@@ -195,27 +195,6 @@ def test_only_ignored_rows(source, device):
         assert all((d == 0).all() for d in gradients(loss, h, w))
 
 
-@pytest.mark.parametrize("source", ["tensor", "head", "lazy"])
-def test_no_rows(source, impl, device):
-    h, w, target = (t[:0] if i != 1 else t for i, t in enumerate(make(device)))
-    loss, scores = ll.cross_entropy_and_scores(SOURCES[source](h, w), target)
-    assert loss == 0
-    assert [t.shape for t in scores[:4]] == [(0,)] * 4
-    assert scores.rank is None
-    assert scores.argmax.dtype == torch.int64
-    loss.backward()
-
-
-def test_more_dimensions(device):
-    h, w, target = make(device)
-    flat = ll.cross_entropy_and_scores(ll.LinearLogits(h, w), target)
-    for x in (ll.LinearLogits(h.view(2, 3, D), w), (h @ w.T).view(2, 3, V)):
-        loss, scores = ll.cross_entropy_and_scores(x, target.view(2, 3))
-        assert error(loss.detach(), flat[0].detach()) < ROUNDING
-        assert [t.shape for t in scores[:4]] == [(2, 3)] * 4
-        assert torch.equal(scores.argmax.view(-1), flat[1].argmax)
-
-
 def test_the_gradient_in_forward(device, monkeypatch, impl):
     """The route of few logits on a GPU, on any device."""
     monkeypatch.setattr(evaluate, "on_gpu", lambda x: True)
@@ -299,35 +278,6 @@ def test_scores_may_be_changed_in_place(reduction, device):
         d_h, d_w = gradients(loss + scores.entropy.sum(), h, w)
         assert d_h.isfinite().all()
         assert d_w.isfinite().all()
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("source", ["tensor", "head"])
-def test_compiled(source, reduction, device):
-    h, w, target = make(device)
-
-    def both(h, w):
-        x = SOURCES[source](h, w)
-        return ll.cross_entropy_and_scores(x, target, reduction=reduction, label_smoothing=0.1)
-
-    torch._dynamo.reset()
-    loss, scores = torch.compile(both, fullgraph=True, backend="aot_eager")(h, w)
-    want, want_scores = both(h, w)
-    assert_same_scores(scores, want_scores)
-    torch.testing.assert_close(loss, want)
-    for a, b in zip(gradients(loss, h, w), gradients(want, h, w), strict=True):
-        assert error(a, b) < ROUNDING
-
-
-def test_a_second_backward_gives_the_same(device):
-    h, w, target = make(device)
-    for source in ("tensor", "head", "lazy"):
-        loss, _ = ll.cross_entropy_and_scores(SOURCES[source](h, w), target)
-        first, second = (
-            torch.autograd.grad(loss, (h, w), retain_graph=True, allow_unused=True)
-            for _ in range(2)
-        )
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_the_gradient_of_lazy_logits_can_be_read(device):

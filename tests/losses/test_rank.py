@@ -215,11 +215,6 @@ def scored(h, w, target):
     return loss, scores.rank
 
 
-def test_no_rows(impl, device):
-    x, ids = torch.randn(0, V, device=device), torch.zeros(0, dtype=torch.int64, device=device)
-    assert ll.row_stats(x, ids, rank=True).rank.shape == (0,)
-
-
 def test_bad_arguments():
     x = torch.randn(2, V)
     with pytest.raises(ValueError, match="ids must be given if rank=True, got None"):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import logitless as ll
+from tests.support.sources import SOURCES
 
 N, D, V = 7, 5, 37
 
@@ -203,17 +204,8 @@ def with_more(stats, old):
 
 
 def more_sources(h, w):
-    head = torch.nn.Linear(D, V, bias=False, device=w.device)
-    del head.weight  # a Parameter would be a leaf of its own
-    head.weight = w
-    return {
-        "tensor": h @ w.T,
-        "head": ll.LinearLogits(h, w),
-        "head of three chunks": ll.LinearLogits(h, w, workspace=3 * V * h.itemsize),
-        "head, nothing dropped": ll.LinearLogits(h, w, drop_ignored=False),
-        "shard": ll.VocabShard(h @ w.T),
-        "shard of a head": ll.VocabShard(ll.LinearLogits(h, w)),
-        "lazy": ll.fuse(torch.nn.Sequential(head), head="0")(h),
+    return {"tensor": h @ w.T} | {
+        name: made(h, w) for name, made in SOURCES.items() if name != "lazy, scaled"
     }
 
 
@@ -264,14 +256,6 @@ def test_more_results_of_ignored_rows_alone(reduction, device):
         for t in (ratio, high, entropy):
             assert t.shape == (N,)
             assert not t.any()
-
-
-def test_more_results_of_no_rows(device):
-    h, w, old, ids = more_inputs(device)
-    for x in more_sources(h[:0], w).values():
-        loss, *more = ll.row_loss(with_more, x, ids[:0], rows=(old[:0],), **READ)
-        assert loss == 0
-        assert [t.shape for t in more] == [(0,)] * 4
 
 
 def test_more_results_in_more_dimensions(impl, device):
