@@ -3,17 +3,11 @@
 test_shard.py has more cases, over ranks that are threads.
 """
 
-import pytest
-
-from tests.support.rank_processes import WORLD, passed, run
+from tests.support.rank_processes import WORLD, failures, run
 from tests.support.shard_cases import cases
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    return run(WORLD, "tests.support.shard_cases", "cases()")
-
-
-@pytest.mark.parametrize("name", cases())
-def test_as_one_process(name, outcomes):
-    passed(name, outcomes)
+def test_as_one_process():
+    outcomes = run(WORLD, "tests.support.shard_cases", "cases()")
+    assert outcomes[0].keys() == cases().keys()
+    assert not failures(outcomes), "\n".join(failures(outcomes))

@@ -11,6 +11,7 @@ from logitless.heads.choose_cut import Cut
 from logitless.heads.gradient_sums import Sum
 from tests.support.calls import CALLS, TARGET, D, N, V, normal
 from tests.support.rank_threads import on_ranks
+from tests.support.shards import differentiated
 
 
 class TestHeads:
@@ -19,14 +20,6 @@ class TestHeads:
     @staticmethod
     def parts(dtype=torch.float64):
         return [normal(*size, seed=i, dtype=dtype) for i, size in enumerate([(N, D), (V, D), (V,)])]
-
-    @staticmethod
-    def differentiated(call, source, leaves):
-        found = [t for t in call(source) if t is not None]
-        used = [t for t in found if t.requires_grad]
-        upstream = [normal(t.numel(), seed=11, dtype=t.dtype).view(t.shape) for t in used]
-        d = torch.autograd.grad(used, leaves, upstream) if used else leaves
-        return [t.detach() for t in found], d
 
     def on_shards(self, call, parts, widths, rows, sequence_parallel=False):
         """Results and gradients of all ranks: of hidden states, weight and bias."""
@@ -40,7 +33,7 @@ class TestHeads:
             own = [t.clone().requires_grad_() for t in own]
             head = ll.LinearLogits(*own, workspace=rows * width)
             shard = ll.VocabShard(head, ranks, sequence_parallel=sequence_parallel)
-            return self.differentiated(call, shard, own), ranks.calls
+            return differentiated(call, shard, own), ranks.calls
 
         found = on_ranks(len(widths), work)
         results, gradients = zip(*(one for one, _ in found), strict=True)
@@ -53,35 +46,31 @@ class TestHeads:
         joined = [torch.cat(parts) for parts in (d_hidden, d_weight, d_bias)]
         return results[0], joined, [calls for _, calls in found]
 
+    def compare(self, name, widths, rows, dtype=torch.float64, **how):
+        """Ranks give what one process gives. Returns the collectives of each rank."""
+        parts = self.parts(dtype)
+        leaves = [t.clone().requires_grad_() for t in parts]
+        want, d_want = differentiated(CALLS[name], ll.LinearLogits(*leaves), leaves)
+        got, d_got, calls = self.on_shards(CALLS[name], parts, widths, rows, **how)
+        exact = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {}
+        for a, b in zip((*got, *d_got), (*want, *d_want), strict=True):
+            torch.testing.assert_close(a, b, **exact)
+        return calls
+
     @pytest.mark.parametrize("name", CALLS)
     def test_every_call(self, name):
-        parts = self.parts()
-        leaves = [t.clone().requires_grad_() for t in parts]
-        want, d_want = self.differentiated(CALLS[name], ll.LinearLogits(*leaves), leaves)
         for widths, rows in (((20, 17), N), ((9, 0, 28), 2)):
-            got, d_got, _ = self.on_shards(CALLS[name], parts, widths, rows)
-            for a, b in zip((*got, *d_got), (*want, *d_want), strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+            self.compare(name, widths, rows)
 
     @pytest.mark.parametrize("name", ["cross_entropy", "cross_entropy, none"])
     def test_by_the_kernels(self, name):
-        parts = self.parts(torch.float32)
-        leaves = [t.clone().requires_grad_() for t in parts]
-        want, d_want = self.differentiated(CALLS[name], ll.LinearLogits(*leaves), leaves)
         with ll.impl("triton"):
-            got, d_got, _ = self.on_shards(CALLS[name], parts, (9, 0, 28), 4)
-        for a, b in zip((*got, *d_got), (*want, *d_want), strict=True):
-            torch.testing.assert_close(a, b)
+            self.compare(name, (9, 0, 28), 4, torch.float32)
 
     @pytest.mark.parametrize("name", ["cross_entropy", "score"])
     def test_sequence_parallel(self, name):
         """Each rank has some of the tokens, and gets their gradient."""
-        parts = self.parts()
-        leaves = [t.clone().requires_grad_() for t in parts]
-        want, d_want = self.differentiated(CALLS[name], ll.LinearLogits(*leaves), leaves)
-        got, d_got, calls = self.on_shards(CALLS[name], parts, (9, 0, 28), 2, True)
-        for a, b in zip((*got, *d_got), (*want, *d_want), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+        calls = self.compare(name, (9, 0, 28), 2, sequence_parallel=True)
         for first, *_, last in calls:
             assert (first, last) == (("gather", N * D // 3), ("reduce_scatter", N * D))
         assert "all_reduce" not in {what for of_rank in calls for what, _ in of_rank}
@@ -132,15 +121,10 @@ class TestHeads:
     )
     def test_cut_by_columns(self, name, monkeypatch):
         """As a small workspace of a GPU cuts them; a tail needs whole rows."""
-        parts = self.parts()
-        leaves = [t.clone().requires_grad_() for t in parts]
-        want, d_want = self.differentiated(CALLS[name], ll.LinearLogits(*leaves), leaves)
         for how in (Cut(N, 8), Cut(N, 8, kept=True), Cut(4, 16)):
             cut = lambda work, *_, how=how: how if work.merges else Cut(work.rows)  # noqa: E731
             monkeypatch.setattr(choose_cut, "forced", cut)
-            got, d_got, calls = self.on_shards(CALLS[name], parts, (9, 0, 28), N)
-            for a, b in zip((*got, *d_got), (*want, *d_want), strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+            calls = self.compare(name, (9, 0, 28), N)
             added = sum(count for what, count in calls[0] if what == "all_reduce")
             assert added in (N * D, (N - 1) * D)
 

@@ -6,7 +6,6 @@ same processes, because starting processes is slow.
 """
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -18,12 +17,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from filelock import FileLock
 
 from tests.support.paths import ROOT
 from tests.support.patience import HANG
@@ -145,23 +142,7 @@ def errors_of(said: list[tuple[str, str]]) -> str:
 
 
 def run(world: int, module: str, which: str) -> list[dict[str, float | str]]:
-    """Returns the outcomes of the cases of `module` on each of `world` ranks.
-
-    The processes of pytest-xdist share the outcomes. The first process that calls `run` computes
-    the outcomes and writes them to a file. The other processes wait for this file.
-    """
-    test_run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if test_run is None:
-        return _run(world, module, which)
-    name = hashlib.sha256(repr((test_run, world, module, which)).encode()).hexdigest()[:16]
-    path = Path(tempfile.gettempdir()) / f"logitless-ranks-{name}.json"
-    with FileLock(f"{path}.lock"):
-        if not path.exists():
-            path.write_text(json.dumps(_run(world, module, which)))
-        return json.loads(path.read_text())
-
-
-def _run(world: int, module: str, which: str) -> list[dict[str, float | str]]:
+    """The outcomes of the cases of `module` on each of `world` ranks."""
     code = (
         f"import {module} as cases\nfrom tests.support import rank_processes\n"
         f"rank_processes.in_process(rank, {world}, cases.{which})"
@@ -174,9 +155,11 @@ def _run(world: int, module: str, which: str) -> list[dict[str, float | str]]:
     return found
 
 
-def passed(name: str, outcomes: list[dict[str, float | str]]) -> None:
-    """Asserts that a case passed on every rank."""
-    for rank, found in enumerate(outcomes):
-        far = found[name]
-        assert not isinstance(far, str), f"rank {rank}: {far}"
-        assert far <= 1, f"rank {rank}"
+def failures(outcomes: list[dict[str, float | str]]) -> list[str]:
+    """The cases that failed, on which rank, and how far off they are or their traceback."""
+    return [
+        f"{name}, rank {rank}: {far}"
+        for rank, found in enumerate(outcomes)
+        for name, far in found.items()
+        if isinstance(far, str) or not far <= 1
+    ]

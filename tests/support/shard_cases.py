@@ -90,29 +90,6 @@ def mesh_for_a_group() -> float:
     return apart([found], [ll.logsumexp(x.repeat(1, WORLD))])
 
 
-def several_cuts(given: tuple[str, ...]) -> float:
-    """One vocabulary of 6 that three ranks shard in one way after the other."""
-    import logitless as ll
-
-    c, index, error = calls(), dist.get_rank(), 0.0
-    if index >= 3:
-        return error
-    x = c.normal(c.N, 6, seed=1, dtype=torch.float64)
-    target, whole = torch.arange(c.N) % 6, x.clone().requires_grad_()
-    want = ll.cross_entropy(whole, target)
-    want.backward()
-    for widths in ((1, 2, 3), (2, 3, 1), (3, 1, 2), (1, 3, 2), (3, 2, 1), (0, 6, 0)):
-        known = {"start": sum(widths[:index]), "vocab": 6}
-        own = (1, known["start"], widths[index])
-        part = x.narrow(*own).clone().requires_grad_()
-        shard = ll.VocabShard(part, GROUPS[3], **{name: known[name] for name in given})
-        got = ll.cross_entropy(shard, target)
-        got.backward()
-        found = [(got.detach(), want.detach()), (part.grad, whole.grad.narrow(*own))]
-        error = max(error, apart(*zip(*found, strict=True)))
-    return error
-
-
 def global_mean() -> float:
     """global_mean with different numbers of tokens per rank, for summed and averaged gradients."""
     import logitless as ll
@@ -235,8 +212,6 @@ def cases() -> dict[str, Case]:
         how = (name, 3, torch.float64, True)
         found[f"3 ranks, tokens cut: {name}"] = lambda how=how: heads(*how)
     found["a mesh for a group"] = mesh_for_a_group
-    for given in ((), ("vocab",), ("start",), ("start", "vocab")):
-        found[f"several cuts, given {given}"] = lambda given=given: several_cuts(given)
     found["global_mean"] = global_mean
     found["calls that differ"] = differing_calls
     return found | dtensor_cases.cases(SHORT) | fused_cases.cases()

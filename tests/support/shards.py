@@ -13,13 +13,13 @@ def shard_of(ranks: Simulated, x: torch.Tensor, widths) -> torch.Tensor:
     return x[..., start : start + widths[ranks.index]].detach().clone().requires_grad_()
 
 
-def differentiated(call, source, leaf):
-    """The results of a call, and the gradient of its leaf for random upstream gradients."""
+def differentiated(call, source, leaves):
+    """The results of a call, and the gradients of its leaves for random upstream gradients."""
     found = [t for t in call(source) if t is not None]
     used = [t for t in found if t.requires_grad]
     upstream = [normal(t.numel(), seed=11, dtype=t.dtype).view(t.shape) for t in used]
-    d = torch.autograd.grad(used, leaf, upstream) if used else (torch.zeros_like(leaf),)
-    return [t.detach() for t in found], d[0]
+    d = torch.autograd.grad(used, leaves, upstream) if used else map(torch.zeros_like, leaves)
+    return [t.detach() for t in found], [*d]
 
 
 def on_shards(call, x, widths):
@@ -27,13 +27,13 @@ def on_shards(call, x, widths):
 
     def work(ranks):
         leaf = shard_of(ranks, x, widths)
-        return differentiated(call, ll.VocabShard(leaf * 1.0, ranks), leaf), ranks.calls
+        return differentiated(call, ll.VocabShard(leaf * 1.0, ranks), [leaf]), ranks.calls
 
     found = on_ranks(len(widths), work)
     results = [results for (results, _), _ in found]
     for others in results[1:]:
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(results[0], others, strict=True))
-    return results[0], torch.cat([d for (_, d), _ in found], -1), [calls for _, calls in found]
+    return results[0], torch.cat([d for (_, (d,)), _ in found], -1), [calls for _, calls in found]
 
 
 def bits(t):
@@ -42,7 +42,8 @@ def bits(t):
 
 def plainly(call, x):
     leaf = x.clone().requires_grad_()
-    return differentiated(call, leaf * 1.0, leaf)
+    results, (d,) = differentiated(call, leaf * 1.0, [leaf])
+    return results, d
 
 
 def close(got, want, torchs):
