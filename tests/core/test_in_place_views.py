@@ -122,13 +122,6 @@ def test_parts_of_a_larger_tensor(part, leaf_given, impl, device):
     assert error(leaf.grad, copy.grad) <= ROUNDING
 
 
-def test_a_leaf_gets_its_gradient(impl, device):
-    x, target = make(device=device)
-    leaf = x.clone().requires_grad_()
-    (ll.cross_entropy(leaf, target, inplace=True) * 2).backward()
-    assert error(leaf.grad, truth(x, target, 2.0)[1]) <= ROUNDING
-
-
 @pytest.mark.parametrize(
     "cut",
     [lambda h: h.detach(), lambda h: h.detach().view(6, V).view(6, V), lambda h: h.data],

@@ -173,15 +173,11 @@ OPTIONS = {
     "row_weight": {"row_weight": torch.tensor([1.0, -0.5, 2.0])},
     "inplace": {"inplace": True},
     "everything": {
-        "weight": torch.linspace(0.1, 2, V),
-        "label_smoothing": 0.2,
-        "z_loss": 1e-3,
-        "softcap": 6.0,
-        "temperature": 1.3,
-        "row_weight": torch.tensor([1.0, 0.5, -1.0]),
+        "weight": torch.linspace(0.1, 2, V), "label_smoothing": 0.2, "z_loss": 1e-3,
+        "softcap": 6.0, "temperature": 1.3, "row_weight": torch.tensor([1.0, 0.5, -1.0]),
         "inplace": True,
     },
-}
+}  # fmt: skip
 
 
 def assert_compiled_is_plain(f, x, *args, backend="aot_eager", compiled=None, **how):
@@ -293,7 +289,7 @@ def test_the_default_backend(device):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_bug_20_compiled_with_ignored_rows(reduction, inplace, impl, device):
+def test_compiled_with_ignored_rows(reduction, inplace, impl, device):
     """torch.compile with ignored rows: output rows never written, silently wrong loss."""
     x = torch.randn(4, 37, device=device)
     target = torch.tensor([-100, 3, -100, 36], device=device)
