@@ -73,7 +73,7 @@ def test_bad_main_grad(main_grad, message):
         ll.LinearLogits(torch.zeros(2, 8), torch.zeros(30, 8), main_grad=main_grad)
 
 
-def test_bug_08_many_chunks_are_no_less_exact(device):
+def test_many_chunks_are_no_less_exact(device):
     """dW accumulated over many chunks in bf16: error against fp64 at most 1.5 × the unfused."""
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(256, 16, generator=g).to(device)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
+from logitless.contract import NO_ID
 from logitless.heads import choose_cut
 from logitless.heads.choose_cut import Cut
 from logitless.kernels import config
@@ -95,7 +96,7 @@ def test_16_bits(dtype, device):
     assert_as_exact(ours, plain, truth, dtype)
 
 
-def test_bug_07_a_confident_row_keeps_its_gradient(device):
+def test_a_confident_row_keeps_its_gradient(device):
     """At p = 0.9995, p - 1 is below the rounding of p to 16 bits."""
     hidden = torch.zeros(2, 16, device=device, dtype=FP16)
     hidden[:, 0], hidden[1, 1] = 1.0, 1.0
@@ -128,16 +129,18 @@ def test_ignored_rows_may_hold_nan(drop_ignored, device):
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_statistics_with_repeated_ids(device):
+@pytest.mark.usefixtures("nobody_looks")
+def test_statistics_with_empty_and_repeated_ids(device):
     """Several results per row: entropy, sum of all logits, argmax, and log p at ids."""
     hidden, weight, bias, _ = heads.make(FP32, device, lead=(ROWS,))
     ids = torch.arange(3 * ROWS, device=device).view(ROWS, 3) % heads.V
     ids[:, 1] = ids[:, 0]
+    ids[2, 2] = NO_ID
 
     def read(z):
         stats = ll.row_stats(z, ids, entropy=True, total=True, argmax=True, temperature=2.0)
-        loss = stats.entropy.sum() + 0.1 * stats.total.sum() + stats.logprob.square().sum()
-        return stats, loss
+        seen = torch.where(ids == NO_ID, 0.0, stats.logprob)
+        return stats, stats.entropy.sum() + 0.1 * stats.total.sum() + seen.square().sum()
 
     parts, plain = leaves(hidden, weight, bias), leaves(hidden, weight, bias)
     stats, loss = read(ll.LinearLogits(*parts))
