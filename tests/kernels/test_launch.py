@@ -11,7 +11,6 @@ import subprocess
 import sys
 from unittest import mock
 
-import pytest
 import torch
 import triton.language as tl
 
@@ -56,7 +55,7 @@ def loss_and_gradient(x, target, ids):
     ll.score(x, target)
 
 
-def test_bug_22_rows_are_on_the_long_grid_axis(device):
+def test_rows_are_on_the_long_grid_axis(device):
     """Grid dimension over 65,535: only the first axis goes further, so rows are on it."""
     launched = []
     for splits in (1, 3):
@@ -75,7 +74,7 @@ def test_bug_22_rows_are_on_the_long_grid_axis(device):
     assert config.MAX_SPLITS <= 65535
 
 
-def test_bug_23_host_reads_no_value(device, nobody_looks):
+def test_host_reads_no_value(device, nobody_looks):
     """Host synchronisations in every call: no value decides what is launched.
 
     tests/gpu/test_contracts.py has the same of each option, and that it would be seen.
@@ -92,7 +91,7 @@ def test_bug_23_host_reads_no_value(device, nobody_looks):
     assert len(made) > 5
 
 
-def test_bug_25_kernels_run_on_the_tensors_device(monkeypatch):
+def test_kernels_run_on_the_tensors_device(monkeypatch):
     """Kernel launched on the wrong device: launches happen under the tensor's own."""
     entered = []
 
@@ -135,24 +134,20 @@ def constants_of(name) -> set[str]:
     module = KERNELS[name]
     parameters = inspect.signature(getattr(module, name).fn).parameters.values()
     found = {p.name for p in parameters if p.annotation is tl.constexpr}
-    if "CONSTANTS" in found:
-        fields = dataclasses.fields(getattr(module, "_Constants", None) or module.Constants)
-        found = found - {"CONSTANTS"} | {field.name.upper() for field in fields}
-    if "GIVEN" in found:
-        fields = dataclasses.fields(Given)
-        found = found - {"GIVEN"} | {field.name.upper() for field in fields}
-    if "LAYOUT" in found:
-        fields = dataclasses.fields(HeadLayout)
-        found = found - {"LAYOUT"} | {field.name.upper() for field in fields}
+    own = getattr(module, "_Constants", None) or getattr(module, "Constants", None)
+    structs = {"CONSTANTS": own, "GIVEN": Given, "LAYOUT": HeadLayout}
+    for struct, kind in structs.items():  # in this order: the first may hold the others
+        if struct in found:
+            found = found - {struct} | {field.name.upper() for field in dataclasses.fields(kind)}
     return found
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_bug_25_no_length_is_a_constant(name):
+def test_no_length_is_a_constant():
     """Constexpr lengths that recompile for every new sequence length."""
-    constants = constants_of(name)
-    assert constants, "seen, or the comparison says nothing"
-    assert constants <= CHOICES
+    for name in KERNELS:
+        constants = constants_of(name)
+        assert constants, f"{name}: seen, or the comparison says nothing"
+        assert constants <= CHOICES, name
 
 
 SAME_KERNELS = """
@@ -189,7 +184,7 @@ print("the same")
 """
 
 
-def test_bug_25_new_lengths_need_no_new_kernel():
+def test_new_lengths_need_no_new_kernel():
     """Constexpr lengths that recompile: what Triton would be given is the same for every N and V
     of an alignment, on a process without the interpreter."""
     done = subprocess.run(

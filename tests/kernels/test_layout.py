@@ -29,12 +29,8 @@ VIEWS = {
     "5-D": lambda x: x.view(2, 1, 2, 2, 1, -1)[:, :, :, 1:],
 }
 STATS = (torch.float32, lambda x, ids: sum(t.sum() for t in ll.row_stats(x, ids, **WANTS)[:4]))
-
-
-LOSS = (
-    torch.bfloat16,
-    lambda x, ids: ll.cross_entropy(x, ids[..., 0], reduction="sum", label_smoothing=0.1),
-)
+LOSS = (torch.bfloat16, lambda x, ids: ll.cross_entropy(
+    x, ids[..., 0], reduction="sum", label_smoothing=0.1))  # fmt: skip
 
 
 @pytest.mark.parametrize(("dtype", "f"), [STATS, LOSS], ids=["stats fp32", "loss bf16"])
@@ -99,7 +95,7 @@ def _offsets_kernel(OUT, rows_t, stride_b, stride_t):
 
 @pytest.mark.parametrize("stride_t", [2**31 - 16, 2**31 + 16, 1 << 28], ids=str)
 @pytest.mark.parametrize("stride_b", [0, 2**33 + 8, 2**31 - 8], ids=str)
-def test_bug_22_row_offsets_are_int64(stride_t, stride_b, device):
+def test_row_offsets_are_int64(stride_t, stride_b, device):
     """int32 overflow past 2^31 elements."""
     offsets = torch.zeros(24, dtype=torch.int64, device=device)
     _offsets_kernel[(24,)](offsets, 12, stride_b, stride_t)

@@ -34,7 +34,7 @@ def assert_is(ours, naive, x, tolerance=ROUNDING):
 
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("V", [1, BLOCK - 1, BLOCK + 1, 3 * BLOCK + 4])
-def test_bug_01_padded_columns_are_not_counted(V, device):
+def test_padded_columns_are_not_counted(V, device):
     """Padded columns counted in the logsumexp where V is not a multiple of the tile.
 
     Far below 0, one padded column read as 0 would be all of the result.
@@ -51,7 +51,7 @@ def test_bug_01_padded_columns_are_not_counted(V, device):
 
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("offset", [-1e2, -1e4, -1e6])
-def test_bug_02_all_negative_logits(offset, device):
+def test_all_negative_logits(offset, device):
     """A max that starts at 0: all-negative logits give inf or NaN."""
     x = torch.randn(2, 70, device=device) + offset
     assert_is(ll.logsumexp, oracle.logsumexp, x)
@@ -65,7 +65,7 @@ def test_bug_02_all_negative_logits(offset, device):
 @pytest.mark.parametrize(
     "low", [-torch.inf, torch.finfo(torch.float32).min], ids=["-inf", "lowest float"]
 )
-def test_bug_03_a_block_all_minus_inf(V, place, low, device):
+def test_a_block_all_minus_inf(V, place, low, device):
     """First block of a row all -inf: NaN. Nor is there one from any block, or the lowest float."""
     x = torch.randn(1, V, device=device) * 2
     x[:, place * BLOCK : (place + 1) * BLOCK] = low
@@ -79,7 +79,7 @@ def test_bug_03_a_block_all_minus_inf(V, place, low, device):
 
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("V", [BLOCK + 1, 3 * BLOCK - 1])
-def test_bug_04_softcap_comes_before_padding(V, device):
+def test_softcap_comes_before_padding(V, device):
     """softcap applied after padding: padded -inf columns become -softcap and count."""
     x = torch.full((2, V), -100.0, device=device)
     want = torch.full((2,), -5 + math.log(V), device=device)
@@ -102,7 +102,7 @@ LOSSES = {
 
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("name", LOSSES)
-def test_bug_05_common_offset_costs_no_digits(name, device):
+def test_common_offset_costs_no_digits(name, device):
     """`lse - x_y` under a common offset of 1e4 loses four digits."""
     x = torch.randn(4, 70, device=device) + 1e4
     target = torch.randint(0, 70, (4,), device=device)

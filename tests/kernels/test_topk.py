@@ -51,8 +51,9 @@ def test_against_a_stable_sort(blocks, dtype, k, device):
     torch.testing.assert_close(whole, torch.ones_like(whole), rtol=2e-6, atol=0)
 
 
-def test_many(blocks, device):
+def test_many_and_one_row_without_a_batch(blocks, device):
     check(make(1, 501, dtype=torch.bfloat16, device=device), 256)
+    check(make(50, device=device), 3)
 
 
 def test_fp64(device):
@@ -192,10 +193,6 @@ def test_empty_batch(blocks, device):
     ids, logprobs, tail = topk(torch.zeros(0, 4, 50, device=device), 3)
     assert ids.shape == logprobs.shape == (0, 4, 3)
     assert tail.shape == (0, 4)
-
-
-def test_one_row_without_a_batch(blocks, device):
-    check(make(50, device=device), 3)
 
 
 def test_nothing_is_differentiated(blocks, device):
