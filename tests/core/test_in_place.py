@@ -190,6 +190,18 @@ def test_an_infinite_upstream_gradient_of_an_ignored_row(impl, device):
         assert not grad[1].any()
 
 
+def test_second_backward_in_place_raises(impl, device):
+    """Second backward on a retained graph scaled twice: the logits are gone, so it raises."""
+    leaf = torch.randn(3, 37, device=device, requires_grad=True)
+    target = torch.randint(0, 37, (3,), device=device)
+    loss = ll.cross_entropy(leaf * 1, target, inplace=True) * 3
+    loss.backward(retain_graph=True)
+    first = leaf.grad.clone()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert torch.equal(leaf.grad, first)
+
+
 def test_autograd_is_told_of_inplace(impl, device):
     """Input logits overwritten without telling autograd: its count of writes goes up."""
     leaf = torch.randn(3, 37, device=device, requires_grad=True)

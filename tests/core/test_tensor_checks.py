@@ -146,6 +146,15 @@ def test_cpu_raises_naming_row_and_value(value, impl, device):
             f(x, ids)
 
 
+@pytest.mark.parametrize("count", [3, 5, 1])
+def test_target_count_must_match(count, device):
+    """Target count that doesn't match the rows accepted."""
+    x, target = torch.randn(4, 37, device=device), torch.zeros(count, dtype=int, device=device)
+    for f in (ll.cross_entropy, ll.score):
+        with pytest.raises(ValueError, match=rf"target must have shape \(4,\).*got \({count},\)"):
+            f(x, target)
+
+
 WEIGHED = {
     "cross_entropy": lambda x, w: ll.cross_entropy(x, TARGET, row_weight=w),
     "kl_div": lambda x, w: ll.kl_div(x, TEACHER, direction="forward", row_weight=w),
