@@ -111,9 +111,8 @@ class Chunks:
             self.index = order if by_group is None else by_group[order]
         if not self.cut.on_chip:
             even = -(-rows // max(-(-rows // self.cut.rows), 1))
-            self.cut = self.cut._replace(
-                rows=min(self.cut.rows, even + max(groups.sizes, default=0))
-            )
+            most = min(self.cut.rows, even + max(sizes, default=0))
+            self.cut = self.cut._replace(rows=most)
         self.backend = self.begin(self.head.dtype)
         if copied is not None:
             copied.synchronize()

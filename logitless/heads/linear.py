@@ -78,7 +78,7 @@ class HeadLogits(Source):
     def current(self) -> Head:
         """Returns the head. Raises if the number of rows of the weight is no longer V."""
         head = self.head
-        if head.weight.shape[0] != self.shape[-1]:  # len() takes six times as long
+        if head.weight.shape[0] != self.shape[-1]:  # len() would run Python code of PyTorch
             rules.same_rows(head.weight, self.shape[-1])
         return head
 

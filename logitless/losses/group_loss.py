@@ -75,7 +75,7 @@ def group_loss(
     groups; with LOGITLESS_CHECK=1, a formula that does raises an error. Tensors that it uses from
     its closure get no gradient. `ids` and all further options are those of `row_stats`. Over a
     LinearLogits, a mean or sum takes three GEMMs if the logits of each group fit into its
-    workspace, and four otherwise; over a weight without gradient, one less.
+    workspace, and four otherwise and in fp16; over a weight without gradient, one less.
 
     >>> def dpo(stats, reference):  # stats.logprob (2, pairs, T), reference (2, pairs)
     ...     chosen, rejected = stats.logprob.sum(-1) - reference
