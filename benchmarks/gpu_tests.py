@@ -1,11 +1,12 @@
-"""For developers: runs the test files on a GPU, several at once; writes one line per file.
+"""For developers: runs the GPU's share of the tests, several files at once; one line per file.
 
-    python -m benchmarks.gpu_tests --out build/gpu-tests --minutes 6
+    python -m benchmarks.gpu_tests --out build/gpu-tests
 
-Each file runs in its own process, or in several processes if the file is in PARTS. The slowest
-files of the last run start first. A file that does not end in time is reported as "not finished".
-The exit status is 1 if a test fails. The tests of cli/, of the docs and of most of store/ are left
-out, because little of the code that they test depends on a GPU.
+The GPU's share are the cases of `make test` (`pytest --few`) of every room whose code runs on a
+GPU, and tests/gpu at real sizes: about five minutes on an H200 with 16 cores. `--all` runs the
+whole matrix. Each file runs in its own process, or in several if it is in PARTS; the slowest of
+the last run start first. A file that does not end in time is reported as "not finished". The exit
+status is 1 if a test fails.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ ROOMS = (
     "targets", "eager",
 )  # fmt: skip
 FILES = ("tests/test_contract.py", "tests/test_nn.py", "tests/store/test_capture.py")
-# The files with the most kernels to compile run in several processes.
-PARTS = {"losses/test_sparse_teacher": 12, "contrastive/test_info_nce": 3}
+# The files with the most kernels to compile.
+PARTS = {"losses/test_sparse_teacher": 3, "losses/test_every_function": 3, "core/test_evaluate": 2}
 
 
 class Job(NamedTuple):
@@ -74,14 +75,17 @@ def seconds_of(text: str) -> dict[str, float]:
     return {name: float(seconds) for name, seconds in lines}
 
 
-def run_all(jobs: Iterable[Job], workers: int, end: float, folder: Path) -> dict[str, str]:
+def run_all(
+    jobs: Iterable[Job], options: list[str], workers: int, end: float, folder: Path
+) -> dict[str, str]:
     """Runs the jobs and returns the last line that pytest prints for each job."""
     waiting, running, lines = list(jobs), {}, {}
     while waiting or running:
         while waiting and len(running) < workers:
             job = waiting.pop(0)
             log = open(folder / f"{re.sub('[/, ]+', '-', job.name)}.log", "w+")  # noqa: SIM115
-            process = subprocess.Popen(job.command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+            command = [*job.command, *options]
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
             running[job] = (process, log)
         time.sleep(0.2)
         late = time.monotonic() > end
@@ -108,7 +112,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of tests-gpu.txt")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop after this time")
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
+    parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
+    parser.add_argument("--all", action="store_true", help="all cases of every test")
     parser.add_argument(
         "--only", nargs="+", default=[""], help="run only files whose name contains one of these"
     )
@@ -122,7 +127,8 @@ def main() -> int:
     logs = given.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    lines = run_all(jobs, given.workers, begin + 60 * given.minutes, logs)
+    options = [] if given.all else ["--few"]
+    lines = run_all(jobs, options, given.workers, begin + 60 * given.minutes, logs)
     counts = {
         kind: sum(int(n) for line in lines.values() for n in re.findall(rf"(\d+) {kind}", line))
         for kind in ("passed", "failed", "skipped", "error")

@@ -224,6 +224,7 @@ class Chunks:
                         yield tile
                         tile.release()
                 whole.release()
+                piece = None  # else a teacher's logits live until the next ones exist
             if sums is not None and len(h):
                 sums.add(rows, h, dz)
 
