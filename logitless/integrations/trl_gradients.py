@@ -16,6 +16,7 @@ differ by one factor. If they differ more, backward computes the exact gradients
 statistics, and the trainer's next step takes the next way.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -131,7 +132,7 @@ class Tokens(NamedTuple):
             rows = torch.arange(count, device=at.device)
         else:
             rows = at = mask.flatten().nonzero().squeeze(1)
-        targets, lengths = self.targets, mask.sum(1)
+        targets, lengths = self.targets, None if way == "rows" else mask.sum(1)
         if way == "pairs":
             if odd:
                 return None
@@ -140,16 +141,19 @@ class Tokens(NamedTuple):
         if way == "pairs" or len(rows) < count:
             head = head.replace(hidden=head.hidden.index_select(0, rows))
             targets = targets[rows]
-        fill = torch.where(mask, OTHERS, 0.0).to(PRECISION[head.dtype]).flatten()
-        zeros, blank = torch.zeros_like(fill), fill.new_zeros(count)
-        used = (blank, blank.clone())
-        statistics = Statistics(
-            blank.clone(), blank.clone(), blank.clone(),
-            torch.full((count,), -1, device=at.device),
-        )  # fmt: skip
+
+        @functools.cache
+        def shared() -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Statistics]:
+            """What all chunks share. The first chunk makes it, while the GPU computes a GEMM."""
+            fill = torch.where(mask, OTHERS, 0.0).to(PRECISION[head.dtype]).flatten()
+            *numbers, g_logprob, g_entropy = fill.new_zeros(5, count).unbind()
+            argmax = torch.full((count,), -1, device=at.device)
+            statistics = Statistics(numbers[0], numbers[1], numbers[2], argmax)
+            return fill, torch.zeros_like(fill), (g_logprob, g_entropy), statistics
 
         def formula(stats, at: Tensor, rows: Tensor, *groups: Tensor) -> Tensor:
             values, result = (stats.logprob, stats.entropy), torch.zeros_like(stats.logprob)
+            fill, zeros, used, statistics = shared()
             if torch.is_grad_enabled():  # not in a check whether the formula mixes rows
                 leaves = [t.detach().requires_grad_() for t in values]
                 logprob, entropy = (
@@ -175,9 +179,10 @@ class Tokens(NamedTuple):
         if way == "rows":
             loss = row_loss(formula, HeadLogits(head), targets, rows=(at, rows), **how)
         else:
-            inputs = (at, rows, fill.new_zeros(len(lengths)))
+            inputs = (at, rows, torch.zeros_like(lengths, dtype=PRECISION[head.dtype]))
             how["groups"] = lengths.tolist()
             loss = group_loss(formula, HeadLogits(head), targets, rows=inputs, **how)
+        _, _, used, statistics = shared()
         return Results(statistics, loss, used)
 
 
@@ -214,27 +219,29 @@ class TokenStatistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *upstream):
         (g_logprob, g_entropy, *_), (statistics, loss, used) = upstream, ctx.results
+        gradients: Any = None
         wanted = [t for t in ctx.leaves if t is not None and t.requires_grad]
         if g_logprob is None and g_entropy is None:
             return (None,) * (3 + len(ctx.leaves))
         if loss is None:
             exact = g_entropy is None or statistics.entropy.requires_grad
         else:
-            factor = _common_factor(used, (g_logprob, g_entropy))
-            exact = factor is not None
+            factor, near = _common_factor(used, (g_logprob, g_entropy))
+            # The gradients are scaled before the host waits for `near`.
+            gradients = _gradients([(loss, factor)], wanted)
+            exact = bool(near)
         if not exact:
             head, tokens, ways = ctx.given
             ways.failed(ctx.way)
+            gradients = None  # frees the others
             with torch.enable_grad():
-                statistics, loss = tokens.read(head), None
-        pairs = [(statistics.logprob, g_logprob), (statistics.entropy, g_entropy)]
-        pairs = [(loss, factor)] if loss is not None else [p for p in pairs if p[1] is not None]
-        outputs, given = zip(*pairs, strict=True)
-        gradients = iter(
-            torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True)
-        )
+                statistics = tokens.read(head)
+        if loss is None or not exact:
+            pairs = [(statistics.logprob, g_logprob), (statistics.entropy, g_entropy)]
+            gradients = _gradients([p for p in pairs if p[1] is not None], wanted)
+        by_leaf = iter(gradients)
         of_inputs = (
-            next(gradients) if t is not None and t.requires_grad else None for t in ctx.leaves
+            next(by_leaf) if t is not None and t.requires_grad else None for t in ctx.leaves
         )
         return None, None, None, *of_inputs
 
@@ -246,17 +253,23 @@ def statistics_of(tokens: Tokens, ways: Ways, head: Head) -> Statistics:
     return Statistics(*TokenStatistics.apply(tokens, ways, head, *head.inputs))  # pyright: ignore
 
 
-def _common_factor(used: tuple, upstream: tuple) -> Tensor | None:
-    """Returns k if upstream = k · used, and None otherwise. The host waits for the comparison."""
+def _gradients(pairs: list, wanted: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradients of `wanted`, for pairs of an output and its upstream gradient."""
+    outputs, given = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True)
+
+
+def _common_factor(used: tuple, upstream: tuple) -> tuple[Tensor, Tensor]:
+    """Returns k, and whether upstream = k · used, as tensors."""
     some = next(t for t in upstream if t is not None)
     c, g = (
         torch.cat([torch.zeros_like(some) if t is None else t for t in each])
         for each in (used, upstream)
     )
     if not len(c):
-        return c.sum()
+        return c.sum(), c.new_ones((), dtype=torch.bool)
     largest = c.abs().argmax()
     factor = torch.where(c[largest] == 0, 0.0, g[largest] / c[largest])
     factor = torch.where((factor - 1).abs() < RTOL, 1.0, factor)  # to scale by 1 costs nothing
     near = (g - factor * c).abs() <= RTOL * g.abs() + ATOL * g.abs().amax()
-    return factor if bool(near.all()) else None
+    return factor, near.all()
