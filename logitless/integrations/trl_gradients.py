@@ -79,7 +79,7 @@ class Results(NamedTuple):
     # A scalar whose gradient is the gradient for the upstream gradients `used` of `logprob` and
     # `entropy`. None if the gradients are those of the statistics themselves.
     loss: Tensor | None = None
-    used: tuple[Tensor, Tensor | None] | None = None
+    used: tuple[Tensor | None, ...] = ()
 
 
 class Tokens(NamedTuple):
@@ -143,17 +143,18 @@ class Tokens(NamedTuple):
             targets = targets[rows]
 
         @functools.cache
-        def shared() -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Statistics]:
+        def shared() -> tuple[Tensor, Tensor, Statistics]:
             """What all chunks share. The first chunk makes it, while the GPU computes a GEMM."""
             fill = torch.where(mask, OTHERS, 0.0).to(PRECISION[head.dtype]).flatten()
-            *numbers, g_logprob, g_entropy = fill.new_zeros(5, count).unbind()
+            logprob, entropy, total = fill.new_zeros(3, count).unbind()
             argmax = torch.full((count,), -1, device=at.device)
-            statistics = Statistics(numbers[0], numbers[1], numbers[2], argmax)
-            return fill, torch.zeros_like(fill), (g_logprob, g_entropy), statistics
+            return fill, torch.zeros_like(fill), Statistics(logprob, entropy, total, argmax)
+
+        used: list[Tensor | None] = [None, None]
 
         def formula(stats, at: Tensor, rows: Tensor, *groups: Tensor) -> Tensor:
             values, result = (stats.logprob, stats.entropy), torch.zeros_like(stats.logprob)
-            fill, zeros, used, statistics = shared()
+            fill, zeros, statistics = shared()
             if torch.is_grad_enabled():  # not in a check whether the formula mixes rows
                 leaves = [t.detach().requires_grad_() for t in values]
                 logprob, entropy = (
@@ -166,8 +167,9 @@ class Tokens(NamedTuple):
                     squares = zeros.index_copy(0, at, squares).view(mask.shape)
                 loss = self.step.loss(logprob, entropy, squares, mask)
                 gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-                for g, into, value in zip(gradients, used, values, strict=True):
+                for i, (g, value) in enumerate(zip(gradients, values, strict=True)):
                     if g is not None:
+                        into = used[i] = g.new_zeros(count) if used[i] is None else used[i]
                         into[rows] = g
                         result = result + g * (value - value.detach())  # 0, with the gradient g
                 for name, into in statistics._asdict().items():
@@ -182,8 +184,7 @@ class Tokens(NamedTuple):
             inputs = (at, rows, torch.zeros_like(lengths, dtype=PRECISION[head.dtype]))
             how["groups"] = lengths.tolist()
             loss = group_loss(formula, HeadLogits(head), targets, rows=inputs, **how)
-        _, _, used, statistics = shared()
-        return Results(statistics, loss, used)
+        return Results(shared()[-1], loss, tuple(used))
 
 
 class TokenStatistics(torch.autograd.Function):
@@ -261,10 +262,11 @@ def _gradients(pairs: list, wanted: list[Tensor]) -> tuple[Tensor | None, ...]:
 
 def _common_factor(used: tuple, upstream: tuple) -> tuple[Tensor, Tensor]:
     """Returns k, and whether upstream = k · used, as tensors."""
+    pairs = [p for p in zip(used, upstream, strict=True) if p[0] is not None or p[1] is not None]
     some = next(t for t in upstream if t is not None)
     c, g = (
         torch.cat([torch.zeros_like(some) if t is None else t for t in each])
-        for each in (used, upstream)
+        for each in zip(*pairs, strict=True)
     )
     if not len(c):
         return c.sum(), c.new_ones((), dtype=torch.bool)
