@@ -35,10 +35,11 @@ NAMES = (EAGER, COMPILED, "liger", OURS)
 ON_LOGITS = (EAGER, COMPILED, "liger", "fla", "quack", OURS)
 HEAD = "rows × width × vocabulary"
 WORKSPACE = re.compile(r"\d+ MiB")
-SETTINGS = {  # variants of a head, and their texts in a table
-    PLAIN: "1 GiB, the default",
-    "128 MiB, summed in the weight's dtype": '128 MiB, `accumulate="weight"`',
-    "summed in fp32": '1 GiB, `accumulate="fp32"`',
+SETTINGS = {  # variants of a head, and their titles in a table
+    PLAIN: '1 GiB, `"auto"`',
+    "summed in fp32": '1 GiB, `"fp32"`',
+    "128 MiB": '128 MiB, `"auto"`',
+    "128 MiB, summed in the weight's dtype": '128 MiB, `"weight"`',
 }
 MEMORY = "memory"  # stands for the runs of benchmarks/heads_memory.py
 DAGGER = "†"  # marks the time of a contender that overwrites its input
@@ -171,23 +172,13 @@ def heads(run: Run) -> Rows:
     return [{HEAD: sizes(shape), **run.cells(names, shape=shape, **wanted)} for shape in shapes]
 
 
-def workspaces(run: Run) -> Rows:
-    """Time and memory of our settings and of Liger, largest memory first."""
+def accumulate(run: Run) -> Rows:
+    """Time and memory of each way to sum the weight's gradient."""
     rows = []
     for shape in run.shapes(**PLAIN_HEAD, contender="liger"):
-        ours = run.all(family="heads", op="cross_entropy", contender=OURS, shape=shape)
-        tried = [r for r in ours if r.variant in SETTINGS or WORKSPACE.fullmatch(r.variant)]
-        tried += run.all(**PLAIN_HEAD, contender="liger", shape=shape)
-        for r in sorted(tried, key=lambda r: -(r.spare_mib or 0.0)):
-            setting = SETTINGS.get(r.variant, r.variant)
-            over = r.ms / r.floor_ms if r.ms and r.floor_ms else None
-            rows.append({
-                HEAD: sizes(shape),
-                "workspace": run.title("liger") if r.contender == "liger" else setting,
-                "ms": ms(r.ms),
-                "× the three GEMMs": number(over, ".2f"),
-                "MiB taken": number(r.spare_mib, ",.0f"),
-            })  # fmt: skip
+        at = {"op": "cross_entropy", "contender": OURS, "shape": shape}
+        tried = {title: run.find(**at, variant=variant) for variant, title in SETTINGS.items()}
+        rows.append({HEAD: sizes(shape), **{t: cell(r, "spare_mib") for t, r in tried.items()}})
     return rows
 
 
@@ -280,7 +271,7 @@ TABLES: dict[str, tuple[Callable, tuple[str, ...]]] = {  # name: (function, fami
     "training-step": (training_step, ()),
     "summary": (summary, ("logits", "heads")),
     "heads": (heads, ("heads",)),
-    "workspaces": (workspaces, ("heads",)),
+    "accumulate": (accumulate, ("heads",)),
     "head-memory": (head_memory, (MEMORY,)),
     "fp32-logits": (fp32_logits, (MEMORY,)),
     "cross-entropy": (cross_entropy, ("logits",)),

@@ -8,7 +8,8 @@ from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs/trainers.md"
 BLOCK = re.compile(r"(<!-- trainers -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-TITLE = "| library | case | call | equal | lazy |\n|---|---|---|---|---|\n"
+TITLE = "| trainer | with | call | equal | lazy |\n|---|---|---|---|---|\n"
+PLAIN = "its defaults"
 PACKAGES = ("trl", "peft", "accelerate", "lightning", "transformers", "torch")
 
 
@@ -36,13 +37,23 @@ def is_complete(rows: Iterable[Row]) -> bool:
 
 
 def write(rows: Iterable[Row]) -> None:
+    """A line holds the cases of one trainer (of TRL) or library that have the same outcome."""
     from importlib.metadata import version
 
     order = cases()
-    ordered = sorted(rows, key=lambda row: order.index((row.library, row.case)))
-    lines = "".join(f"| {' | '.join(row)} |\n" for row in ordered)
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for row in sorted(rows, key=lambda row: order.index((row.library, row.case))):
+        trainer, _, options = (
+            row.case.partition(", ") if row.library == "TRL" else ("", "", row.case)
+        )
+        named = f"{row.library} {trainer}".strip()
+        lines.setdefault((named, *row[2:]), []).append(options or PLAIN)
+    text = "".join(
+        f"| {trainer} | {'; '.join(options)} | {' | '.join(outcome)} |\n"
+        for (trainer, *outcome), options in lines.items()
+    )
     versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in PACKAGES)
-    text = f"{TITLE}{lines}\n{versions}.\n"
+    text = f"{TITLE}{text}\n{versions}.\n"
     PAGE.write_text(BLOCK.sub(lambda m: f"{m[1]}{text}{m[3]}", PAGE.read_text()))
 
 
@@ -54,4 +65,11 @@ def read() -> tuple[list[Row], str]:
     assert text.startswith(TITLE), text[:100]
     *lines, empty, versions = text.removeprefix(TITLE).splitlines()
     assert empty == ""
-    return [Row(*line.strip("| ").split(" | ")) for line in lines], versions
+    rows = []
+    for line in lines:
+        named, options, *outcome = line.strip("| ").split(" | ")
+        library, _, trainer = named.partition(" ")
+        for option in options.split("; "):
+            case = ", ".join(filter(None, (trainer, "" if option == PLAIN else option)))
+            rows.append(Row(library, case, *outcome))
+    return rows, versions
