@@ -21,10 +21,11 @@ def capture_topk(
 ) -> SparseTargets:
     """Returns the k most probable ids per row, and their exact log-probabilities.
 
-    For logits (..., V), `ids` and `logprobs` of the result have shape (..., k), by descending
-    probability, with equal probabilities in ascending order of ids. `tail` (...) is the log of the
-    mass of all other ids. They have no gradient. On a GPU, the logits are read only once if k is
-    at most 256; for larger k, torch.topk runs on one chunk of rows at a time.
+    For logits (..., V), the int64 `ids` and the `logprobs` of the result have shape (..., k), by
+    descending probability, with equal probabilities in ascending order of ids. `tail` (...) is the
+    log of the mass of all other ids. Both are fp32 (fp64 for fp64 logits), without a gradient. On a
+    GPU, the logits are read only once if k is at most 256; for larger k, torch.topk runs on one
+    chunk of rows at a time.
 
     >>> capture_topk(torch.tensor([[0.0, 2.0, 1.0]]), 2).ids
     tensor([[1, 2]])

@@ -136,7 +136,8 @@ def gathered_kl(
     The student's q is the softmax of student_logits / temperature over all K slots. The teacher's p
     = exp(teacher_logprobs) is not normalised. A slot whose entry in `mask` is False or 0 is left
     out of the sum, and with renormalise=True also out of the softmax. A row whose slots are all
-    masked has loss 0, and "mean" divides by the number of all rows.
+    masked has loss 0, and "mean" divides by the number of all rows. The result is fp32 (fp64 for
+    fp64 logits): a scalar, or one number per row (...) for reduction="none".
 
     >>> gathered_kl(logits.gather(-1, targets.ids), targets.logprobs, reduction="mean")
     """

@@ -43,7 +43,13 @@ class Partial(NamedTuple):
 
 
 def partial(z: Tensor) -> Partial:
-    """Computes m, s and w of each row of z. The results are fp32, or fp64 if z is fp64."""
+    """Computes m, s and w of each row of some columns of z (..., columns), each of shape (...).
+
+    The results are fp32, or fp64 if z is fp64. Of softcapped or scaled logits, pass z itself.
+
+    >>> partial(torch.zeros(1, 4)).lse
+    tensor([1.3863])
+    """
     z = z.to(PRECISION[z.dtype])
     if z.shape[-1] == 0:
         empty = z.new_zeros(z.shape[:-1])
@@ -60,6 +66,10 @@ def merge(left: Partial, right: Partial) -> Partial:
 
     `merge` is associative and commutative, with the empty `Partial` (-inf, 0, 0) as its identity.
     The merged m is detached; gradients flow through s and w, also if `left.m` equals `right.m`.
+
+    >>> z = torch.zeros(1, 4)
+    >>> merge(partial(z[:, :1]), partial(z[:, 1:])).lse
+    tensor([1.3863])
     """
     m = torch.maximum(left.m, right.m).detach()
     s, w = torch.zeros_like(m), torch.zeros_like(m)
@@ -170,7 +180,9 @@ def row_stats(
     too small: for metrics, pass logits_dtype=torch.float32 to LinearLogits.
 
     A row is ignored if its entry in `mask` is False, or if its id (the first of K) is ignore_index.
-    It is not read: its statistics and gradient are 0, and its argmax and rank are -1.
+    It is not read: its statistics and gradient are 0, and its argmax and rank are -1. An id outside
+    [0, V) raises an IndexError on a CPU, and on a GPU with LOGITLESS_CHECK=1; without it, its
+    `picked` and `logprob` are NaN.
 
     >>> stats = row_stats(logits, entropy=True)
     >>> (1e-4 * stats.lse.square() - 0.01 * stats.entropy).mean().backward()
@@ -265,9 +277,10 @@ def token_logprobs(
 ) -> Tensor:
     """Returns log softmax(z)[ids] for one or K ids per row, in the shape of `ids`.
 
-    Here, z = softcap · tanh(logits / softcap) / temperature, for logits (..., V). The K ids of a
-    row can repeat. A row is ignored if its entry in `mask` is False, or if its id (the first of K)
-    is ignore_index: its results and gradient are 0.
+    Here, z = softcap · tanh(logits / softcap) / temperature, for logits (..., V). The result is
+    fp32 (fp64 for fp64 logits). The K ids of a row can repeat, and one outside [0, V) has the same
+    effect as in `row_stats`. A row is ignored if its entry in `mask` is False, or if its id (the
+    first of K) is ignore_index: its results and gradient are 0.
 
     >>> token_logprobs(torch.zeros(1, 4), torch.tensor([2]))
     tensor([-1.3863])
@@ -288,9 +301,9 @@ def entropy(
 ) -> Tensor:
     """Computes the entropy of softmax(z) in nats, for logits of shape (..., V).
 
-    Here, z = softcap · tanh(logits / softcap) / temperature. The entropy stays exact if a large
-    constant is added to all logits of a row. A row whose entry in `mask` is False is not read, and
-    its entropy and gradient are 0.
+    Here, z = softcap · tanh(logits / softcap) / temperature. The result (...) is fp32 (fp64 for
+    fp64 logits), and stays exact if a large constant is added to all logits of a row. A row whose
+    entry in `mask` is False is not read, and its entropy and gradient are 0.
 
     >>> entropy(torch.zeros(1, 4))
     tensor([1.3863])
@@ -322,8 +335,10 @@ def score(
     gradient, by default logprob, entropy and lse; the others are detached. A LinearLogits whose
     weight needs no gradient takes two GEMMs for one such score, and three for several.
 
-    A row is ignored if its target is ignore_index or its entry in `mask` is False: it is not read,
-    its argmax and rank are -1, and its other scores 0.
+    Each score has the shape (...) of `target`, in fp32 (fp64 for fp64 logits); argmax and rank are
+    int64. A row is ignored if its target is ignore_index or its entry in `mask` is False: it is not
+    read, its argmax and rank are -1, and its other scores 0. A target outside [0, V) raises an
+    IndexError on a CPU, and on a GPU with LOGITLESS_CHECK=1; without it, its logprob is NaN.
 
     >>> new = score(logits, target).logprob
     >>> ratio = (new - old).exp()  # PPO, GRPO
