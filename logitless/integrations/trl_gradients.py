@@ -126,18 +126,24 @@ class Tokens(NamedTuple):
         assert self.counts is not None
         mask = self.counts.to(head.device)
         count, (half_batch, odd) = head.rows, divmod(len(mask), 2)
-        # `at` are the places of the tokens in (B, T), and `rows` those among the N rows.
-        if self.mask is None:  # N tokens have a label: the host need not wait for their number
-            at = mask.flatten().argsort(descending=True, stable=True)[:count]
-            rows = torch.arange(count, device=at.device)
-        else:
-            rows = at = mask.flatten().nonzero().squeeze(1)
+        rows = torch.arange(count, device=mask.device)
+        if self.mask is not None:
+            rows = mask.flatten().nonzero().squeeze(1)
+
+        @functools.cache
+        def places() -> Tensor:
+            """The places of the N rows in (B, T)."""
+            if self.mask is not None:
+                return torch.arange(count, device=mask.device)
+            # N tokens have a label: the host need not wait for their number
+            return mask.flatten().argsort(descending=True, stable=True)[:count]
+
         targets, lengths = self.targets, None if way == "rows" else mask.sum(1)
         if way == "pairs":
             if odd:
                 return None
-            order = (at // mask.shape[1] % half_batch).argsort(stable=True)
-            at, rows, lengths = at[order], rows[order], lengths.view(2, half_batch).sum(0)
+            order = (places()[rows] // mask.shape[1] % half_batch).argsort(stable=True)
+            rows, lengths = rows[order], lengths.view(2, half_batch).sum(0)
         if way == "pairs" or len(rows) < count:
             head = head.replace(hidden=head.hidden.index_select(0, rows))
             targets = targets[rows]
@@ -147,12 +153,13 @@ class Tokens(NamedTuple):
             """What all chunks share. The first chunk makes it, while the GPU computes a GEMM."""
             fill = torch.where(mask, OTHERS, 0.0).to(PRECISION[head.dtype]).flatten()
             logprob, entropy, total = fill.new_zeros(3, count).unbind()
-            argmax = torch.full((count,), -1, device=at.device)
+            argmax = torch.full((count,), -1, device=mask.device)
             return fill, torch.zeros_like(fill), Statistics(logprob, entropy, total, argmax)
 
         used: list[Tensor | None] = [None, None]
 
-        def formula(stats, at: Tensor, rows: Tensor, *groups: Tensor) -> Tensor:
+        def formula(stats, rows: Tensor, *groups: Tensor) -> Tensor:
+            at = places()[rows]
             values, result = (stats.logprob, stats.entropy), torch.zeros_like(stats.logprob)
             fill, zeros, statistics = shared()
             if torch.is_grad_enabled():  # not in a check whether the formula mixes rows
@@ -179,9 +186,9 @@ class Tokens(NamedTuple):
 
         how = {**self.how, **self.wants, "entropy": True, "reduction": "sum", "ignore_index": None}
         if way == "rows":
-            loss = row_loss(formula, HeadLogits(head), targets, rows=(at, rows), **how)
+            loss = row_loss(formula, HeadLogits(head), targets, rows=(rows,), **how)
         else:
-            inputs = (at, rows, torch.zeros_like(lengths, dtype=PRECISION[head.dtype]))
+            inputs = (rows, torch.zeros_like(lengths, dtype=PRECISION[head.dtype]))
             how["groups"] = lengths.tolist()
             loss = group_loss(formula, HeadLogits(head), targets, rows=inputs, **how)
         return Results(shared()[-1], loss, tuple(used))
@@ -270,8 +277,9 @@ def _common_factor(used: tuple, upstream: tuple) -> tuple[Tensor, Tensor]:
     )
     if not len(c):
         return c.sum(), c.new_ones((), dtype=torch.bool)
-    largest = c.abs().argmax()
-    factor = torch.where(c[largest] == 0, 0.0, g[largest] / c[largest])
+    largest = c.abs().argmax().view(1)  # an index of shape () would make the host wait
+    of_c, of_g = c[largest].squeeze(0), g[largest].squeeze(0)
+    factor = torch.where(of_c == 0, 0.0, of_g / of_c)
     factor = torch.where((factor - 1).abs() < RTOL, 1.0, factor)  # to scale by 1 costs nothing
     near = (g - factor * c).abs() <= RTOL * g.abs() + ATOL * g.abs().amax()
     return factor, near.all()
