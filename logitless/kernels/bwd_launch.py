@@ -9,10 +9,9 @@ from ..contract import COEFFICIENTS, NO_ID, Coefficients, Reading
 from . import config
 from .duplicate_ids import with_repeats
 from .host import options_of
-from .ids_bwd import MAX_PRELOADED, ids_bwd_launch
-from .label_bwd import label_bwd_launch
 from .launch import Launch, Plans
 from .layout import Place, describe, place_of
+from .stats_bwd import MAX_PRELOADED, stats_bwd_launch
 from .stats_coefficients import MOST_IN_ROW, Given, fields_in_row
 from .stats_split_fwd import aligned
 
@@ -82,9 +81,6 @@ def _gradient(
             weight = weight[start : start + x.shape[-1]]
         weight = aligned(weight)
     last = () if temperature is None else (temperature.contiguous(),)
-    if not plan.rewrites_ids:
-        plan.launch(x, label, weight, state, coefs, *upstream, *plan.missing, factor, into, *last)
-        return into
     ids = None
     if key.K:
         ids = reading.ids.contiguous()
@@ -92,7 +88,9 @@ def _gradient(
     g_ids = None if ids is None or g_ids is None else g_ids.contiguous()
     if g_ids is not None and "tail" not in reading.wants:
         state = with_repeats(state, ids)
-    plan.launch(x, label, ids, weight, state, coefs, g_ids, *upstream, factor, into, *last)
+    plan.launch(
+        x, label, ids, weight, state, coefs, g_ids, *upstream, *plan.missing, factor, into, *last
+    )
     return into
 
 
@@ -136,7 +134,6 @@ def _gradient_key(
 class _GradientPlan(NamedTuple):
     over_logits: bool  # whether the gradient is written over the logits
     reads_label: bool
-    rewrites_ids: bool  # whether ids_bwd.py runs instead of label_bwd.py
     missing: tuple[None, ...]  # None for each parameter D0, D1, ... that gets no tensor
     launch: Launch
 
@@ -150,18 +147,17 @@ def _gradient_plan(key: _GradientKey) -> _GradientPlan | None:
     over_logits = key.over_logits and key.K <= MAX_PRELOADED
     d_rows = rows if over_logits else rows.written_to(key.place)
     steps = (COEFFICIENTS * key.coefs_per_row, key.upstream_steps[0], int(key.factor_per_row))
-    common = (*key.options, key.has, steps, key.columns or (None, None))
-    rewrites_ids = (key.has_g_ids and key.K > 0) or "a_ids" in key.has or "logprob_t1" in key.has
-    if rewrites_ids:
-        second = "logprob_t1" in key.has and temperature != 1
-        cut = config.ids_bwd(rows.vocab, rows.itemsize)
-        launch = ids_bwd_launch(rows, d_rows, key.K, *common, over_logits, second, cut)
-    else:
-        given = Given(key.names, key.upstream_steps) if key.names else None
-        launch = label_bwd_launch(rows, d_rows, *common, given, config.label_bwd(rows.vocab))
+    second = "logprob_t1" in key.has and temperature != 1
+    given = Given(key.names, key.upstream_steps) if key.names else None
+    at_ids = (key.has_g_ids and key.K > 0) or "a_ids" in key.has or "logprob_t1" in key.has
+    launch = stats_bwd_launch(
+        rows, d_rows, key.K if at_ids else None, *key.options, key.has, steps,
+        key.columns or (None, None), given, at_ids and over_logits, second,
+        config.stats_bwd(rows.vocab, rows.itemsize, at_ids),
+    )  # fmt: skip
     reads_label = ignore_index is not None or "label" in key.has or "logprob_t1" in key.has
     missing = (None,) * (MOST_IN_ROW - len(key.upstream_steps))
-    return _GradientPlan(over_logits, reads_label, rewrites_ids, missing, launch)
+    return _GradientPlan(over_logits, reads_label, missing, launch)
 
 
 _gradient_plans: Plans[_GradientKey, _GradientPlan | None] = Plans(_gradient_plan)

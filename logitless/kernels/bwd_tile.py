@@ -47,7 +47,7 @@ class Terms(NamedTuple):
     shift: tl.tensor
     c0: tl.tensor
     c1: tl.tensor
-    c_logprob_t1: tl.tensor  # the factor of e^(y - shift) (see `row_gradient` in ids_bwd.py)
+    c_logprob_t1: tl.tensor  # the factor of e^(y - shift) (see `row_gradient` in stats_bwd.py)
     g_c: tl.tensor
     rate: tl.tensor  # log2 e / temperature
     # log2 e · `lift`, for columns outside the ids (see LEAST_TAIL in contract.py)

@@ -86,19 +86,17 @@ def stats_fwd(
 
 
 @functools.lru_cache(1024)
-def label_bwd(vocab: int) -> Config:
-    return overridden(Config(min(2048, ceil_pow2(vocab)), 2))
-
-
-@functools.lru_cache(1024)
-def ids_bwd(vocab: int, itemsize: int) -> Config:
-    """Each program writes a span, then rewrites its ids while the span is in the cache.
-
-    Every program searches all ids of its row, so spans are long.
-    """
+def stats_bwd(vocab: int, itemsize: int, at_ids: bool) -> Config:
+    """A span is one block; `at_ids`, as every program searches all ids of its row, it is longer."""
+    if not at_ids:
+        return overridden(Config(min(2048, ceil_pow2(vocab)), 2))
     # at least 16 columns, because Triton would treat a span of 1 as a constant
     width = max(ceil_pow2(vocab), 16)
     return overridden(Config(min(8192 // itemsize, width), 2 * itemsize, span=min(8192, width)))
+
+
+def tail_mass(vocab: int) -> Config:
+    return overridden(Config(min(512, ceil_pow2(vocab)), 1))
 
 
 @functools.lru_cache(1024)
@@ -294,7 +292,7 @@ def has_async_copies(device: torch.device) -> bool:
 
 
 def forget() -> None:
-    for choice in (stats_fwd, label_bwd, ids_bwd, scale, nll_fwd_bwd, narrow, narrow_splits):
+    for choice in (stats_fwd, stats_bwd, scale, nll_fwd_bwd, narrow, narrow_splits):
         choice.cache_clear()
 
 

@@ -14,12 +14,12 @@ from ..contract import Reading
 from . import config
 from .bwd_tile import row_gain
 from .duplicate_ids import are_repeated
-from .ids_bwd import MAX_PRELOADED, is_bad, sums_of_same
 from .launch import REMEMBERED, Launch
 from .layout import Rows, numbers, row_offset, rows_of
 from .numerics import NO_ID, capped, load
 from .profiling import at_ids, profiled
 from .state import is_live, load_label
+from .stats_bwd import MAX_PRELOADED, is_bad, sums_of_same
 
 
 @triton.jit(

@@ -18,12 +18,12 @@ from torch import Tensor
 from ..contract import COEFFICIENTS, Coefficients, Reading
 from . import config
 from .bwd_tile import load_coefs, row_gain
-from .ids_bwd import at_label, is_bad, row_gradient
 from .launch import REMEMBERED, Launch
 from .layout import numbers
 from .numerics import INF, LOG2E, NO_ID, inverse_temperature, load, only_if
 from .profiling import profiled
 from .state import STATE_WIDTH, field, is_live, load_label
+from .stats_bwd import at_label, is_bad, row_gradient
 
 # fields of a tensor (TERMS, N)
 TERM_SHIFT = tl.constexpr(0)
@@ -160,7 +160,7 @@ def _narrow_terms_kernel(
     inv_t = inverse_temperature(temperature, row)
     gain = row_gain(UPSTREAM, FACTOR, row, field(CONSTANTS, "step_u"), field(CONSTANTS, "step_f"))
     coefs = load_coefs(COEF + row * field(CONSTANTS, "step_c"), gain, HAS)
-    d_row = row_gradient(STATE + row * STATE_WIDTH, coefs, inv_t, HAS)
+    d_row = row_gradient(STATE + row * STATE_WIDTH, coefs, coefs.a, inv_t, HAS)
     c0, pairs = d_row.c0, tl.cast(N, tl.int64) * slots
     if at_label(HAS):
         labels = tl.zeros((1,), tl.int64) + label

@@ -1,10 +1,10 @@
 """The name and the number of bytes that profilers show for each kernel.
 
-`@triton.jit(**profiled("ids_bwd", ...))` gives a kernel two functions:
+`@triton.jit(**profiled("stats_bwd", ...))` gives a kernel two functions:
 
 - `repr` names the compiled kernel for Nsight, torch.profiler and compute-sanitizer, for example
-  `logitless_ids_bwd_bf16` (PTX allows only letters, digits and underscores);
-- `launch_metadata` gives Proton the name of a launch, for example `ids_bwd[bf16, K=64]`, and the
+  `logitless_stats_bwd_bf16` (PTX allows only letters, digits and underscores);
+- `launch_metadata` gives Proton the name of a launch, for example `stats_bwd[bf16, K=64]`, and the
   bytes it reads and writes. Triton calls it only while a profiler is active (see launch.py).
 """
 

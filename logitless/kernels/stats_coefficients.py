@@ -3,7 +3,7 @@
 These functions apply the RULES of eager/stats_coefficients.py. PyTorch's operations would take
 eight launches for `ll.score`, most of the host time of a small backward.
 
-Without ids, and with at most MOST_IN_ROW gradients, the kernel of label_bwd.py calls `coefs_of_row`
+Without ids, and with at most MOST_IN_ROW gradients, the kernel of stats_bwd.py calls `coefs_of_row`
 and needs no launch for them. Otherwise, as with ids or a head computed in blocks, the kernel here
 writes those of all rows; what it does not support is left to eager/. `g_total` is g_c.
 """

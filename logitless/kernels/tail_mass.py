@@ -178,7 +178,7 @@ def write_tail(
     temperature = reading.row_temperature
     plan = _plan(
         rows, K, reading.temperature, reading.softcap,
-        reading.ignore_index, config.label_bwd(rows.vocab),
+        reading.ignore_index, config.tail_mass(rows.vocab),
     )  # fmt: skip
     tensors = (x, label, reading.ids.contiguous(), logprob, state, ordered, tail)
     if temperature is None:
@@ -204,5 +204,5 @@ def _plan(
     return Launch(
         _tail_mass_kernel, (rows.count,),
         (*number, *rows.strides, rows.vocab, K, softcap, ignore_index),
-        num_warps=1, BLOCK_K=block, BLOCK_V=min(cut.block_v, 512),
+        num_warps=cut.num_warps, BLOCK_K=block, BLOCK_V=cut.block_v,
     )  # fmt: skip

