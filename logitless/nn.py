@@ -292,8 +292,6 @@ class SampledSoftmaxLoss(nn.Module):
         }  # fmt: skip
         _option_checks.check(**self.options)
         _option_checks.temperature(temperature)  # one number, not one number per row
-        for name in ("remove_hits", "sparse_grad"):
-            _checks.yes_or_no(name, self.options[name])
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.options.items())

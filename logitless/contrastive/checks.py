@@ -158,8 +158,7 @@ def pair_labels(t: Any, x: Tensor, of: str) -> None:
 
 
 def options(reduction: Any, averaged: Any, workspace: Any) -> None:
-    option_checks.check(reduction=reduction, workspace=workspace)
-    tensor_checks.yes_or_no("averaged", averaged)
+    option_checks.check(reduction=reduction, averaged=averaged, workspace=workspace)
 
 
 def positive_ids(
@@ -182,7 +181,4 @@ def supported(name: str) -> None:
             " on all rows of the batch."
         )
     if call.in_func():
-        raise RuntimeError(
-            f"{name} must be differentiated by torch.autograd, because torch.func (grad, vjp, vmap)"
-            " is not supported."
-        )
+        tensor_checks.not_in_func(name)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..core import option_checks, tensor_checks
+from ..core import option_checks
 from ..core.call import named
 from . import checks
 from .info_nce import contrastive
@@ -41,10 +41,7 @@ class _ContrastiveModule(nn.Module):
         super().__init__()
         checks.module_scale(scale, max_scale)
         checks.group(group)
-        tensor_checks.yes_or_no("trainable", trainable)
-        option_checks.check(**options)
-        for name in ("symmetric", "averaged"):
-            tensor_checks.yes_or_no(name, options.get(name, True))
+        option_checks.check(trainable=trainable, **options)
         self.max_scale, self.trainable, self._group = max_scale, trainable, _Group(group)
         self.options = options
         self._number("log_scale", math.log(scale))

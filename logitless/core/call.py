@@ -8,7 +8,7 @@ where reading needs no synchronisation, and on a GPU only if LOGITLESS_CHECK=1 i
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from ..contract import Reading, has_values
 from . import invariant as invariance
 from . import option_checks, target_checks, tensor_checks
 from .environment import CHECK, variables
+from .rules import collected
 from .source import ranks_of_call
 
 F = TypeVar("F", bound=Callable)
@@ -47,16 +48,28 @@ def check_once(check: Callable[..., None], *args: Any) -> Signature | None:
     Tensors are equal if their shapes, dtypes, devices and requires_grad are. The result is None
     under torch.compile, and if an argument has no hash.
     """
+    return _once(check, args, check, args)
+
+
+def checked(function: Callable, **given: Any) -> Signature | None:
+    """Checks arguments of a `named` function, like `check_once`, by the rules of their names.
+
+    The first is the logits. A function calls it in one place, so the names are no part of the key.
+    """
+    return _once(function, given.values(), function.check, (given,))  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _once(name: Callable, values: Iterable, check: Callable[..., None], args: tuple) -> Any:
     if torch.compiler.is_compiling():  # shapes can be symbolic
         check(*args)
         return None
     passed = key = None
     try:
-        kinds = (check, *map(type, args))
-        tensors, passed = _passed.get(kinds) or _add_entry(kinds, args)
-        described = list(args)
+        kinds = (name, *map(type, values))
+        described = list(values)
+        tensors, passed = _passed.get(kinds) or _add_entry(kinds, described)
         for i in tensors:
-            described[i] = _describe(args[i])
+            described[i] = _describe(described[i])
         key = tuple(described)
         signature = passed.get(key)
         if signature is not None:
@@ -67,7 +80,7 @@ def check_once(check: Callable[..., None], *args: Any) -> Signature | None:
         check(*args)
     except Exception as error:
         if thorough():
-            _refuse_on_ranks(args[0], error)
+            _refuse_on_ranks(values, error)
         raise
     if passed is None or key is None:
         return None
@@ -76,7 +89,7 @@ def check_once(check: Callable[..., None], *args: Any) -> Signature | None:
     return passed.setdefault(key, Signature())
 
 
-def _add_entry(kinds: tuple, args: tuple) -> tuple[tuple[int, ...], dict[tuple, Signature]]:
+def _add_entry(kinds: tuple, args: list) -> tuple[tuple[int, ...], dict[tuple, Signature]]:
     # Tensors and other sources of logits have the attribute requires_grad.
     if len(_passed) >= _REMEMBERED:
         _passed.clear()
@@ -84,9 +97,9 @@ def _add_entry(kinds: tuple, args: tuple) -> tuple[tuple[int, ...], dict[tuple, 
     return _passed.setdefault(kinds, (found, {}))
 
 
-def _refuse_on_ranks(logits: Any, error: Exception) -> None:
+def _refuse_on_ranks(args: Iterable, error: Exception) -> None:
     """Sends the error to the ranks that share these logits, so that all of them raise."""
-    ranks = ranks_of_call(logits)
+    ranks = next(filter(None, map(ranks_of_call, args)), None)
     if ranks is not None:
         ranks.refuse(error)
 
@@ -94,17 +107,24 @@ def _refuse_on_ranks(logits: Any, error: Exception) -> None:
 def named(*others: Callable) -> Callable[[F], F]:
     """Decorator that raises for unknown options and for too many positional arguments.
 
-    Legal are the keyword-only arguments of the decorated function and of `others`.
+    Legal are the keyword-only arguments of the decorated function and of `others`. `checked` knows
+    the rules of its own arguments.
     """
 
     def wrap(function: F) -> F:
-        own = inspect.signature(function).parameters.values()
+        own = list(inspect.signature(function).parameters.values())
         first = [p.name for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
         most = None if any(p.kind is p.VAR_POSITIONAL for p in own) else len(first)
         names = first + [p.name for p in own if p.kind is p.KEYWORD_ONLY]
         for other in others:
             names += [name for name in option_checks.taken_from(other) if name not in names]
         legal = frozenset(names)
+        rules = collected(own)
+
+        def check(given: dict[str, Any]) -> None:
+            logits = next(iter(given.values()))
+            for name, value in given.items():
+                rules[name](value, logits)
 
         @functools.wraps(function)
         def call(*args, **kwargs):
@@ -117,6 +137,7 @@ def named(*others: Callable) -> Callable[[F], F]:
                     option_checks.refuse_name(option_checks.called(function, args), names, name)
             return function(*args, **kwargs)
 
+        call.check = check  # pyright: ignore[reportAttributeAccessIssue]
         return call  # pyright: ignore[reportReturnType]
 
     return wrap

@@ -91,7 +91,7 @@ SUPPORTS = ("truncate", "renorm_teacher", "renorm", "tail")
 DIRECTIONS = ("forward", "reverse")
 ACCUMULATE = ("auto", "fp32", "weight")
 
-# The checks that need no logits; the modules of nn.py run them in __init__.
+# Rules that need no logits, by the names of options; modules check them when they are made.
 RULES: dict[str, Callable[[Any], Any]] = {
     "temperature": lambda value: isinstance(value, Tensor) or temperature(value),
     "softcap": softcap,
@@ -100,12 +100,16 @@ RULES: dict[str, Callable[[Any], Any]] = {
     "ignore_index": ignore_index,
     "workspace": workspace,
     "logits_dtype": logits_dtype,
-    "drop_ignored": functools.partial(tensor_checks.yes_or_no, "drop_ignored"),
-    "lazy_inference": functools.partial(tensor_checks.yes_or_no, "lazy_inference"),
-    **{
-        name: functools.partial(fraction, name) for name in ("label_smoothing", "beta")
-    },
+    "proposal": proposal,
+    **{name: functools.partial(fraction, name) for name in ("label_smoothing", "beta")},
     **{name: functools.partial(factor, name) for name in ("ce_weight", "kd_weight")},
+    **{
+        name: functools.partial(tensor_checks.yes_or_no, name)
+        for name in (
+            "averaged", "drop_ignored", "lazy_inference", "mass", "rank", "remove_hits",
+            "renormalise", "sparse_grad", "symmetric", "tail", "trainable",
+        )
+    },
     **{
         name: functools.partial(tensor_checks.one_of, name, legal=legal)
         for name, legal in (

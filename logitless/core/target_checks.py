@@ -89,9 +89,6 @@ def in_range(
     raise IndexError(f"{name} must {rule}, got {int(ids[at])} at {place} {where}.")
 
 
-def labels(t: Any, x: Tensor, ce_weight: float) -> None:
-    if t is None:
-        if ce_weight != 0:
-            raise ValueError(f"ce_weight must be 0 without labels, got {ce_weight}.")
-        return
-    classes("labels", t, x)
+def no_labels(ce_weight: float) -> None:
+    if ce_weight != 0:
+        raise ValueError(f"ce_weight must be 0 without labels, got {ce_weight}.")

@@ -215,6 +215,13 @@ def not_mapped(*_: Any) -> None:
     )
 
 
+def not_in_func(name: str) -> None:
+    raise RuntimeError(
+        f"{name} must be differentiated by torch.autograd, because torch.func (grad, vjp, vmap) is"
+        " not supported."
+    )
+
+
 def no_head_in_func() -> None:
     raise RuntimeError(
         "logits must be a Tensor under torch.func (grad, vjp, vmap), got LinearLogits; use "
@@ -222,7 +229,7 @@ def no_head_in_func() -> None:
     )
 
 
-def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
+def dense_teacher(name: str, t: Any, x: Tensor, of: str) -> None:
     logits(t, name)
     if is_dtensor(t) and not is_dtensor(x):
         raise TypeError(f"{name} must be a plain Tensor like {of}, got a DTensor.")
@@ -267,9 +274,15 @@ def _floating(name: str, t: Any) -> None:
         raise TypeError(f"{name} must hold floating-point numbers, got {t.dtype}.")
 
 
-def slots(name: str, t: Any, of: str, x: Tensor) -> None:
+def slots(name: str, t: Any, x: Tensor, of: str) -> None:
     _floating(name, t)
     _same_shape(name, t, x, of)
+
+
+def constant_slots(name: str, t: Any, of: str, x: Tensor) -> None:
+    if t is not None:
+        slots(name, t, x, of)
+        constant(name, t)
 
 
 def of_ids(name: str, x: Any) -> None:
@@ -324,27 +337,17 @@ def generator(where: Any, x: Tensor) -> None:
         raise ValueError(f"generator must be on the device of logits, {there}, got {where}.")
 
 
-def beside_groups(name: str, t: Any, x: Any, dim: int, sizes: Sequence[int]) -> None:
-    """Checks that dimension `dim` of t has one entry per group of rows of x."""
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}.")
-    if t.dim() <= dim or t.shape[dim] not in sizes:
-        raise ValueError(
-            f"{name} must have size {' or '.join(map(str, dict.fromkeys(sizes)))} in dimension"
-            f" {dim}, the dimension of groups, got shape {_shape(t)}."
-        )
-    _same_device(name, t, x)
-
-
-def beside_rows(name: str, t: Any, x: Any) -> None:
-    """Checks a tensor with one or several numbers per row of x."""
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}.")
+def beside_rows(x: Any, *rows: Any) -> None:
+    """Checks the argument `rows`: tensors with one or several numbers per row of x."""
     lead = x.shape[:-1]
-    if t.shape[: len(lead)] != lead or t.dim() > len(lead) + 1:
-        one, several = _shape(lead), ", ".join([*map(str, lead), "k"])
-        raise ValueError(
-            f"{name} must have shape {one} or ({several}) to match logits {_shape(x)}, "
-            f"got {_shape(t)}."
-        )
-    _same_device(name, t, x)
+    for i, t in enumerate(rows):
+        name = f"rows[{i}]"
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}.")
+        if t.shape[: len(lead)] != lead or t.dim() > len(lead) + 1:
+            one, several = _shape(lead), ", ".join([*map(str, lead), "k"])
+            raise ValueError(
+                f"{name} must have shape {one} or ({several}) to match logits {_shape(x)}, "
+                f"got {_shape(t)}."
+            )
+        _same_device(name, t, x)

@@ -11,7 +11,6 @@ from ..core.capture import Capture, Captured, Sampled, TopK, uniforms_of
 from ..core.choose_backend import captured
 from ..core.source import source_of
 from ..targets.sparse import SparseTargets, unchecked
-from . import checks
 
 
 @call.named()
@@ -30,7 +29,7 @@ def capture_topk(
     >>> capture_topk(torch.tensor([[0.0, 2.0, 1.0]]), 2).ids
     tensor([[1, 2]])
     """
-    call.check_once(checks.capture_topk, logits, k, temperature, softcap)
+    call.checked(capture_topk, logits=logits, k=k, temperature=temperature, softcap=softcap)
     options = (float(temperature), None if softcap is None else float(softcap))
     return unchecked(*_captured(logits, TopK(k), *options))
 
@@ -78,7 +77,10 @@ def capture_sampled(
     >>> loss = topk_distill(logits, targets, divergence="forward_kl", support="truncate")
     """
     where = generator.device if isinstance(generator, torch.Generator) else generator
-    call.check_once(checks.capture_sampled, logits, n, proposal, where, temperature, softcap)
+    call.checked(
+        capture_sampled, logits=logits, n=n, proposal=proposal, generator=where,
+        temperature=temperature, softcap=softcap,
+    )  # fmt: skip
     run: Callable = _sampled
     if torch.compiler.is_compiling():  # a compiled graph cannot hold a generator
         run = torch.compiler.disable(_sampled)

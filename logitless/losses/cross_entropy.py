@@ -17,7 +17,6 @@ from ..eager.stats_coefficients import of_one
 from ..heads.linear import HeadLogits, checked_head
 from ..heads.operators import operator
 from ..heads.small_total import repeat
-from . import checks
 from .statistics import SCORES, Scores
 
 
@@ -157,9 +156,10 @@ def cross_entropy(
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)
     """
-    signature = call.check_once(
-        checks.cross_entropy, logits, target, weight, row_weight, temperature, softcap,
-        ignore_index, reduction, label_smoothing, z_loss, mask,
+    signature = call.checked(
+        cross_entropy, logits=logits, target=target, weight=weight, ignore_index=ignore_index,
+        mask=mask, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
+        softcap=softcap, temperature=temperature, row_weight=row_weight,
     )  # fmt: skip
     label = call.as_ids(target, ignore_index, mask)
     if signature is not None and signature.kept is not None:
@@ -219,12 +219,11 @@ def cross_entropy_and_scores(
     >>> loss.backward()
     >>> accuracy = (scores.argmax == target).sum() / (target != -100).sum()
     """
-    call.check_once(
-        checks.cross_entropy, logits, target, weight, row_weight, temperature, softcap,
-        ignore_index, reduction, label_smoothing, z_loss, mask,
+    call.checked(
+        cross_entropy_and_scores, logits=logits, target=target, weight=weight,
+        ignore_index=ignore_index, mask=mask, reduction=reduction, label_smoothing=label_smoothing,
+        z_loss=z_loss, softcap=softcap, temperature=temperature, row_weight=row_weight, rank=rank,
     )  # fmt: skip
-    if rank is not False:
-        call.check_once(checks.rank, logits, target, rank)
     wants = ("nll", *(Scores._fields if rank else SCORES))
     if label_smoothing:
         wants += ("log_total",)

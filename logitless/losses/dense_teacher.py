@@ -15,7 +15,6 @@ from ..core.evaluate import evaluate
 from ..core.loss import RowLoss, rows_in
 from ..core.source import flat_teacher, scaled_teacher, teacher_of
 from ..heads.operators import operator
-from . import checks
 
 
 @operator("dense_teacher", saved=1)
@@ -107,7 +106,11 @@ def kl_div(
     ...        direction="forward")
     tensor(0.6931)
     """
-    call.check_once(checks.kl_div, student, direction, skew)
+    call.checked(
+        kl_div, student=student, teacher=teacher, direction=direction, skew=skew,
+        temperature=temperature, softcap=softcap, mask=mask, row_weight=row_weight,
+        reduction=reduction,
+    )  # fmt: skip
     return _compared(
         student, teacher, f"skewed_{direction}" if skew else direction, skew, temperature, softcap,
         t_squared, mask, row_weight, reduction,
@@ -140,8 +143,13 @@ def jsd(
     >>> jsd(torch.tensor([[0.0, -torch.inf]]), torch.tensor([[-torch.inf, 0.0]]))
     tensor(0.6931)
     """
+    call.checked(
+        jsd, student=student, teacher=teacher, beta=beta, temperature=temperature, softcap=softcap,
+        mask=mask, row_weight=row_weight, reduction=reduction,
+    )  # fmt: skip
+    kind = "jsd" if 0 < beta < 1 else "reverse" if beta else "forward"
     return _compared(
-        student, teacher, "jsd", beta, temperature, softcap, t_squared, mask, row_weight, reduction
+        student, teacher, kind, beta, temperature, softcap, t_squared, mask, row_weight, reduction
     )
 
 
@@ -175,6 +183,10 @@ def tvd(
     >>> tvd(torch.zeros(1, 4), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]))
     tensor(0.5000)
     """
+    call.checked(
+        tvd, student=student, teacher=teacher, temperature=temperature, softcap=softcap, mask=mask,
+        row_weight=row_weight, reduction=reduction,
+    )  # fmt: skip
     return _compared(
         student, teacher, "tvd", 0.0, temperature, softcap, t_squared, mask, row_weight, reduction
     )
@@ -207,22 +219,21 @@ def soft_cross_entropy(
     >>> soft_cross_entropy(torch.zeros(1, 4), torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
     tensor(1.3863)
     """
+    call.checked(
+        soft_cross_entropy, logits=logits, probs=probs, weight=weight,
+        label_smoothing=label_smoothing, temperature=temperature, softcap=softcap, mask=mask,
+        row_weight=row_weight, reduction=reduction,
+    )  # fmt: skip
     return _compared(
         logits, probs, "soft", label_smoothing, temperature, softcap, False, mask, row_weight,
-        reduction, weight, ("logits", "probs", "label_smoothing"),
+        reduction, weight,
     )  # fmt: skip
 
 
 def _compared(
     student, teacher, kind, blend, temperature, softcap, t_squared, mask, row_weight, reduction,
-    weight=None, names=("student", "teacher", "beta"),
+    weight=None,
 ) -> Tensor:  # fmt: skip
-    call.check_once(
-        checks.dense_teacher, student, teacher, names, weight, blend, temperature, softcap, mask,
-        row_weight, reduction,
-    )  # fmt: skip
-    if kind == "jsd" and blend in (0, 1):
-        kind = "reverse" if blend else "forward"
     label = call.as_label(mask)
     reading = call.reading_of(
         student, temperature, softcap, label=label, class_weight=weight,

@@ -1,6 +1,7 @@
 """`group_loss` computes a user-defined loss over groups of rows, such as sequences or pairs."""
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -14,7 +15,7 @@ from ..core.evaluate import evaluate
 from ..core.groups import Groups
 from ..core.loss import RowLoss, ignored_value
 from ..core.source import is_dtensor
-from . import checks
+from ..core.tensor_checks import _same_device
 from .row_loss import Formula, Result, check_formula
 from .statistics import stats_reading
 
@@ -87,11 +88,12 @@ def group_loss(
     >>> loss = group_loss(reinforce, packed, packed_tokens, groups=lengths, rows=(rewards,))
     """
     check_formula(formula, rows)
-    groups = checks.dimension_or_counts(groups)
-    call.check_once(checks.statistics, logits, ids, temperature, softcap, ignore_index, mask)
-    call.check_once(checks.group_loss, logits, groups, reduction, *rows)
-    if rank is not False:
-        call.check_once(checks.rank, logits, ids, rank)
+    groups = _dimension_or_counts(groups)
+    call.checked(
+        group_loss, logits=logits, ids=ids, reduction=reduction, temperature=temperature,
+        softcap=softcap, rank=rank, ignore_index=ignore_index, mask=mask,
+    )  # fmt: skip
+    call.check_once(_check_groups, logits, groups, *rows)
     reading = stats_reading(
         logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax, rank
     )
@@ -106,6 +108,53 @@ def group_loss(
     live = _live_groups(reading, split, logits.device)
     loss = GroupFormula(reading, formula, inputs, wanted, split, per_row, live)
     return evaluate(logits, loss, reduction)
+
+
+def _dimension_or_counts(groups) -> int | tuple[int, ...]:
+    if isinstance(groups, Tensor):
+        raise TypeError(
+            "groups must be a dimension or a list of ints, got a Tensor, whose values would make"
+            " the host wait. Pass lengths.tolist()."
+        )
+    if isinstance(groups, bool):
+        return groups
+    try:
+        if hasattr(groups, "__index__"):
+            return operator.index(groups)
+        return tuple(map(operator.index, groups))
+    except TypeError:
+        raise TypeError(f"groups must be a dimension or a list of ints, got {groups!r}.") from None
+
+
+def _check_groups(logits, groups, *rows) -> None:
+    lead = tuple(logits.shape[:-1])
+    if isinstance(groups, bool):
+        raise TypeError(f"groups must be a dimension or a list of ints, got {groups!r}.")
+    if isinstance(groups, int):
+        if not -len(lead) <= groups < len(lead):
+            raise IndexError(
+                f"groups must be a dimension of the rows, in [{-len(lead)}, {len(lead)}) for logits"
+                f" {tuple(logits.shape)}, got {groups}."
+            )
+        dim, sizes = groups % len(lead), (lead[groups],)
+    else:
+        if len(lead) != 1 or sum(groups) != lead[0] or min(groups, default=0) < 0:
+            raise ValueError(
+                "groups must be row counts that are not negative and sum to N for logits (N, V),"
+                f" got {len(groups)} counts with the sum {sum(groups)} for logits"
+                f" {tuple(logits.shape)}."
+            )
+        dim, sizes = 0, (lead[0], len(groups))
+    for i, t in enumerate(rows):
+        name = f"rows[{i}]"
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}.")
+        if t.dim() <= dim or t.shape[dim] not in sizes:
+            raise ValueError(
+                f"{name} must have size {' or '.join(map(str, dict.fromkeys(sizes)))} in dimension"
+                f" {dim}, the dimension of groups, got shape {tuple(t.shape)}."
+            )
+        _same_device(name, t, logits)
 
 
 def _live_groups(reading: Reading, groups: Groups, device: torch.device) -> Tensor | None:

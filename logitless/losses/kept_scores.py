@@ -16,7 +16,6 @@ from ..core.evaluate import evaluate
 from ..core.loss import one
 from ..core.source import ranks_of_call
 from ..heads.operators import operator
-from . import checks
 from .statistics import SlotRead
 
 EMPTY = -1  # the id of an empty slot in the argument `kept`
@@ -103,9 +102,10 @@ def kept_scores(
     >>> kept_scores(torch.zeros(1, 4), torch.tensor([2]), torch.tensor([[0, 2, -1]])).logprob
     tensor([-0.6931])
     """
-    call.check_once(
-        checks.kept_scores, logits, target, kept, temperature, softcap, ignore_index, mask, mass
-    )
+    call.checked(
+        kept_scores, logits=logits, target=target, kept=kept, temperature=temperature,
+        softcap=softcap, ignore_index=ignore_index, mask=mask, mass=mass,
+    )  # fmt: skip
     label = call.as_ids(target, ignore_index, mask)
     ids = call.as_ids(kept)
     if call.reads_values(ids) and not call.under_transform() and ranks_of_call(logits) is None:

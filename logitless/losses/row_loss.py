@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from ..contract import PRECISION, Coefficients, RowStats
-from ..core import call, operators
+from ..core import call, operators, tensor_checks
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss, flat_rows, ignored_value, rows_in
 from ..eager.stats_coefficients import fields_of
-from . import checks
 from .statistics import Read, stats_reading
 
 Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
@@ -64,10 +63,11 @@ def row_loss(
     >>> loss = row_loss(grpo, logits, tokens, rows=(old_logprobs, advantages))
     """
     check_formula(formula, rows)
-    call.check_once(checks.statistics, logits, ids, temperature, softcap, ignore_index, mask)
-    call.check_once(checks.row_loss, logits, row_weight, reduction, *rows)
-    if rank is not False:
-        call.check_once(checks.rank, logits, ids, rank)
+    call.checked(
+        row_loss, logits=logits, ids=ids, reduction=reduction, row_weight=row_weight,
+        temperature=temperature, softcap=softcap, rank=rank, ignore_index=ignore_index, mask=mask,
+    )  # fmt: skip
+    call.check_once(tensor_checks.beside_rows, logits, *rows)
     reading = stats_reading(
         logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax, rank
     )

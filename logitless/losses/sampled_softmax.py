@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..contract import NO_ID, PRECISION
-from ..core import call, operators, target_checks
+from ..core import call, operators, target_checks, tensor_checks
 from ..core.autograd import Node, refuse_second
 from ..core.choose_backend import backend_of
 from ..core.evaluate import evaluate
+from ..heads import checks as head_checks
 from ..heads.gemms import autocasts, cast_by_autocast, without_autocast
 from ..heads.head import Head
 from ..heads.linear import HeadLogits
-from . import checks
 from .cross_entropy import cross_entropy
 from .row_loss import Formula
 from .statistics import NO_CLASS
@@ -82,13 +82,16 @@ def sampled_softmax(
     >>> loss = sampled_softmax(hidden, items.weight, target, negatives)
     """
     casts = isinstance(hidden, Tensor) and autocasts(hidden.device)
-    call.check_once(
-        checks.sampled_softmax, hidden, weight, target, negatives, log_q, target_log_q, bias,
-        temperature, remove_hits, ignore_index, mask, reduction, row_weight, sparse_grad, workspace,
-        casts,
+    call.check_once(head_checks.table, hidden, weight, bias, casts)
+    call.checked(
+        sampled_softmax, hidden=hidden, target=target, negatives=negatives, temperature=temperature,
+        remove_hits=remove_hits, ignore_index=ignore_index, mask=mask, reduction=reduction,
+        row_weight=row_weight, sparse_grad=sparse_grad, workspace=workspace,
     )  # fmt: skip
+    tensor_checks.constant_slots("log_q", log_q, "negatives", negatives)
+    tensor_checks.constant_slots("target_log_q", target_log_q, "target", target)
     if call.in_func():
-        checks.no_func("sampled_softmax")
+        tensor_checks.not_in_func("sampled_softmax")
     label = call.as_ids(target, ignore_index, mask).long()
     sample = _Sample(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, label.reshape(-1),

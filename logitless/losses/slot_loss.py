@@ -17,7 +17,6 @@ from ..core import tensor_checks as rules
 from ..core.evaluate import evaluate
 from ..eager.slot_divergence import rest
 from ..targets.sparse import SparseTargets
-from . import checks
 from .row_loss import Formula, check_formula, constant_where
 from .statistics import Read, SlotRead
 
@@ -143,11 +142,12 @@ def slot_loss(
     check_formula(formula, rows)
     if not isinstance(targets, SparseTargets):
         rules.is_targets(targets, SparseTargets)
-    call.check_once(
-        checks.slot_loss, logits, targets.ids, labels, temperature, softcap, tail, ignore_index,
-        mask,
+    call.checked(
+        slot_loss, logits=logits, targets=targets.ids, reduction=reduction, row_weight=row_weight,
+        temperature=temperature, softcap=softcap, tail=tail, labels=labels,
+        ignore_index=ignore_index, mask=mask,
     )  # fmt: skip
-    call.check_once(checks.row_loss, logits, row_weight, reduction, *rows)
+    call.check_once(rules.beside_rows, logits, *rows)
     if labels is not None:
         label = call.as_ids(labels, ignore_index, mask)
     else:

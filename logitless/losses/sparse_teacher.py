@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from ..contract import COEFFICIENTS, NO_ID, PRECISION, STATE, Coefficients, Slots
-from ..core import call
+from ..core import call, target_checks
 from ..core import tensor_checks as rules
 from ..core.evaluate import evaluate, scaled
 from ..core.loss import RowLoss, rows_in
 from ..heads.operators import operator
 from ..targets.sparse import SparseTargets
-from . import checks
 
 
 @operator("sparse_teacher", saved=3)
@@ -141,10 +140,12 @@ def gathered_kl(
 
     >>> gathered_kl(logits.gather(-1, targets.ids), targets.logprobs, reduction="mean")
     """
-    call.check_once(
-        checks.gathered_kl, student_logits, teacher_logprobs, mask, renormalise, temperature,
-        row_weight, reduction,
+    call.checked(
+        gathered_kl, student_logits=student_logits, teacher_logprobs=teacher_logprobs,
+        renormalise=renormalise, temperature=temperature, row_weight=row_weight,
+        reduction=reduction,
     )  # fmt: skip
+    rules.slot_mask(mask, student_logits)
     reading = call.reading_of(student_logits, temperature, None)
     full = PRECISION[student_logits.dtype]
     by_row, number = reading.squared(full) if t_squared else (None, 1.0)
@@ -207,10 +208,14 @@ def topk_distill(
     """
     if not isinstance(targets, SparseTargets):
         rules.is_targets(targets, SparseTargets)
-    call.check_once(
-        checks.topk_distill, logits, targets.ids, labels, row_weight, temperature, softcap,
-        divergence, support, beta, ignore_index, ce_weight, kd_weight, reduction, mask,
+    call.checked(
+        topk_distill, logits=logits, targets=targets.ids, divergence=divergence, support=support,
+        beta=beta, temperature=temperature, softcap=softcap, labels=labels,
+        ignore_index=ignore_index, mask=mask, ce_weight=ce_weight, kd_weight=kd_weight,
+        row_weight=row_weight, reduction=reduction,
     )  # fmt: skip
+    if labels is None:
+        target_checks.no_labels(ce_weight)
     real, ids = targets.mask, call.as_ids(targets.ids)
     if real is not None:
         real = call.as_bool(real)

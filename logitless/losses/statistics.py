@@ -16,12 +16,11 @@ from torch import Tensor
 
 from .. import contract
 from ..contract import NO_ID, PRECISION, Reading, RowStats
-from ..core import call
+from ..core import call, target_checks
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss, one, rows_in
 from ..eager.stats_coefficients import fields_given, of_one
 from ..heads.operators import operator
-from . import checks
 
 
 class Partial(NamedTuple):
@@ -187,9 +186,10 @@ def row_stats(
     >>> stats = row_stats(logits, entropy=True)
     >>> (1e-4 * stats.lse.square() - 0.01 * stats.entropy).mean().backward()
     """
-    call.check_once(checks.statistics, logits, ids, temperature, softcap, ignore_index, mask)
-    if rank is not False:
-        call.check_once(checks.rank, logits, ids, rank)
+    call.checked(
+        row_stats, logits=logits, ids=ids, temperature=temperature, softcap=softcap,
+        ignore_index=ignore_index, mask=mask, rank=rank,
+    )  # fmt: skip
     reading = stats_reading(
         logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax, rank
     )
@@ -200,6 +200,8 @@ def row_stats(
 def stats_reading(
     logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax, rank
 ) -> Reading:
+    if rank:
+        target_checks.has_first_id(ids, logits)
     optional = {"entropy": entropy, "total": total, "argmax": argmax, "rank": rank}
     wants = ["lse", *(name for name, wanted in optional.items() if wanted)]
     wants += [] if ids is None else ["picked", "logprob"]
@@ -243,6 +245,7 @@ class Scores(NamedTuple):
 
 
 SCORES = ("logprob", "entropy", "lse", "argmax")  # the scores that are always computed
+DIFFERENTIABLE = ("entropy", "logprob", "lse")
 
 
 @call.named()
@@ -285,7 +288,10 @@ def token_logprobs(
     >>> token_logprobs(torch.zeros(1, 4), torch.tensor([2]))
     tensor([-1.3863])
     """
-    call.check_once(checks.statistics, logits, ids, temperature, softcap, ignore_index, mask, True)
+    call.checked(
+        token_logprobs, logits=logits, ids=ids, temperature=temperature, softcap=softcap,
+        ignore_index=ignore_index, mask=mask,
+    )  # fmt: skip
     fields = _label_and_ids(logits, ids, ignore_index, mask)
     reading = call.reading_of(logits, temperature, softcap, wants=("logprob",), **fields)
     return evaluate(logits, Read(reading))[0]
@@ -308,7 +314,7 @@ def entropy(
     >>> entropy(torch.zeros(1, 4))
     tensor([1.3863])
     """
-    call.check_once(checks.statistics, logits, None, temperature, softcap, None, mask)
+    call.checked(entropy, logits=logits, temperature=temperature, softcap=softcap, mask=mask)
     reading = stats_reading(
         logits, None, temperature, softcap, None, mask, True, False, False, False
     )
@@ -343,11 +349,12 @@ def score(
     >>> new = score(logits, target).logprob
     >>> ratio = (new - old).exp()  # PPO, GRPO
     """
-    call.check_once(checks.score, logits, target, temperature, softcap, ignore_index, mask)
-    if rank is not False:
-        call.check_once(checks.rank, logits, target, rank)
+    call.checked(
+        score, logits=logits, target=target, temperature=temperature, softcap=softcap,
+        ignore_index=ignore_index, mask=mask, rank=rank,
+    )  # fmt: skip
     if gradient is not None:
-        checks.differentiable(gradient)
+        _check_gradient(gradient)
     reading = call.reading_of(
         logits, temperature, softcap, label=call.as_ids(target, ignore_index, mask),
         ignore_index=ignore_index, wants=Scores._fields if rank else SCORES,
@@ -358,3 +365,9 @@ def score(
     read.gradient = gradient
     scores = zip(reading.wants, evaluate(logits, read), strict=True)
     return Scores(*(t if read.has_gradient(name) else t.detach() for name, t in scores))
+
+
+def _check_gradient(gradient) -> None:
+    if not isinstance(gradient, (tuple, list)) or any(n not in DIFFERENTIABLE for n in gradient):
+        names = ", ".join(map(repr, DIFFERENTIABLE))
+        raise ValueError(f"gradient must be a tuple of names out of {names}, got {gradient!r}.")

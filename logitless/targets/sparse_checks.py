@@ -20,7 +20,7 @@ def tensors(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:
         raise ValueError(
             f"ids must have at least one slot in its last dimension, got {_shape(ids)}."
         )
-    _checks.slots("logprobs", logprobs, "ids", ids)
+    _checks.slots("logprobs", logprobs, ids, "ids")
     _checks.slot_mask(mask, ids, "ids")
     if tail is not None:
         _floating("tail", tail)

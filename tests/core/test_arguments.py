@@ -1,5 +1,7 @@
 """Arguments by name, and ids: the same rules on every source."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,8 +10,9 @@ import logitless as ll
 from logitless.contract import NO_ID
 from logitless.core import call as _call
 from logitless.core import target_checks
+from logitless.core.rules import RULES
 from tests.support import calls
-from tests.support.calls import IDS, ROWS, TARGET, TEACHER, K, V, leaves, made, normal
+from tests.support.calls import IDS, ROWS, TARGET, TEACHER, K, N, V, leaves, made, normal
 from tests.support.refusals import X, refusal, refuses
 
 
@@ -98,6 +101,57 @@ def test_an_option_like_no_other_is_named_with_those_there_are():
     want = "logsumexp must be called with only the arguments logits, temperature, softcap, mask, "
     want += "got 'dim'."
     assert refusal(lambda: ll.logsumexp(TEACHER, dim=-1)) == want
+
+
+SLOTS = {"targets": ll.capture_topk(TEACHER, K)}
+BOTH = {"student": TEACHER, "teacher": TEACHER}
+X_AND_TARGET = {"logits": TEACHER, "target": TARGET}
+VALID = {
+    ll.cross_entropy: X_AND_TARGET,
+    ll.cross_entropy_and_scores: X_AND_TARGET,
+    ll.logsumexp: {"logits": TEACHER},
+    ll.entropy: {"logits": TEACHER},
+    ll.token_logprobs: {"logits": TEACHER, "ids": IDS},
+    ll.score: X_AND_TARGET,
+    ll.kept_scores: X_AND_TARGET | {"kept": IDS},
+    ll.row_stats: {"logits": TEACHER},
+    ll.row_loss: {"formula": lambda s: s.lse, "logits": TEACHER},
+    ll.group_loss: {"formula": lambda s: s.lse, "logits": TEACHER},
+    ll.slot_loss: {"formula": lambda s: s.student_tail, "logits": TEACHER} | SLOTS,
+    ll.kl_div: BOTH | {"direction": "forward"},
+    ll.jsd: BOTH,
+    ll.tvd: BOTH,
+    ll.soft_cross_entropy: {"logits": TEACHER, "probs": TEACHER},
+    ll.topk_distill: {"logits": TEACHER} | SLOTS | SPARSE,
+    ll.gathered_kl: {"student_logits": TEACHER, "teacher_logprobs": TEACHER},
+    ll.capture_topk: {"logits": TEACHER, "k": K},
+    ll.capture_sampled: {"logits": TEACHER, "n": K},
+    ll.sampled_softmax: dict(zip(("hidden", "weight"), head(), strict=True))
+    | {"target": TARGET, "negatives": IDS},
+}
+
+
+@pytest.mark.parametrize("function", VALID, ids=lambda f: f.__name__)
+def test_every_argument_whose_name_has_a_rule_is_checked(function):
+    names = [name for name in inspect.signature(function).parameters if name in RULES]
+    assert names
+    for name in names:
+        assert refusal(lambda name=name: function(**VALID[function] | {name: object()})).startswith(
+            f"{name} must "
+        )
+
+
+def test_the_rules_of_a_new_function_are_those_of_its_names():
+    @_call.named()
+    def margin(logits, target, *, mask: torch.Tensor | None = None, temperature: float = 1.0):
+        _call.checked(margin, logits=logits, target=target, mask=mask, temperature=temperature)
+        return temperature
+
+    assert margin(TEACHER, TARGET) == 1.0
+    with refuses(ValueError, "target must have shape (6,) to match logits (6, 37), got (5,)."):
+        margin(TEACHER, TARGET[1:])
+    with refuses(TypeError, "temperature must be one number for all rows, got a Tensor."):
+        margin(TEACHER, TARGET, temperature=torch.ones(N))
 
 
 class TestCheck:
