@@ -44,11 +44,12 @@ class Similarities:
         Backward passes the backend of forward, because each has its own units of normalisers.
         """
         self.backend: Any = backend_of(a) if backend is None else backend
+        self.eager = self.backend.contrastive_read is eager.contrastive_read
         self.full = PRECISION[a.dtype]
         self.a = self.working(a.detach())
         width = _padded(most) * self.a.element_size()
         limit = workspace or default_workspace(max(width, 1), a.device.type)
-        if self.backend is eager:
+        if self.eager:
             limit //= EAGER_PART
         self.step = min(even_chunk(len(a), limit // max(width, 1)), MOST_ROWS)
         size = min(self.step, len(a)) * _padded(most)
@@ -58,7 +59,7 @@ class Similarities:
 
     def working(self, t: Tensor) -> Tensor:
         # 16-bit GEMMs are slow on a CPU, so the eager backend computes in fp32
-        if self.backend is eager and not t.is_cuda:
+        if self.eager and not t.is_cuda:
             t = t.to(self.full)
         return t.contiguous()
 

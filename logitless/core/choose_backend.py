@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from .capture import Capture, Captured
 from .environment import IMPL, variables
 from .invariant import aligned, is_invariant
 
-CHOICES = ("triton", "eager")
 _chosen: str | None = None
 
 
@@ -35,7 +35,7 @@ def impl(name: str):
     ...     loss = cross_entropy(logits, target)
     """
     global _chosen
-    tensor_checks.one_of("impl", name, CHOICES)
+    tensor_checks.one_of("impl", name, tuple(BACKENDS))
     before, _chosen = _chosen, name
     try:
         yield
@@ -46,7 +46,7 @@ def impl(name: str):
 def chosen() -> str | None:
     name = _chosen or os.environ.get("LOGITLESS_IMPL") or None
     if name is not None:
-        tensor_checks.one_of("LOGITLESS_IMPL", name, CHOICES)
+        tensor_checks.one_of("LOGITLESS_IMPL", name, tuple(BACKENDS))
     return name
 
 
@@ -59,11 +59,10 @@ def backend_of(x: Tensor) -> Backend:
     if not name:
         triton = on_gpu(x) and x.dtype != torch.float64 and has_values(x)
         return _kernels() if triton else eager
-    if name == "eager":
-        return eager
-    tensor_checks.one_of("LOGITLESS_IMPL", name, CHOICES)
-    tensor_checks.triton_can_run(x)
-    return _kernels()
+    if name == "triton":
+        tensor_checks.triton_can_run(x)
+    tensor_checks.one_of("LOGITLESS_IMPL", name, tuple(BACKENDS))
+    return BACKENDS[name]()
 
 
 def captured(x: Tensor, capture: Capture, temperature: float, softcap: float | None) -> Captured:
@@ -77,3 +76,6 @@ def _kernels() -> Any:
     from .. import kernels  # imported late, because a machine without a GPU may have no Triton
 
     return kernels
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {"triton": _kernels, "eager": lambda: eager}

@@ -1,6 +1,9 @@
 """The backend in plain PyTorch: the default on a CPU, and for fp64 on every device.
 
-core/backend.py describes its functions.
+Its functions, with their parameters, are the definition of a backend (core/backend.py). Logits x
+have shape (..., V), with N rows and K ids per row; contract.py defines the structs. A backend can
+offer what is None or False here: `one_pass`, `stats_gradient`, `can_accumulate` and `is_narrow`,
+with the functions that they announce.
 """
 
 from .contrastive import (
@@ -29,6 +32,10 @@ from .stats_coefficients import coefficients, stats_gradient
 from .stats_fwd import above, finish, merge, outside, partial, read, with_repeats
 from .table_rows import row_dots, row_dots_gradients
 from .topk import topk
+
+# Whether `invariant` computes one row at a time: on a CPU, PyTorch can round a row differently at
+# another position of the tensor.
+single_rows = True
 
 __all__ = [
     "above",
@@ -65,6 +72,7 @@ __all__ = [
     "scale_two_",
     "share",
     "sigmoid_contrastive",
+    "single_rows",
     "slots",
     "stats_gradient",
     "topk",

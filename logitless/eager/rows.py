@@ -202,6 +202,7 @@ def reduce(
 
 
 def scale_(x: Tensor, g: Tensor) -> None:
+    """Multiplies x in place by g, one number or one per row."""
     x.mul_(g.reshape(x.shape[:-1]).unsqueeze(-1) if g.dim() else g)
 
 
@@ -210,6 +211,7 @@ def scale_two_(x: Tensor, y: Tensor, g: Tensor) -> None:
     scale_(y, g)
 
 
-def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
+def zero_ignored(x: Tensor, reading: Reading) -> Tensor:
+    """Returns x (N, D) with zeros in ignored rows."""
     ignored = reading.ignored_rows()
     return x if ignored is None else x.masked_fill(ignored.reshape(-1, 1), 0.0)

@@ -60,6 +60,10 @@ def sampled(
     join: Callable[[Tensor], Tensor] | None = None,
     start: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Draws ids. Returns each row's distinct ids, their log-weights, and a mask.
+
+    If ranks share the columns, `start` is the id of the first of x, and `join` an all-gather.
+    """
     return draw(Parts(_top, _ends, _columns, distinct), x, uniforms, how, join, start)
 
 

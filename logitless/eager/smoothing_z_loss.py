@@ -13,8 +13,9 @@ from .rows import live_rows
 def cross_entropy(
     statistics: Statistics, reading: Reading, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Coefficients]:
+    """Returns each row's loss, and the coefficients of the backward formula."""
     weight = reading.class_weight
-    v, live = _label_weight(reading, statistics.state.dtype), live_rows(reading)
+    v, live = label_mass(reading, statistics.state.dtype), live_rows(reading)
     n = reading.vocab if weight is None else weight.to(v.dtype).sum()
     main, smooth = (1 - label_smoothing) * v, label_smoothing / reading.vocab
     value = main * statistics.nll.reshape(-1)
@@ -33,22 +34,20 @@ def cross_entropy(
 
 
 def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
-    v = _label_weight(reading, dtype)
+    """The coefficients of `weighted_nll`, which depend on no statistics."""
+    v = label_mass(reading, dtype)
     return Coefficients(_rows(v, v), ("a", "label"))
 
 
 def weighted_nll(nll: Tensor, reading: Reading) -> Tensor:
-    value, live = _label_weight(reading, nll.dtype) * nll.reshape(-1), live_rows(reading)
+    """Multiplies -log p of each row's label by the label's class weight."""
+    value, live = label_mass(reading, nll.dtype) * nll.reshape(-1), live_rows(reading)
     if live is not None:
         value = torch.where(live, value, 0.0)
     return value.view(nll.shape)
 
 
 def label_mass(reading: Reading, dtype: torch.dtype) -> Tensor:
-    return _label_weight(reading, dtype)
-
-
-def _label_weight(reading: Reading, dtype: torch.dtype) -> Tensor:
     """Returns the class weight of each row's label, 0 in ignored rows, or 1 without weights."""
     label, weight = reading.label.reshape(-1), reading.class_weight
     full = torch.promote_types(dtype, torch.float32)
@@ -64,16 +63,19 @@ def _rows(main: Tensor, a: Tensor) -> Tensor:
     return rows
 
 
-# Only the Triton backend has `one_pass`: here the rows are still in the CPU's cache when the logits
-# are read again.
+# -log p of the label and the gradient in one pass over the logits (kernels/host.py), with
+# `plan_mean` for small heads. On a CPU, a row is still in the cache when it is read again.
 one_pass = None
 
 
 def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
-    """False: a CPU has enough memory to sum the weight's gradient in fp32."""
+    """Whether `exponents` and `accumulate` can sum the weight's gradient in block floating point.
+
+    A CPU has enough memory to sum it in fp32.
+    """
     return False
 
 
 def is_narrow(hidden: Tensor, weight: Tensor) -> bool:
-    """False: plain PyTorch must write the logits of a head to memory."""
+    """Whether `narrow_partial` and `narrow_gradients` can compute a head without writing logits."""
     return False

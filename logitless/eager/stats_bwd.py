@@ -110,6 +110,7 @@ def gradient(
     into: Tensor | None = None,  # (..., V), output, can be x; None means a new tensor
     start: int | None = None,  # the id of the first column of x; None if x has all columns
 ) -> Tensor:
+    """Returns the gradient of the logits by the formula of contract.py."""
     flat = x.reshape(-1, x.shape[-1])
     dx, into = written_to(x, into)
     live = live_rows(reading)

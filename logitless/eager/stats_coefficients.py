@@ -78,6 +78,7 @@ def of_one(name: str, device: torch.device, dtype: torch.dtype) -> Coefficients 
 def coefficients(
     reading: Reading, state: Tensor, gradients: dict[str, Tensor | None]
 ) -> Coefficients:
+    """Coefficients from the gradients of statistics, by name; one that is missing means 0."""
     rows: dict[str, Tensor] = {}
     ids = None
     if reading.ids is not None and any(name in reading.wants for name in AT_IDS):
@@ -106,7 +107,8 @@ def coefficients(
     return Coefficients(table, fields_of(reading.wants, reading.ids is not None), ids)
 
 
-# None: PyTorch's operations cannot compute coefficients and gradient in one launch.
+# Computes `coefficients` and `gradient` in one launch, from (x, reading, state, gradients, factor,
+# into), or returns None if that is not possible.
 stats_gradient = None
 
 

@@ -69,6 +69,7 @@ def _empty_sums(reading: Reading, rows: int, dtype: torch.dtype, device) -> _Sum
 
 
 def read(x: Tensor, reading: Reading) -> Statistics:
+    """Returns the statistics in `reading.wants`, and the state that `gradient` needs."""
     flat = x.reshape(-1, x.shape[-1])
     sums, live = _empty_sums(reading, len(flat), PRECISION[x.dtype], x.device), live_rows(reading)
     inv_t = inverse_temperature(reading, sums.shift)
@@ -125,6 +126,7 @@ def _count_above(y: Tensor, y0: Tensor) -> Tensor:
 
 
 def above(x: Tensor, reading: Reading, y0: Tensor) -> Tensor:
+    """Counts the softcapped logits above each row's y0 (N,), as int64. NaN counts as above."""
     flat, live = x.reshape(-1, x.shape[-1]), live_rows(reading)
     count = torch.zeros(len(flat), device=x.device, dtype=torch.int64)
     for rows in chunks(flat, live):
@@ -140,6 +142,7 @@ def _log_sum_outside(d: Tensor, at: Tensor, inside: Tensor) -> Tensor:
 
 
 def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
+    """Returns the log of each row's mass outside the ids; `statistics` holds all others."""
     flat, state = x.reshape(-1, x.shape[-1]), statistics.state
     tail = torch.zeros_like(state[:, :1])
     inv_t, (at, inside) = inverse_temperature(reading, tail), locate(reading.ids, *flat.shape)
@@ -152,7 +155,7 @@ def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
 
 
 def with_repeats(state: Tensor, ids: Tensor) -> Tensor:
-    """Returns the state unchanged: `gradient` adds equal ids by `scatter_add_`."""
+    """Sets the field REPEATS, which `gradient` does not read here: it adds by `scatter_add_`."""
     return state
 
 
@@ -223,6 +226,7 @@ def _nan_if_bad(value: Tensor, columns: Tensor, reading: Reading) -> Tensor:
 
 
 def partial(x: Tensor, reading: Reading, start: int = 0) -> Partials:
+    """Returns the partial statistics over the columns of x. The first has the id `start`."""
     flat = x.reshape(-1, x.shape[-1])
     rows, V = flat.shape
     live = live_rows(reading)
@@ -299,6 +303,7 @@ def finish(
     """Merges the splits (dim 1 of partials.state) of each row, and returns its statistics.
 
     `shape` is that of a statistic with one number per row, by default that of the ids or the label.
+    `tail` and `rank` would need the logits.
     """
     assert "tail" not in reading.wants
     assert "rank" not in reading.wants

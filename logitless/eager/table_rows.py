@@ -21,6 +21,7 @@ def _chunks(ids: Tensor, width: int, itemsize: int) -> Iterator[slice]:
 
 
 def row_dots(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """hidden[i] · weight[ids[i, j]] (N, M), in fp32 or fp64; 0 for NO_ID, NaN out of range."""
     full = PRECISION[hidden.dtype]
     dots = torch.zeros(ids.shape, device=ids.device, dtype=full)
     inside = (ids >= 0) & (ids < len(weight))

@@ -26,6 +26,8 @@ from .tail_mass import outside
 from .topk import topk
 from .zero_ignored import zero_ignored
 
+single_rows = False  # the split of a row depends on no other row
+
 __all__ = [
     "above",
     "accumulate",
@@ -64,6 +66,7 @@ __all__ = [
     "scale_two_",
     "share",
     "sigmoid_contrastive",
+    "single_rows",
     "slots",
     "stats_gradient",
     "topk",

@@ -99,8 +99,8 @@ class ColumnBackend:
         state = self.backend.with_repeats(found.state, reading.ids)
         return found._replace(state=state, tail=tail.view(lead).clone())
 
-    def finish(self, part: Partials, reading: Reading, shape=None) -> Statistics:
-        whole, _ = self._joined(part, reading)
+    def finish(self, partials: Partials, reading: Reading, shape=None) -> Statistics:
+        whole, _ = self._joined(partials, reading)
         return self.backend.finish(whole, reading, shape)
 
     def _joined(
