@@ -117,7 +117,7 @@ class RowLoss:
     def plan_mean(
         self, backend: Backend, rows: int, stride: int, hidden: Tensor, copies: bool
     ) -> Any:
-        """Returns a launch for the mean over a small head (`plan_mean` in kernels/host.py), or None."""
+        """Returns a launch for the mean over a small head (kernels/host.py), or None."""
         raise NotImplementedError
 
     def traced(self, x, call: Callable = operators.call) -> tuple[Tensor, ...]:
