@@ -287,20 +287,16 @@ class Pair(NamedTuple):
     # The teacher's logits (..., V), or probabilities if `kind` is "soft": a Tensor, a ScaledHead,
     # or, beside a sharded student, a `Shard`, which parallel/shard.py replaces by its columns.
     teacher: Any
-    kind: str  # "forward", "reverse", "skewed_forward", "skewed_reverse", "jsd", "tvd" or "soft"
+    kind: str  # a loss of eager/pair_losses.py
     blend: float  # α for the skewed kinds, β for "jsd", the label smoothing for "soft"
 
     TENSORS = (("teacher", TEACHER),)
 
 
-# Per row: max and sum of exponentials of the student, then of the teacher, and a fifth value that
-# eager/pair.py defines for each loss: a ratio of two masses for "tvd", otherwise an expectation
-# under the student's probabilities.
+# Per row: shift and sum of exponentials of the student, then of the teacher, and the `mean` that
+# the gradient of the loss needs (eager/pair_losses.py).
 PAIR_STATE = 5
-
-# The kinds that need a second pass over the logits, with the normalisers of the first, and how many
-# sums it computes per part of a row's columns: first the loss, then the last columns of the state.
-PAIR_SUMS = {"jsd": 2, "skewed_forward": 2, "skewed_reverse": 2, "tvd": 3}
+PAIR_SUMS = 3  # sums per row of a loss whose terms need the normalisers: a second pass
 
 # The dtype of statistics and losses for each dtype of logits.
 PRECISION = {

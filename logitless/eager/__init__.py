@@ -13,7 +13,14 @@ from .contrastive import (
     sigmoid_contrastive,
 )
 from .gather import gather, gather_gradient
-from .pair import merge_pairs, pair_finish, pair_gradient, pair_join, pair_partial, pair_read
+from .pair import (
+    merge_pairs,
+    pair_finish,
+    pair_gradient,
+    pair_partial,
+    pair_read,
+    pair_sums,
+)
 from .row_gemm import row_gemm
 from .rows import reduce, scale_, scale_two_, share, zero_ignored
 from .sampled import sampled
@@ -58,9 +65,9 @@ __all__ = [
     "outside",
     "pair_finish",
     "pair_gradient",
-    "pair_join",
     "pair_partial",
     "pair_read",
+    "pair_sums",
     "partial",
     "read",
     "reduce",

@@ -11,7 +11,7 @@ from .narrow_bwd_launch import narrow_gradients
 from .narrow_fwd import narrow_partial
 from .narrow_tile import is_narrow
 from .pair_bwd import pair_gradient
-from .pair_fwd import pair_finish, pair_partial, pair_read
+from .pair_fwd import pair_finish, pair_partial, pair_read, pair_sums
 from .reduce import reduce, share
 from .row_gemm import row_gemm
 from .sampled import sampled
@@ -54,6 +54,7 @@ __all__ = [
     "pair_gradient",
     "pair_partial",
     "pair_read",
+    "pair_sums",
     "partial",
     "plan_mean",
     "read",

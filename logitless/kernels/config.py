@@ -145,7 +145,7 @@ def pair_fwd(vocab: int) -> Config:
     return cut._replace(block_v=max(cut.block_v, 16))
 
 
-def jsd_tvd_split_fwd(vocab: int, itemsize: int) -> Config:
+def pair_split_fwd(vocab: int, itemsize: int) -> Config:
     """At most 64 splits, which stay in the cache until they are read again."""
     block, span = (256, 4096) if itemsize == 2 else (512, 2048)
     span = max(span, ceil_pow2(ceil_div(vocab, 64)))

@@ -1,22 +1,10 @@
 """Backward pass of losses against a dense teacher, in one pass over student and teacher.
 
 Besides the logits, it reads only the five numbers per row that the forward saved (pair_state.py).
-The gradient of the student's logits z is, with v the target of soft cross-entropy:
-
-    forward KL       q - p
-    cross-entropy    q Σ v - v
-    reverse KL       q (log(q/p) - Σ q log(q/p))
-    JSD              (1-β) q (log(q/M) - Σ q log(q/M))
-    skewed KL        q (g - Σ q g), with the g of jsd_math.py; forward: times 1-α
-    TVD              ½ q (sign(q-p) - Σ q sign(q-p)), computed without cancellation (tvd_math.py)
-
-The kernel also divides by the temperature. If student and teacher are equal, the gradient is
-exactly 0, except that of the skewed forward KL of fp32 logits in several parts, a rounding error.
 """
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -24,16 +12,20 @@ import triton.language as tl
 from torch import Tensor
 
 from ..contract import Pair, Reading
+from ..eager.pair_losses import LOSSES as KINDS
 from . import config
 from .bwd_tile import row_gain
-from .jsd_math import bits, mixture, safe_beta, skewed
 from .launch import REMEMBERED, Launch
 from .layout import Rows, fringe_tile, numbers, row_offset, rows_of, split_row
-from .numerics import INF, LN2, LOG2E, capped, inverse_temperature, load
+from .numerics import LOG2E, capped, inverse_temperature, load
+from .pair_losses import LOSSES, safe_blend
 from .pair_state import (
     Both,
+    Side,
+    bits,
     contiguous,
     elements_to,
+    from_shift,
     load_state,
     rows_of_both,
     target,
@@ -43,72 +35,27 @@ from .pair_state import (
 from .profiling import profiled
 from .state import field, pack_of
 from .stats_split_fwd import aligned
-from .tvd_math import gradient_of, to_student
-
-
-class Terms(NamedTuple):
-    shift_q: tl.tensor
-    shift_p: tl.tensor
-    norm_q: tl.tensor  # log2 of the student's normaliser, for JSD and a skewed KL
-    norm_p: tl.tensor  # log2 of the teacher's normaliser; for TVD, s_q / s_p
-    mean: tl.tensor  # s_p / s_q for "forward" and "soft"; for other losses, the saved mean
-    gain: tl.tensor  # multiplies the gradient of the whole row
 
 
 @triton.jit
-def _row_terms(STATE, row, g, inv_t, blend, KIND: tl.constexpr):
-    saved = load_state(STATE, row)
-    s_q, s_p, mean = saved.s_q, saved.s_p, saved.c
-    norm_q, norm_p = 0.0, 0.0
-    alive = tl.where(s_q == 0, INF, s_q)
-    gain = g * inv_t
-    if KIND == "reverse":
-        gain = gain * inv_t / alive
-    elif KIND == "jsd":
-        norm_q, norm_p = bits(s_q), bits(s_p)
-        gain = gain * (1.0 - blend) * LN2 + 0.0 * (norm_q + norm_p)
-    elif KIND == "skewed_forward" or KIND == "skewed_reverse":
-        norm_q, norm_p = bits(s_q), bits(s_p)
-        factor = 1.0 - blend if KIND == "skewed_forward" else 1.0
-        gain = gain * factor + 0.0 * (norm_q + norm_p)
-    elif KIND == "tvd":
-        norm_p = to_student(s_q, s_p)
-        gain = gain / alive + 0.0 * (bits(s_q) + bits(s_p))
-    else:
-        mean = s_p / alive
-        if KIND == "forward":
-            gain = gain / s_p
-    # a row that is all -inf has no distribution, and the gradient 0
-    return Terms(saved.m_q, saved.m_p, norm_q, norm_p, mean, tl.where(s_q == 0, 0.0, gain))
-
-
-@triton.jit
-def _write_tile(DX, both, terms, cols, mask, KIND: tl.constexpr):
+def _write_tile(
+    DX, both, state, g, cols, mask, DZ: tl.constexpr, TWICE: tl.constexpr, PROBS: tl.constexpr
+):  # fmt: skip
     y, slope = capped(load(both.X, cols, mask), both.softcap)
-    d_q = y - terms.shift_q
-    if KIND == "soft":
-        dz = tl.exp2(d_q * both.rate) * terms.mean - target(both, cols, mask)
+    log_q, log_p = bits(state.s_q), bits(state.s_p)
+    q = from_shift(y, state.m_q, state.s_q, log_q, both.rate)
+    if PROBS:
+        p = Side(None, target(both, cols, mask), state.s_p, log_p, 0.0, 1.0)
     else:
-        d_p = load(both.T, cols, mask).to(tl.float32) - terms.shift_p
-        if KIND == "forward":
-            dz = tl.exp2(d_q * both.rate) * terms.mean - tl.exp2(d_p * both.rate)
-        elif KIND == "reverse":
-            e_q = tl.exp2(d_q * both.rate)
-            dz = tl.where(e_q != 0, e_q * (d_q - d_p - terms.mean), 0.0)
-        elif KIND == "tvd":
-            e_q, e_p = tl.exp2(d_q * both.rate), tl.exp2(d_p * both.rate)
-            dz = gradient_of(e_q, e_p, terms.norm_p, terms.mean)
-        else:
-            IN: tl.constexpr = both.X.dtype.element_ty
-            log_q, log_p = d_q * both.rate - terms.norm_q, d_p * both.rate - terms.norm_p
-            if KIND == "jsd":
-                q, g, _, _ = mixture(log_q, log_p, None, both.blend, IN)
-            else:
-                gap = (d_q - d_p) * both.rate - (terms.norm_q - terms.norm_p)
-                q, g, _ = skewed(log_q, log_p, gap, both.blend, IN, KIND == "skewed_forward")
-            dz = q * (g - terms.mean)
+        t = load(both.T, cols, mask).to(tl.float32)
+        p = from_shift(t, state.m_p, state.s_p, log_p, both.rate)
+    dz, gain = DZ(q, p, state.c, g * both.inv_t, both)
+    if TWICE:
+        gain += 0.0 * (log_q + log_p)
+    # a row that is all -inf has no distribution, and the gradient 0
+    gain = tl.where(state.s_q == 0, 0.0, gain)
     # .cs: as in bwd_tile.py
-    dx = (dz * terms.gain * slope).to(DX.dtype.element_ty)
+    dx = (dz * gain * slope).to(DX.dtype.element_ty)
     tl.store(DX + cols, dx, mask=mask, cache_modifier=".cs")
 
 
@@ -125,6 +72,8 @@ class _Constants:
     step_u: int  # row stride of UPSTREAM; 0 if all rows share one number
     step_f: int  # row stride of FACTOR; 0 if all rows share one number
     block_v: int
+    twice: bool  # as in `PairLoss` of eager/pair_losses.py
+    probs: bool
 
 
 @triton.jit(
@@ -138,7 +87,7 @@ def _pair_bwd_kernel(
     temperature,  # a number, or a pointer to one number per row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, stride_db, stride_dt, V,  # sizes
     vocab, softcap, blend, ignore_index,  # options
-    KIND: tl.constexpr, CONSTANTS: tl.constexpr,
+    KIND: tl.constexpr, DZ: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
     """Each program writes one block of a row, the first also the row's fringe (see layout.py)."""
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
@@ -169,14 +118,16 @@ def _pair_bwd_kernel(
     inv_t = inverse_temperature(temperature, row)
     rate = inv_t * LOG2E
     g = row_gain(UPSTREAM, FACTOR, row, field(CONSTANTS, "step_u"), field(CONSTANTS, "step_f"))
-    terms = _row_terms(STATE, row, g, inv_t, blend, KIND)
-    both = Both(Xbody, Tbody, W, head, V, rate, softcap, blend, vocab)
-    _write_tile(DXbody, both, terms, cols, cols < body, KIND)
+    state = load_state(STATE, row)
+    TWICE: tl.constexpr = field(CONSTANTS, "twice")
+    PROBS: tl.constexpr = field(CONSTANTS, "probs")
+    both = Both(Xbody, Tbody, W, head, V, rate, softcap, blend, vocab, inv_t)
+    _write_tile(DXbody, both, state, g, cols, cols < body, DZ, TWICE, PROBS)
     if not ALIGNED:
         if block == 0:
             ends, mask_ends = fringe_tile(head, body, V, PACK, 2 * PACK)
-            both = Both(Xrow, Trow, W, 0, V, rate, softcap, blend, vocab)
-            _write_tile(DXrow, both, terms, ends, mask_ends, KIND)
+            both = Both(Xrow, Trow, W, 0, V, rate, softcap, blend, vocab, inv_t)
+            _write_tile(DXrow, both, state, g, ends, mask_ends, DZ, TWICE, PROBS)
 
 
 def pair_gradient(
@@ -231,11 +182,11 @@ def _plan(
         (
             *number, *rows.strides, t_rows.stride_b, t_rows.stride_t,
             d_rows.stride_b, d_rows.stride_t, rows.vocab,
-            vocab, softcap, blend if kind == "soft" else safe_beta(blend), ignore_index,
+            vocab, softcap, safe_blend(blend, kind), ignore_index,
         ),
-        num_warps=cut.num_warps, KIND=kind,
+        num_warps=cut.num_warps, KIND=kind, DZ=LOSSES[kind].dz,
         CONSTANTS=_Constants(
             d_rows.aligned, rows.aligned_like(d_rows), t_rows.aligned_like(d_rows), *steps,
-            cut.block_v,
+            cut.block_v, KINDS[kind].twice, KINDS[kind].probs,
         ),
     )  # fmt: skip

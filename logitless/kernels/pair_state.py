@@ -1,18 +1,11 @@
-"""The loop over a student's row and a teacher's row, and the five numbers saved for each row.
+"""The two passes over a student's row and a teacher's row, and the five numbers saved per row.
 
 With d = y - max y, e = 2^(d·rate), rate = 1 / (temperature ln 2) and s = Σ e, the student has
 q = e_q / s_q and the teacher p = e_p / s_p. Only differences from the max occur, so a common offset
 of the logits costs no precision. The state (N, PAIR_STATE) holds the shift (max, or 0 if infinite)
-and s of the student, both of the teacher, and
-
-    reverse KL   Σ q (d_q - d_p), not divided by the temperature
-    JSD          Σ q log2(q / M), where M is the mixture of student and teacher
-    skewed KL    Σ q g in nats (`skewed` in jsd_math.py), for fp32 logits divided by Σ q
-    TVD          `ratio` (tvd_math.py)
-
-and 0 for the other losses. A partial state, of some columns, holds the max instead of the shift,
-and c / temperature (pair_fwd.py) instead of these, in nats as in eager/pair.py, because both
-backends merge with its `merge_pairs`.
+and s of the student, both of the teacher, and the `mean` of pair_losses.py. A partial state, of
+some columns, holds the max instead of the shift, and c / temperature instead of the mean: in nats,
+as eager's `merge_pairs` expects.
 """
 
 import functools
@@ -42,7 +35,7 @@ class PairState(NamedTuple):
     s_q: tl.tensor  # Σ e_q
     m_p: tl.tensor  # max of the teacher's logits; not used by "soft"
     s_p: tl.tensor  # Σ e_p; for "soft", the sum of `target` over the columns
-    c: tl.tensor  # the sum c of the loss (see pair_fwd.py)
+    c: tl.tensor  # the sum c of a loss of one pass (pair_losses.py)
 
 
 class Both(NamedTuple):
@@ -57,6 +50,45 @@ class Both(NamedTuple):
     softcap: tl.tensor  # the student's softcap, or None; the teacher has no softcap
     blend: tl.tensor  # α for a skewed KL, β for "jsd", the label smoothing ε for "soft"
     vocab: tl.tensor  # size of the whole vocabulary, even if the rows are only a shard
+    inv_t: tl.tensor  # 1 / temperature
+
+
+class Pass(NamedTuple):
+    """What a pass over a row does. Built in an argument list: a variable would lose FOLD."""
+
+    both: tl.tensor
+    FOLD: tl.constexpr  # a loss's `fold` (pair_losses.py), or None
+    PROBS: tl.constexpr  # the function `target` if T holds probabilities; None if T holds logits
+
+
+class Side(NamedTuple):
+    """The student or the teacher in a tile. The functions of a loss read two of them, q and p.
+
+    In the first pass, s covers the columns before the tile, after which the max changed by `moved`;
+    afterwards s covers the row. Of a teacher that gives probabilities, e is `target`, without d.
+    """
+
+    d: tl.tensor  # logits minus the max of the row
+    e: tl.tensor  # 2^(d · rate)
+    s: tl.tensor  # the normaliser Σ e
+    log_s: tl.tensor  # log2 s, see `bits`; only after the first pass
+    moved: tl.tensor
+    scale: tl.tensor  # 2^(moved · rate)
+
+
+class Sums(NamedTuple):
+    """The sums of the second pass, in the loop with one element per column of a block."""
+
+    a: tl.tensor
+    b: tl.tensor
+    c: tl.tensor
+
+
+class Second(NamedTuple):
+    """The state of the second pass: the shifts and normalisers of the row, and the sums."""
+
+    row: tl.tensor
+    sums: tl.tensor
 
 
 @triton.jit
@@ -95,7 +127,13 @@ def target(both, at, mask):
 
 
 @triton.jit
-def extend(m, y, rate):
+def bits(s):
+    """Returns log2 of a normaliser s, but +inf for s = 0, so that subtracting it gives p = 0."""
+    return tl.log2(tl.where(s == 0, INF, s))
+
+
+@triton.jit
+def _extend(m, y, rate):
     """Returns the new max, its change (0 from -inf), d = y - max, and e = 2^(d·rate)."""
     m_new = tl.maximum(m, tl.max(y, axis=0))
     moved = tl.where((m == m_new) | (m == -INF), 0.0, tl.maximum(m - m_new, -1e38))
@@ -104,8 +142,45 @@ def extend(m, y, rate):
 
 
 @triton.jit
+def from_shift(y, shift, s, log_s, rate):
+    """Returns a tile as a Side, after the first pass."""
+    d = y - shift
+    return Side(d, tl.exp2(d * rate), s, log_s, 0.0, 1.0)
+
+
+@triton.jit
+def first_pass(state, how, start, offs, mask):
+    """Merges one block into the maxima and the normalisers of both rows, and into the sum c."""
+    both = how.both
+    m_q, moved_q, d_q, e_q = _extend(state.m_q, student(both, start + offs, mask), both.rate)
+    if how.PROBS is not None:
+        m_p, v = state.m_p, how.PROBS(both, start + offs, mask)
+        q = Side(d_q, e_q, state.s_q, None, moved_q, tl.exp2(moved_q * both.rate))
+        p = Side(None, v, state.s_p, None, 0.0, 1.0)
+    else:
+        # both tiles are loaded before the scales, which wait for the maxima
+        m_p, moved_p, d_p, e_p = _extend(state.m_p, teacher(both, start + offs, mask), both.rate)
+        q = Side(d_q, e_q, state.s_q, None, moved_q, tl.exp2(moved_q * both.rate))
+        p = Side(d_p, e_p, state.s_p, None, moved_p, tl.exp2(moved_p * both.rate))
+    c = state.c
+    if how.FOLD is not None:
+        c = how.FOLD(c, q, p, both)
+    return PairState(m_q, q.s * q.scale + q.e, m_p, p.s * p.scale + p.e, c)
+
+
+@triton.jit
+def second_pass(state, how, start, offs, mask):
+    """Adds one block to the sums of a loss whose terms need the normalisers."""
+    both = how.both
+    m_q, s_q, m_p, s_p, log_q, log_p = state.row
+    q = from_shift(student(both, start + offs, mask), m_q, s_q, log_q, both.rate)
+    p = from_shift(teacher(both, start + offs, mask), m_p, s_p, log_p, both.rate)
+    return Second(state.row, how.FOLD(state.sums, q, p, both))
+
+
+@triton.jit
 def walk_both(
-    f: tl.constexpr, state, row, head, body, lo, hi,
+    f: tl.constexpr, state, row, head, body, lo, hi, FOLD: tl.constexpr, PROBS: tl.constexpr,
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Folds f over a student's row and a teacher's row, as `walk` of layout.py.
@@ -113,13 +188,15 @@ def walk_both(
     The fringe tile is as wide as a block, because the sums have one element per column of a block.
     """
     PACK: tl.constexpr = pack_of(row.X)
-    X = tl.multiple_of(row.X + head, 16)
     T = row.T + head
     if T_ALIGNED:
         T = tl.multiple_of(T, 16)
-    from_body = Both(X, T, row.W, head, row.V, row.rate, row.softcap, row.blend, row.vocab)
+    from_body = Both(
+        tl.multiple_of(row.X + head, 16), T, row.W, head, row.V, row.rate, row.softcap, row.blend,
+        row.vocab, row.inv_t,
+    )  # fmt: skip
     return walk(
-        f, state, from_body, row, head, body, row.V, lo, hi,
+        f, state, Pass(from_body, FOLD, PROBS), Pass(row, FOLD, PROBS), head, body, row.V, lo, hi,
         PACK, ALIGNED, False, BLOCK_V, BLOCK_V,
     )  # fmt: skip
 
@@ -147,6 +224,11 @@ def save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean):
     tl.store(at + 2, shift_p)
     tl.store(at + 3, s_p)
     tl.store(at + 4, mean)
+
+
+@triton.jit
+def save_mean(STATE, row, mean):
+    tl.store(STATE + row.to(tl.int64) * PAIR_STATE + 4, mean)
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from ..contract import (
     Statistics,
     part_width,
 )
+from ..eager.pair_losses import LOSSES
 from ..eager.rows import capped, inverse_temperature, live_rows
 from ..eager.sampled import Sampling
 from ..heads.gradient_sums import put
@@ -170,20 +171,14 @@ class ColumnBackend:
         part[:, 0] = part[:, 2] = -torch.inf
         if self.width:
             part = self.backend.pair_partial(x, here, pair)
-        inv_t = inverse_temperature(reading, part[:, :1])
-        whole = eager.merge_pairs(self.join(part), pair.kind, inv_t)
-        value, state = self.backend.pair_finish(whole, pair.kind, inv_t)
-        if pair.kind in PAIR_SUMS:
-            count = PAIR_SUMS[pair.kind]
-            sums = torch.zeros_like(part[:, :count])
+        whole, sums = eager.merge_pairs(self.join(part), reading, pair), None
+        if LOSSES[pair.kind].twice:
+            sums = part.new_zeros((rows, PAIR_SUMS))
             if self.width:
-                found, known = self.backend.pair_read(x, here, pair, state)
-                sums = torch.cat((found.reshape(-1, 1), known[:, PAIR_STATE + 1 - count :]), 1)
-            value, state[:, 4:] = eager.pair_join(self.join(sums).sum(0), pair.kind)
-        live = live_rows(reading)
-        if live is not None:
-            value, state = (torch.where(live[:, None], t, 0.0) for t in (value, state))
-        return value.reshape(lead).clone(), state
+                sums = self.backend.pair_sums(x, here, pair, whole)
+            sums = self.join(sums).sum(0)
+        value, state = self.backend.pair_finish(whole, sums, here, pair)
+        return value.view(lead), state
 
     def pair_gradient(self, x, reading, pair, state, upstream, factor=None, into=None) -> Tensor:
         if self.width == 0:

@@ -16,7 +16,7 @@ from logitless.parallel.rank_merge import ColumnBackend
 from tests.support.calls import CALLS, leaves, made, outcome
 from tests.support.sizes import ON_GPU
 
-OWN = {"merge_pairs", "pair_join"}  # parts of eager's `pair_read`
+OWN = {"merge_pairs"}  # of what ranks gather, for every backend
 # What a backend has only if `one_pass`, `can_accumulate` or `is_narrow` say so.
 SHORTCUTS = {"plan_mean", "exponents", "accumulate", "narrow_partial", "narrow_gradients"}
 NAMES = {*eager.__all__} - OWN
@@ -28,8 +28,9 @@ WHOLE_ROWS = {
 }  # fmt: skip
 # What reads no logits of a vocabulary, and is called on no wrapper of a backend.
 ELSEWHERE = {
-    "row_dots", "row_dots_gradients", "pair_partial", "pair_finish", "contrastive_read",
-    "contrastive_finish", "contrastive_gradient", "sigmoid_contrastive", "single_rows",
+    "row_dots", "row_dots_gradients", "pair_partial", "pair_sums", "pair_finish",
+    "contrastive_read", "contrastive_finish", "contrastive_gradient", "sigmoid_contrastive",
+    "single_rows",
 }  # fmt: skip
 WRAPPERS = {
     "columns": (
@@ -48,7 +49,7 @@ def test_kernels_have_the_functions_of_eager():
     assert {*kernels.__all__} == NAMES | SHORTCUTS
     for name in NAMES:
         wanted, found = getattr(eager, name), getattr(kernels, name)
-        if callable(wanted) and name != "pair_finish":  # eager's has a default of its own
+        if callable(wanted):
             assert parameters(found) == parameters(wanted), name
 
 

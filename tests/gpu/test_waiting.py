@@ -12,8 +12,8 @@ from logitless import kernels
 from logitless.contract import Reading
 from logitless.eager.stats_coefficients import of_one
 from logitless.kernels import config, program_exchange
-from logitless.kernels.jsd_tvd_fwd import splits_of
 from logitless.kernels.nll_fwd_bwd import nll_fwd_bwd_plan
+from logitless.kernels.pair_fwd import splits_of
 from tests.support.launches import launched
 from tests.support.sizes import DEVICE, ON_GPU, sized
 
@@ -117,8 +117,8 @@ def test_replayed_beside_gemms_as_alone(work, dtype):
 
 PATHS = {  # the kernel that waits, and what runs where it may not
     "in place": ("_nll_fwd_bwd_kernel", "_stats_bwd_kernel"),
-    "jsd": ("_jsd_tvd_split_fwd_kernel", "_jsd_tvd_fwd_kernel"),
-    "tvd": ("_jsd_tvd_split_fwd_kernel", "_jsd_tvd_fwd_kernel"),
+    "jsd": ("_pair_finish_kernel", "_pair_fwd_kernel"),
+    "tvd": ("_pair_finish_kernel", "_pair_fwd_kernel"),
 }
 
 

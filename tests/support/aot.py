@@ -27,15 +27,15 @@ from logitless import kernels
 from logitless.contract import (
     COEFFICIENTS,
     PAIR_STATE,
-    PAIR_SUMS,
     STATE,
     Coefficients,
     Pair,
     Reading,
     Slots,
 )
+from logitless.eager.pair_losses import LOSSES as PAIRS
 from logitless.eager.sampled import Sampling
-from logitless.kernels import config, jsd_tvd_fwd, program_exchange
+from logitless.kernels import config, pair_fwd, program_exchange
 from tests.support.aot_launches import (
     launch_contrastive,
     launch_row_gemm,
@@ -275,7 +275,7 @@ def launch_of_a_head(x, reading: Reading, found, coefficients, one, v: Variant) 
             kernels.one_pass(x, reading, coefficients, one, into)
 
 
-PAIRS = ("forward", "reverse", "skewed_forward", "skewed_reverse", "jsd", "tvd", "soft")
+TWICE = [kind for kind in PAIRS if PAIRS[kind].twice]
 
 
 def launch_pairs(x: torch.Tensor, reading: Reading, full: bool) -> None:
@@ -288,11 +288,8 @@ def launch_pairs(x: torch.Tensor, reading: Reading, full: bool) -> None:
         pair = Pair(x, kind, 0.5)
         kernels.pair_read(x, reading, pair)
         kernels.pair_gradient(x, reading, pair, state, row, row[0] if full else None)
-    span = config.jsd_tvd_split_fwd(x.shape[1], x.element_size()).span
-    with mock.patch.object(
-        jsd_tvd_fwd, "splits_of", return_value=config.ceil_div(x.shape[1], span)
-    ):
-        for kind in PAIR_SUMS:
+    with mock.patch.object(pair_fwd, "may_wait", return_value=True):
+        for kind in TWICE:
             kernels.pair_read(x, reading, Pair(x, kind, 0.5))
 
 
@@ -302,10 +299,11 @@ def launch_shard(x: torch.Tensor, reading: Reading) -> None:
     part = reading._replace(vocab=2 * x.shape[1], wants=wants)
     kernels.finish(kernels.partial(x, part, 100), part)
     kernels.above(x, part, torch.zeros(2))
+    whole = torch.zeros(2, PAIR_STATE)
     for kind in PAIRS:
         kernels.pair_partial(x, reading, Pair(x, kind, 0.5))
-    for kind in PAIR_SUMS:
-        kernels.pair_read(x, reading, Pair(x, kind, 0.5), torch.zeros(2, PAIR_STATE))
+        sums = kernels.pair_sums(x, reading, Pair(x, kind, 0.5), whole) if kind in TWICE else None
+        kernels.pair_finish(whole, sums, reading, Pair(x, kind, 0.5))
 
 
 # The widths of narrow heads. A row of 72 numbers is 16-byte aligned and not a power of two.

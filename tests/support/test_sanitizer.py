@@ -7,7 +7,7 @@ from tests.support import kernel_calls, sanitizer
 from tests.support.launches import every_kernel, launched
 from tests.support.sizes import DEVICE, ON_GPU
 
-WAIT_FOR_OTHERS = {"_jsd_tvd_split_fwd_kernel", "_jsd_tvd_merge_kernel"}
+WAIT_FOR_OTHERS = {"_pair_finish_kernel"}
 
 
 def test_every_kernel_is_launched_by_a_call():

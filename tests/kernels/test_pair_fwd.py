@@ -1,4 +1,8 @@
-"""JSD and TVD of long rows, whose parts are read by programs that wait for each other."""
+"""Losses against a dense teacher: rows whose parts several programs read, and what is compiled."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ from tests.support.dense_teachers import OPTIONS, make, naive, ours
 from tests.support.inputs import on
 from tests.support.laws import assert_as_good_as_torch
 from tests.support.pairwise import pairwise
+from tests.support.paths import ROOT
 
 
 def by_parts(x, t, reading, kind, beta, span):
@@ -16,25 +21,27 @@ def by_parts(x, t, reading, kind, beta, span):
     The interpreter runs one program after another. So that none waits in vain, a first run finds a
     word published by everyone, if only that it saw nothing; the second finds what the first left.
     """
-    from logitless.kernels import jsd_tvd_fwd
+    from logitless.contract import PAIR_STATE, PAIR_SUMS
+    from logitless.kernels import pair_fwd
     from logitless.kernels.layout import rows_of
     from logitless.kernels.program_exchange import EMPTY
 
     (x, rows), (t, t_rows) = rows_of(x), rows_of(t)
     parts = config.ceil_div(rows.vocab, span)
     cut = config.Config(block_v=32, num_warps=1, span=span)
-    options = (reading.softcap, beta, reading.ignore_index)
-    first, second = jsd_tvd_fwd._shared_plan(
-        rows, t_rows, parts, (reading.temperature,), options, kind, cut
+    number, ignored = (reading.temperature,), reading.ignore_index
+    first = pair_fwd._plan(
+        rows, t_rows, parts, number, reading.vocab, reading.softcap, beta, ignored, kind, False, cut
     )
+    finish = pair_fwd._finish_plan(rows.count, parts, number, beta, ignored, kind)
     value, state, sums = (
         torch.full((rows.count, *shape), torch.nan, device=x.device)
-        for shape in ((), (5,), (parts, jsd_tvd_fwd.SUMS_OF_SPLIT.value))
+        for shape in ((), (PAIR_STATE,), (parts, PAIR_SUMS))
     )
     words = torch.full((rows.count, 2, parts), EMPTY.value, device=x.device)
     for _ in range(2):
-        first(x, t, reading.label, state, sums, words)
-    second(sums, reading.label, value, state)
+        first(x, t, None, reading.label, value, state, sums, words)
+    finish(value, state, sums, reading.label)
     return value, state
 
 
@@ -79,3 +86,55 @@ def test_parts_of_a_row_wait_for_each_other(loss, how, impl, device):
             x,
             factor=4.0 if isinstance(how.get("temperature"), torch.Tensor) else 2.0,
         )
+
+
+EDITED = """
+import importlib.util
+import sys
+import torch
+from logitless import kernels
+from logitless.contract import PAIR_STATE, Pair, Reading
+from logitless.kernels import pair_bwd, pair_fwd, pair_losses
+from tests.support.aot import recording
+
+def hashes(kind):
+    for plan in (pair_fwd._plan, pair_fwd._finish_plan, pair_bwd._plan):
+        plan.cache_clear()
+    x, reading, pair = torch.zeros(2, 64), Reading(64), Pair(torch.zeros(2, 64), kind, 0.5)
+    whole = torch.zeros(2, PAIR_STATE)
+    with recording() as launches:
+        kernels.pair_read(x, reading, pair)
+        kernels.pair_finish(whole, whole[:, :3], reading, pair)
+        kernels.pair_gradient(x, reading, pair, whole, torch.ones(()))
+    return [source.hash() for source, *_ in launches]
+
+before = {kind: hashes(kind) for kind in ("tvd", "jsd")}
+text = open(pair_losses.__file__).read()
+for old, new, changed in (
+    ("    return q.e - p.e * scale", "    return p.e - q.e * scale", [True, False, True]),
+    ("    value = 0.5 * sums.a", "    value = 1.5 * sums.a", [True, True, False]),
+):
+    assert text.count(old) == 1
+    with open(sys.argv[1], "w") as file:
+        file.write(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location("logitless.kernels.edited", sys.argv[1])
+    edited = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(edited)
+    for module in (pair_fwd, pair_bwd):
+        module.LOSSES = edited.LOSSES
+    assert [a != b for a, b in zip(hashes("tvd"), before["tvd"])] == changed, old
+    assert hashes("jsd") == before["jsd"]
+print("all seen")
+"""
+
+
+def test_the_cache_on_disk_sees_every_formula(tmp_path):
+    """A formula in a struct of constants would not be: an old kernel would run after an upgrade."""
+    done = subprocess.run(
+        [sys.executable, "-c", EDITED, str(tmp_path / "edited.py")],
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "all seen"
