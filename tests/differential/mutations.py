@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -31,6 +31,7 @@ from logitless.parallel.rank_merge import ColumnBackend
 from logitless.store import rows as store_rows
 from logitless.store.blocks import BLOCK, Blocks
 from tests.support.paths import ROOT
+from tests.support.replaced import replaced
 
 Plant = Callable[[], AbstractContextManager]
 
@@ -49,17 +50,6 @@ def found_by(*tests: str) -> Callable[[Plant], Plant]:
         return plant
 
     return register
-
-
-def replaced(right: Callable, wrong: Callable) -> AbstractContextManager:
-    """Replaces a function in every module of the library that has imported it."""
-    stack = ExitStack()
-    for name, module in [*sys.modules.items()]:
-        if name.partition(".")[0] == "logitless":
-            for own, value in [*vars(module).items()]:
-                if value is right:
-                    stack.enter_context(mock.patch.object(module, own, wrong))
-    return stack
 
 
 @contextmanager

@@ -35,9 +35,6 @@ GRID = list(
 # The sizes at which a head is no longer small, and at which the rest of an odd vocabulary shows.
 GRID += [(1000, 1400, 128256, dtype, None) for dtype in DTYPES]
 GRID += [(4096, 768, 50297, dtype, None) for dtype in DTYPES]
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
 
 
 @pytest.fixture(autouse=True)
@@ -199,34 +196,3 @@ def test_a_bad_field_is_named():
     for got, (_, text, message) in zip(found, bad, strict=True):
         assert got.startswith(message)
         assert text in got
-
-
-def in_a_browser(folder: Path, anchor: str) -> str:
-    page = folder / "page.html"
-    page.write_text(
-        '<meta charset="utf-8"><div id="calculator">none</div>'
-        f'<script src="{SCRIPT.as_uri()}"></script>'
-    )
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += [f"--user-data-dir={folder / 'profile'}", f"{page.as_uri()}#{anchor}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    return done.stdout
-
-
-@pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
-def test_in_a_browser(tmp_path):
-    shown = in_a_browser(tmp_path, "batch=2&tokens=4096&width=4096&vocab=128256&workspace=64")
-    how = {"device": "meta", "dtype": torch.bfloat16}
-    hidden, weight = torch.empty(8192, 4096, **how), torch.empty(128256, 4096, **how)
-    want = ll.LinearLogits(hidden, weight, workspace=64 * MIB).explain()
-    text = re.sub(r"<[^>]+>", " ", shown)
-    assert f"{want.blocks} blocks of {want.columns:,} columns of all rows" in text
-    assert f"{want.share:.0%}".replace("%", " %") in text
-    one = scale.cost(8192, 128256, 4096, 1, scale.GPUS["h200"])
-    for seconds in (one.time, one.products, one.loss, one.products / want.share + one.loss):
-        assert f"{scale.short(1e3 * seconds)} ms" in text
-    assert "--rows 8192 --width 4096 --vocab 128256 --dtype bf16 --workspace 64" in text
-    assert "5.87 GiB" in text  # three tensors of 2,004 MiB
-    bad = in_a_browser(tmp_path, "vocab=<b>none</b>")
-    assert 'class="error"' in bad
-    assert "<b>none</b>" not in bad

@@ -31,11 +31,6 @@ COMMAND_LINES = [
 ]
 
 
-def test_the_pages_with_python():
-    assert len(WITH_PYTHON) >= 8
-    assert {"README.md", "docs/fuse.md", "docs/distillation.md"} <= {*WITH_PYTHON}
-
-
 def test_languages():
     """A block of another language would be run by no test."""
     for page in PAGES:

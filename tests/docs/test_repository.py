@@ -20,7 +20,6 @@ YAML = [
     "CITATION.cff",
 ]
 WORKFLOWS = [name for name in YAML if "/workflows/" in name]
-FORMS = [name for name in YAML if "/ISSUE_TEMPLATE/" in name and not name.endswith("config.yml")]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = {*re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)}
@@ -71,23 +70,10 @@ def test_workflows_can_only_read_and_upload_nothing():
     assert all("timeout-minutes" in job for job in jobs().values())
 
 
-def test_workflow_paths_exist():
-    paths = read(".github/workflows/release.yml")[True]["pull_request"]["paths"]  # YAML's `on`
-    assert [path for path in paths if not (ROOT / path.removesuffix("/**")).exists()] == []
-
-
 def test_workflows_have_the_oldest_python():
     cases = read(".github/workflows/tests.yml")["jobs"]["tests"]["strategy"]["matrix"]["include"]
     (oldest,) = [case["python"] for case in cases if case["versions"] == "oldest"]
     assert PROJECT["requires-python"] == f">={oldest}"
-
-
-def test_forms_ask_for_the_doctor():
-    for form in map(read, FORMS):
-        assert {"name", "description", "body"} <= {*form}
-        fields = [field for field in form["body"] if field["type"] != "markdown"]
-        assert len({field["id"] for field in fields}) == len(fields)
-        assert any("logitless doctor --json" in field["attributes"]["label"] for field in fields)
 
 
 def test_the_citation_is_of_this_package():
@@ -105,14 +91,6 @@ def test_the_version_is_the_newest_of_the_changelog_and_of_the_pages():
     assert found == sorted(found, key=lambda v: [*map(int, v.split("."))], reverse=True)
     wheels = re.findall(r"logitless-([\d.]+)-py3", (ROOT / "docs/install.md").read_text())
     assert wheels == [ll.__version__]
-
-
-def test_classifiers():
-    names = pytest.importorskip("trove_classifiers", reason="comes with hatchling").classifiers
-    assert [name for name in PROJECT["classifiers"] if name not in names] == []
-    least = int(PROJECT["requires-python"].removeprefix(">=3."))
-    minors = re.findall(r"Python :: 3\.(\d+)\"", (ROOT / "pyproject.toml").read_text())
-    assert [int(minor) for minor in minors] == [*range(least, least + len(minors))]
 
 
 def test_the_makefile_lists_each_target():

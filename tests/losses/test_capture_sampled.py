@@ -90,14 +90,6 @@ def test_against_an_inversion_in_fp64(dtype, shape, n, how, impl, device):
     torch.testing.assert_close(got.sum(-1), torch.ones_like(got[:, 0]), rtol=1e-6, atol=0)
 
 
-def test_fp64(device):
-    x = normal(4, 301, seed=1, dtype=torch.float64) * 3
-    found = draw(x, 30, proposal=0.5)
-    assert found.logprobs.dtype == torch.float64
-    want, _ = oracle.sampled(x, uniforms(4, 30, x.device), proposal=0.5)
-    torch.testing.assert_close(dense(found, 301), want, rtol=1e-12, atol=0)
-
-
 def test_weights_are_counts(impl, device):
     found = draw(normal(3, 40, seed=1) * 3, 25)
     counts = found.logprobs.double().exp() * 25

@@ -11,19 +11,24 @@ import logitless as ll
 from logitless.core import evaluate
 from logitless.heads import choose_cut
 from logitless.heads import gemms as head_gemms
-from logitless.heads.choose_cut import Cut
 from tests.support import sources
-from tests.support.laws import ROUNDING, error
+from tests.support.laws import ROUNDING, error, gradients
 from tests.support.sources import fused
 
 N, D, V = 6, 5, 37
-READ = ("temperature", "softcap", "ignore_index", "mask")
+READ = ("temperature", "softcap", "ignore_index", "mask", "rank")
 
 
 SOURCES = {"tensor": lambda h, w: h @ w.T, **sources.SOURCES}
 OPTIONS = {
     "mean": lambda t: {},
-    "sum": lambda t: {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 4.0},
+    "sum": lambda t: {
+        "reduction": "sum",
+        "label_smoothing": 0.1,
+        "z_loss": 0.01,
+        "softcap": 4.0,
+        "rank": True,
+    },
     "weights": lambda t: {
         "weight": torch.linspace(0.1, 2, V, device=t.device),
         "row_weight": torch.linspace(-1, 2, N, device=t.device, requires_grad=True),
@@ -43,13 +48,6 @@ def make(device, dtype=torch.float32):
     target = torch.randint(0, V, (N,), device=device)
     target[1] = -100
     return h, w, target
-
-
-def gradients(loss, *leaves):
-    """Gradients for a random upstream gradient."""
-    g = torch.Generator().manual_seed(1)
-    upstream = torch.randn(loss.shape, generator=g, dtype=torch.float64).to(loss)
-    return torch.autograd.grad(loss, leaves, upstream)
 
 
 def assert_same_scores(got: ll.Scores, want: ll.Scores):
@@ -85,15 +83,16 @@ def assert_as_both(source, options, device):
     if "ignore_index" in how:
         target = target.clamp(min=0)
     loss, scores = ll.cross_entropy_and_scores(SOURCES[source](h, w), target, **how)
-    want = ll.cross_entropy(SOURCES[source](h, w), target, **how)
     read = {name: value for name, value in how.items() if name in READ}
+    how.pop("rank", None)
+    want = ll.cross_entropy(SOURCES[source](h, w), target, **how)
     assert isinstance(scores, ll.Scores)
     assert_same_scores(scores, ll.score(SOURCES[source](h, w), target, **read))
     assert loss.dtype == want.dtype
     assert loss.shape == want.shape
     assert error(loss.detach(), want.detach()) < ROUNDING
     leaves = [h, w, *(t for t in how.values() if isinstance(t, torch.Tensor) and t.requires_grad)]
-    for a, b in zip(gradients(loss, *leaves), gradients(want, *leaves), strict=True):
+    for a, b in zip(gradients(loss, leaves), gradients(want, leaves), strict=True):
         assert error(a, b) < ROUNDING
 
 
@@ -104,19 +103,6 @@ def test_the_loss_is_that_of_the_scores(impl, device):
         x = SOURCES[source](h, w)
         loss, scores = ll.cross_entropy_and_scores(x, target, reduction="none")
         assert torch.equal(loss, -scores.logprob)
-
-
-@pytest.mark.parametrize("cut", [Cut(N, 8), Cut(3, 16)], ids=str)
-def test_a_head_in_blocks_of_columns(cut, device):
-    h, w, target = make(device)
-    with choose_cut.override(lambda work: cut):
-        loss, scores = ll.cross_entropy_and_scores(ll.LinearLogits(h, w), target)
-        found = gradients(loss, h, w)
-        assert_same_scores(scores, ll.score(ll.LinearLogits(h, w), target))
-    want = ll.cross_entropy(h @ w.T, target)
-    assert error(loss.detach(), want.detach()) < ROUNDING
-    for a, b in zip(found, gradients(want, h, w), strict=True):
-        assert error(a, b) < ROUNDING
 
 
 def recorded(monkeypatch, *functions):
@@ -147,7 +133,7 @@ def gemms(monkeypatch):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_mean_over_a_head_takes_three_gemms(source, reduction, gemms, device):
     h, w, target = make(device)
-    how = {"reduction": reduction}
+    how = {"reduction": reduction, "rank": True}
     loss, _ = ll.cross_entropy_and_scores(SOURCES[source](h, w), target, **how)
     loss.backward()
     assert len(gemms) == 3
@@ -179,22 +165,6 @@ def test_a_small_head_has_three_gemms(device, monkeypatch):
         assert len(gemms) == 3
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_only_ignored_rows(source, device):
-    """A chunked head reads no row at all, and still returns scores of every row."""
-    h, w, target = make(device)
-    ignored = torch.full_like(target, -100)
-    for reduction in ("mean", "none"):
-        x = SOURCES[source](h, w)
-        loss, scores = ll.cross_entropy_and_scores(x, ignored, reduction=reduction)
-        assert (loss == 0).all()
-        assert (scores.argmax == -1).all()
-        for t in scores[:3]:
-            assert t.shape == (N,)
-            assert (t == 0).all()
-        assert all((d == 0).all() for d in gradients(loss, h, w))
-
-
 def test_the_gradient_in_forward(device, monkeypatch, impl):
     """The route of few logits on a GPU, on any device."""
     monkeypatch.setattr(evaluate, "on_gpu", lambda x: True)
@@ -203,7 +173,7 @@ def test_the_gradient_in_forward(device, monkeypatch, impl):
     assert "GradientInForward" in loss.grad_fn.name()
     assert_same_scores(scores, ll.score(h @ w.T, target))
     for a, b in zip(
-        gradients(loss, h, w), gradients(ll.cross_entropy(h @ w.T, target), h, w), strict=True
+        gradients(loss, (h, w)), gradients(ll.cross_entropy(h @ w.T, target), (h, w)), strict=True
     ):
         assert error(a, b) < ROUNDING
 
@@ -226,7 +196,7 @@ def test_in_place(view, impl, device):
     assert x.data_ptr() == address
     assert not torch.equal(x.detach(), before)
     assert error(loss.detach(), want.detach()) < ROUNDING
-    for a, b in zip(gradients(loss, h, w), gradients(want, h, w), strict=True):
+    for a, b in zip(gradients(loss, (h, w)), gradients(want, (h, w)), strict=True):
         assert error(a, b) < ROUNDING
 
 
@@ -255,7 +225,7 @@ def test_autocast(device):
     assert loss.dtype == torch.float32
     assert_same_scores(scores, want_scores)
     assert error(loss.detach(), want.detach()) < ROUNDING
-    for a, b in zip(gradients(loss, h, w), gradients(want, h, w), strict=True):
+    for a, b in zip(gradients(loss, (h, w)), gradients(want, (h, w)), strict=True):
         assert error(a, b) < 2**-8  # roundings of the gradient of logits to bf16
 
 
@@ -275,7 +245,7 @@ def test_scores_may_be_changed_in_place(reduction, device):
         loss, scores = ll.cross_entropy_and_scores(source(h, w), target, reduction=reduction)
         scores.logprob.mul_(2)
         scores.entropy.add_(h.sum())
-        d_h, d_w = gradients(loss + scores.entropy.sum(), h, w)
+        d_h, d_w = gradients(loss + scores.entropy.sum(), (h, w))
         assert d_h.isfinite().all()
         assert d_w.isfinite().all()
 
@@ -288,9 +258,9 @@ def test_the_gradient_of_lazy_logits_can_be_read(device):
         z = fused(h, w)
         z.register_hook(lambda g, seen=seen: seen.append(g + 0.0))
         loss, _ = ll.cross_entropy_and_scores(z, target, reduction=reduction)
-        gradients(loss, h)
+        gradients(loss, (h,))
         x = (h @ w.T).detach().requires_grad_()
-        (want,) = gradients(ll.cross_entropy(x, target, reduction=reduction), x)
+        (want,) = gradients(ll.cross_entropy(x, target, reduction=reduction), (x,))
         torch.testing.assert_close(seen[0], want)
 
 

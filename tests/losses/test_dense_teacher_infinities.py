@@ -33,16 +33,6 @@ def test_masked_rows_are_not_read(loss, device):
 
 
 @every_loss
-def test_all_masked(loss, impl, device):
-    x, t = make(loss, device=device)
-    leaf = x.fill_(torch.nan).requires_grad_()
-    value = ours(leaf, t, loss, mask=torch.zeros(ROWS, device=device))
-    value.backward()
-    assert value == 0
-    assert torch.equal(leaf.grad, torch.zeros_like(leaf))
-
-
-@every_loss
 @pytest.mark.usefixtures("small_blocks")
 def test_both_minus_infinite(loss, device):
     """A class that neither has, a block of them first, is as if it weren't there."""

@@ -44,10 +44,9 @@ def kept(x, t):
     return torch.cat([t.clamp(min=0).unsqueeze(-1), beside(KEPT, x)], -1)
 
 
-def distill(divergence, support):
-    return lambda x, t, **how: ll.topk_distill(
-        x, beside(SPARSE, x), divergence=divergence, support=support, **how
-    )
+def distill(divergence, support, **options):
+    options |= {"divergence": divergence, "support": support}
+    return lambda x, t, **how: ll.topk_distill(x, beside(SPARSE, x), **options, **how)
 
 
 def dense(function, **options):
@@ -60,7 +59,7 @@ LOSSES: dict[str, Callable] = {
     "cross_entropy_and_scores": lambda x, t, **how: ll.cross_entropy_and_scores(x, t, **how)[0],
     "row_loss": lambda x, t, **how: ll.row_loss(grpo, x, t, rows=(beside(OLD, x),), **how),
     "row_loss without ids": lambda x, t, **how: ll.row_loss(lambda stats: stats.lse, x, **how),
-    "topk_distill": distill("jsd", "tail"),
+    "topk_distill": distill("jsd", "tail", t_squared=True),
     "topk_distill with labels": lambda x, t, **how: distill("jsd", "tail")(
         x, t, labels=t, ce_weight=0.5, **how
     ),
@@ -73,11 +72,11 @@ LOSSES: dict[str, Callable] = {
     "slot_loss with labels": lambda x, t, **how: ll.slot_loss(
         distance, x, beside(SPARSE, x), rows=(beside(OLD, x),), labels=t, **how
     ),
-    "kl_div": dense(ll.kl_div, direction="forward"),
+    "kl_div": dense(ll.kl_div, direction="forward", t_squared=True),
     "kl_div, reverse": dense(ll.kl_div, direction="reverse"),
     "kl_div, skewed": dense(ll.kl_div, direction="forward", skew=0.1),
     "kl_div, skewed reverse": dense(ll.kl_div, direction="reverse", skew=0.1),
-    "jsd": dense(ll.jsd),
+    "jsd": dense(ll.jsd, t_squared=True),
     "tvd": dense(ll.tvd),
     "soft_cross_entropy": lambda x, t, **how: ll.soft_cross_entropy(
         x, beside(DENSE.softmax(-1), x), **how
@@ -138,10 +137,8 @@ def test_a_mean_divides_by_the_rows_that_count(name, head, impl, device):
         logits = ll.LinearLogits(h, weight) if head else h @ weight.T
         return LOSSES[name](logits, target, **how)
 
-    want, d_want = value_and_grad(
-        lambda h: mean(h, reduction="none")[mask].mean(), h, torch.ones((), device=device)
-    )
-    got, d_got = value_and_grad(lambda h: mean(h, mask=mask), h, torch.ones((), device=device))
+    want, d_want = value_and_grad(lambda h: mean(h, reduction="none")[mask].mean(), h)
+    got, d_got = value_and_grad(lambda h: mean(h, mask=mask), h)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(d_got, d_want)
 
@@ -235,15 +232,30 @@ def test_leading_dimensions_and_strides(name, impl, device):
 
 
 @every_function
-def test_no_rows(name, impl, device):
-    _, target, _ = make(device)
-    for shape in ((0,), (2, 0)):
-        leaf = torch.zeros(*shape, V, device=device, requires_grad=True)
-        ids = target.new_zeros(shape)
-        assert per_row(name)(leaf, ids).shape == shape
-        loss = (LOSSES.get(name) or PER_ROW[name])(leaf, ids).sum()
-        assert loss.item() == 0
-        assert torch.autograd.grad(loss, leaf)[0].shape == leaf.shape
+def test_no_row_counts(name, impl, device):
+    """Of no rows, or of ignored rows, which may be NaN, result and gradient are 0."""
+    nothing = {"mask": torch.zeros(N, device=device)}
+    for shape, how in (((0,), {}), ((2, 0), {}), ((N,), nothing), ((N,), {"ignore_index": 0})):
+        if "ignore_index" in how and name not in LABELLED:
+            continue
+        leaf = torch.full((*shape, V), torch.nan, device=device, requires_grad=True)
+        ids = torch.zeros(shape, dtype=torch.int64, device=device)
+        for function in (per_row(name), LOSSES.get(name) or PER_ROW[name]):
+            result = function(leaf, ids, **how)
+            assert result.shape in (shape, ())
+            assert not result.any()
+            (d,) = torch.autograd.grad(result.sum(), leaf)
+            assert torch.equal(d, torch.zeros_like(leaf))
+
+
+@every_function
+def test_one_temperature_as_a_tensor(name, impl, device):
+    """Of no dimensions, or narrow: 1.0078125² has 15 bits, of which bf16 keeps 8."""
+    x, target, _ = make(device)
+    t = torch.tensor(1.0078125, dtype=torch.bfloat16, device=device)
+    want = per_row(name)(x, target, temperature=1.0078125)
+    for one in (t, t.expand(N)):
+        torch.testing.assert_close(per_row(name)(x, target, temperature=one), want)
 
 
 @every_function

@@ -9,7 +9,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import logitless as ll
 from logitless.heads import choose_cut
-from tests.support.rank_threads import on_ranks
 from tests.support.sizes import DEVICE
 from tests.support.sources import fused
 
@@ -410,35 +409,6 @@ def test_compiled(groups):
         value = run(hidden, weight, ids)
         results.append((value, *torch.autograd.grad(value, (hidden, weight))))
     torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("rows", [1, 13])
-def test_over_ranks(rows, frozen):
-    """Each rank has some rows of the weight; 13 rows of logits hold a group, one row does not."""
-    lead, groups, _ = GROUPS["pairs"]
-    hidden, weight, ids, beside = inputs(lead, groups, True, frozen=frozen)
-    formula = formula_of(groups, len(lead))
-    widths = (24, 16)
-
-    def work(ranks):
-        start = sum(widths[: ranks.index])
-        h = hidden.detach().clone().requires_grad_()
-        w = weight.detach()[start : start + widths[ranks.index]].clone().requires_grad_(not frozen)
-        shard = ll.VocabShard(ll.LinearLogits(h, w, workspace=rows * 24 * 8), ranks)
-        value, _ = ll.group_loss(
-            formula, shard, ids, groups=groups, rows=[t.detach() for t in beside], entropy=True
-        )
-        return value.detach(), torch.autograd.grad(value, (h,) if frozen else (h, w))
-
-    want = by_hand(hidden @ weight.T, ids, *beside, lead, groups, "mean")
-    d_want = torch.autograd.grad(want, (hidden,) if frozen else (hidden, weight))
-    found = on_ranks(2, work)
-    for value, d in found:
-        torch.testing.assert_close(value, want.detach())
-        torch.testing.assert_close(d[0], d_want[0])
-    if not frozen:
-        torch.testing.assert_close(torch.cat([d[1] for _, d in found]), d_want[1])
 
 
 def test_invariant_results_do_not_depend_on_the_batch():

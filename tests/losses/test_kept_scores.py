@@ -9,7 +9,7 @@ import torch
 import logitless as ll
 from logitless.core import call
 from tests.support import oracle
-from tests.support.laws import ROUNDING, assert_each_as_good_as_torch
+from tests.support.laws import ROUNDING, assert_each_as_good_as_torch, gradients
 from tests.support.pairwise import pairwise
 from tests.support.refusals import refuses
 
@@ -31,14 +31,6 @@ def make(dtype=torch.float32, device="cpu", scale=2.0):
     kept[3] = target[3]  # only the target
     kept[4, [0, 5]] = -1  # empty slots first and last
     return x.to(device), target.to(device), kept.to(device)
-
-
-def gradients(scores, *leaves):
-    """Gradients for random upstream gradients."""
-    g = torch.Generator().manual_seed(1)
-    real = [t for t in scores if t is not None]
-    upstream = [torch.randn(t.shape, generator=g).to(t) for t in real]
-    return torch.autograd.grad(real, leaves, upstream)
 
 
 OPTIONS = {
@@ -105,14 +97,6 @@ def test_the_mass_is_what_the_ratio_lacks(impl, device):
     assert (got.log_mass < 0).all()
 
 
-def test_order_and_repetitions_change_nothing(impl, device):
-    x, target, kept = make(device=device)
-    want = ll.kept_scores(x, target, kept, mass=True)
-    shuffled = torch.cat((kept.flip(-1), kept[:, :2], torch.full_like(kept[:, :1], -1)), -1)
-    for a, b in zip(ll.kept_scores(x, target, shuffled, mass=True), want, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 @pytest.mark.parametrize("mass", [False, True], ids=["kept", "mass"])
 def test_sets_without_the_target_or_without_ids(mass, impl, device):
     x, target, kept = make(device=device)
@@ -138,45 +122,6 @@ def test_sets_without_the_target_or_without_ids(mass, impl, device):
     (d,) = torch.autograd.grad(got.entropy.sum(), leaf)
     assert d[0].any()
     assert not d[1].any()
-
-
-@pytest.mark.parametrize("mass", [False, True], ids=["kept", "mass"])
-def test_no_slots(mass, impl, device):
-    x, target, kept = make(device=device)
-    target[5] = -100
-    leaf = x.clone().requires_grad_()
-    got = ll.kept_scores(leaf, target, kept[:, :0], mass=mass)
-    ignored = target == -100
-    assert torch.equal(got.logprob, torch.where(ignored, 0.0, -INF))
-    assert not got.entropy.any()
-    assert not mass or torch.equal(got.log_mass, got.logprob)
-    assert not gradients(got, leaf)[0].any()
-
-
-@pytest.mark.parametrize("mass", [False, True], ids=["kept", "mass"])
-def test_one_slot(mass, impl, device):
-    x, target, _ = make(device=device)
-    leaf = x.clone().requires_grad_()
-    got = ll.kept_scores(leaf, target, target[:, None], mass=mass)
-    assert torch.equal(got.logprob, torch.zeros_like(got.logprob))
-    assert torch.equal(got.entropy, torch.zeros_like(got.entropy))
-    assert not gradients(got[:2], leaf)[0].any()
-    if mass:
-        torch.testing.assert_close(got.log_mass, ll.token_logprobs(leaf, target))
-
-
-@pytest.mark.parametrize("mass", [False, True], ids=["kept", "mass"])
-def test_all_rows_ignored(mass, impl, device):
-    """Ignored rows are not read: neither their logits nor their ids."""
-    x, target, kept = make(device=device)
-    leaf = torch.full_like(x, torch.nan).requires_grad_()
-    for how in (
-        {"target": target * 0 - 100, "kept": kept + 99},
-        {"target": target, "kept": kept + 99, "mask": torch.zeros_like(target)},
-    ):
-        got = ll.kept_scores(leaf, **how, mass=mass)
-        assert not any(t.any() for t in got if t is not None)
-        assert not gradients(got, leaf)[0].any()
 
 
 @pytest.mark.parametrize("mass", [False, True], ids=["kept", "mass"])
@@ -248,19 +193,6 @@ def test_improbable_sets_are_exact(impl, device):
         strict=True,
     ):
         torch.testing.assert_close(a, b)
-
-
-INTEGERS = (torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint64)
-
-
-@pytest.mark.parametrize("dtype", INTEGERS)
-def test_dtypes_of_ids(dtype, impl, device):
-    x, target, kept = make(device=device)
-    kept = kept.clamp(min=0)
-    want = ll.kept_scores(x, target, kept)
-    got = ll.kept_scores(x, target.to(dtype), kept.to(dtype))
-    assert torch.equal(got.logprob, want.logprob)
-    assert torch.equal(got.entropy, want.entropy)
 
 
 # --- errors

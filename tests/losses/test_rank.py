@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.heads import choose_cut, gemms
+from logitless.heads import choose_cut
 from logitless.heads.choose_cut import Cut
 from logitless.kernels import config
 from tests.support.rank_threads import on_ranks
-from tests.support.sources import SOURCES
 
 N, D, V = 6, 5, 101
 INF, NAN = math.inf, math.nan
@@ -111,26 +110,6 @@ def test_saturated_logits_are_equal(device):
     assert ll.row_stats(x, ids, rank=True, softcap=2.0).rank.item() == 0
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_beside_a_loss(source, reduction, device):
-    h = torch.randn(N, D, device=device, requires_grad=True)
-    w = torch.randn(V, D, device=device, requires_grad=True)
-    target = torch.randint(0, V, (N,), device=device)
-    target[1] = -100
-    x = SOURCES[source](h, w)
-    loss, scores = ll.cross_entropy_and_scores(x, target, reduction=reduction, rank=True)
-    want, plain = ll.cross_entropy_and_scores(SOURCES[source](h, w), target, reduction=reduction)
-    assert plain.rank is None
-    assert torch.equal(scores.argmax, plain.argmax)
-    for a, b in zip(*(torch.autograd.grad(t.sum(), (h, w)) for t in (loss, want)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    rank = by_definition(h @ w.T, target.clamp_min(0))
-    rank[1] = -1
-    assert torch.equal(scores.rank, rank)
-    assert torch.equal(ll.score(SOURCES[source](h, w), target, rank=True).rank, rank)
-
-
 @pytest.mark.parametrize("cut", [Cut(N, 16), Cut(4, 32), Cut(N, on_chip=True), Cut(2)], ids=str)
 def test_cuts_of_a_head(cut, device):
     """A head cut by columns, or computed on the chip, computes whole rows for a rank."""
@@ -143,45 +122,6 @@ def test_cuts_of_a_head(cut, device):
     with choose_cut.override(choose):
         got = ll.row_stats(ll.LinearLogits(h, w), target, rank=True).rank
     assert torch.equal(got, by_definition(h @ w.T, target))
-
-
-def test_a_mean_beside_a_rank_takes_three_gemms(monkeypatch, device):
-    seen = []  # the multiplications of each GEMM
-    for module, name in ((torch, "mm"), (torch, "addmm"), (gemms, "dense_logits")):
-        function = getattr(module, name)
-
-        def record(*args, function=function, **kwargs):
-            a, b = [t for t in args if isinstance(t, torch.Tensor)][-2:]
-            seen.append(a.numel() * (b.shape[1] if len(b) == a.shape[1] else b.shape[0]))
-            return function(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, record)
-    h = torch.randn(N, D, device=device, requires_grad=True)
-    w = torch.randn(V, D, device=device, requires_grad=True)
-    target = torch.randint(0, V, (N,), device=device)
-    ll.cross_entropy_and_scores(ll.LinearLogits(h, w), target, rank=True)[0].backward()
-    assert 3 <= sum(seen) / (N * D * V) < 3.5  # columns can be padded
-
-
-@pytest.mark.usefixtures("impl")
-def test_in_a_formula(device):
-    """The rank is a constant of the formula, and its metrics are results of row_loss."""
-    x = torch.randn(N, V, device=device, requires_grad=True)
-    target = torch.randint(0, V, (N,), device=device)
-    target[2] = -100
-
-    def formula(stats):
-        return -stats.logprob / (1 + stats.rank), stats.rank, stats.rank < 10
-
-    loss, rank, hit = ll.row_loss(formula, x, target, rank=True, reduction="sum")
-    live = target != -100
-    want = by_definition(x, target.clamp_min(0))
-    assert torch.equal(rank, torch.where(live, want, -1))
-    assert torch.equal(hit, live & (want < 10))
-    (d,) = torch.autograd.grad(loss, x)
-    nll = torch.nn.functional.cross_entropy(x, target, reduction="none", ignore_index=-100)
-    (d_want,) = torch.autograd.grad((nll / (1 + want)).sum(), x)
-    torch.testing.assert_close(d, d_want, rtol=1e-5, atol=1e-6)
 
 
 def test_metrics_of_the_docs():

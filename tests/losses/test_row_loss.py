@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import logitless as ll
+from tests.support.pairwise import pairwise
 from tests.support.sources import SOURCES
 
 N, D, V = 7, 5, 37
@@ -77,10 +78,9 @@ def by_autograd(formula, logits, ids, rows, ignored, reduction):
     return value.mean() if reduction == "mean" else value.sum()
 
 
-@pytest.mark.parametrize("lead", [(N,), (2, 3)], ids=["N", "B, T"])
-@pytest.mark.parametrize("ignore", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", LOSSES)
+@pairwise(
+    name=[*LOSSES], reduction=["mean", "sum", "none"], ignore=[False, True], lead=[(N,), (2, 3)]
+)
 def test_as_autograd_over_the_logits(name, reduction, ignore, lead, device):
     """In fp64, to 1e-9: the loss, and gradients of hidden, weight, bias and rows."""
     formula, parts, rows, ids, how = inputs(name, device, lead=lead)
@@ -162,21 +162,6 @@ def test_a_result_is_not_the_users_tensor(impl, device):
     assert torch.equal(r, torch.ones_like(r))
 
 
-@pytest.mark.parametrize(
-    ("formula", "rule"),
-    [
-        (lambda s: s.lse.mean(), r"one number per row, shape \(4,\), got \(\)"),
-        (lambda s: 3.0, "must return a Tensor, got float"),
-    ],
-)
-def test_a_wrong_result_is_refused(formula, rule, impl, device):
-    x = torch.randn(4, V, device=device)
-    source = ll.LinearLogits(torch.randn(4, D, device=device), torch.randn(V, D, device=device))
-    for logits in (x, source):
-        with pytest.raises((TypeError, ValueError), match=rule):
-            ll.row_loss(formula, logits)
-
-
 def test_a_look_across_rows_is_caught_on_request(impl, device, monkeypatch):
     x = torch.randn(4, V, device=device)
     across = lambda s: s.lse - s.lse.mean()  # noqa: E731
@@ -185,14 +170,6 @@ def test_a_look_across_rows_is_caught_on_request(impl, device, monkeypatch):
     with pytest.raises(ValueError, match="formula must not mix rows"):
         ll.row_loss(across, x)
     ll.row_loss(lambda s: s.lse.square(), x)
-
-
-@pytest.mark.parametrize("rows", [[1.0], ("x",)])
-def test_what_is_no_tensor_beside_rows_is_refused_on_every_source(rows, device):
-    h, w = torch.randn(4, D, device=device), torch.randn(V, D, device=device)
-    for logits in (h @ w.T, ll.LinearLogits(h, w)):
-        with pytest.raises(TypeError, match=r"rows\[0\] must be a Tensor"):
-            ll.row_loss(lambda s, r: s.lse, logits, rows=rows)
 
 
 # --- formulas that return (loss, *more)
@@ -242,31 +219,6 @@ def test_more_results(reduction, device):
         assert more[2][2] == -1
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_more_results_of_ignored_rows_alone(reduction, device):
-    h, w, old, ids = more_inputs(device)
-    ids = torch.full_like(ids, -100)
-    for name, x in more_sources(h, w).items():
-        loss, ratio, high, argmax, entropy = ll.row_loss(
-            with_more, x, ids, rows=(old,), reduction=reduction, **READ
-        )
-        assert (loss == 0).all(), name
-        assert [t.dtype for t in (high, argmax)] == [torch.bool, torch.int64]
-        assert (argmax == -1).all()
-        for t in (ratio, high, entropy):
-            assert t.shape == (N,)
-            assert not t.any()
-
-
-def test_more_results_in_more_dimensions(impl, device):
-    h, w, old, ids = more_inputs(device, torch.float32)
-    flat = ll.row_loss(with_more, h[:6] @ w.T, ids[:6], rows=(old[:6],), **READ)
-    for x in ((h[:6] @ w.T).view(2, 3, V), ll.LinearLogits(h[:6].view(2, 3, D), w)):
-        found = ll.row_loss(with_more, x, ids[:6].view(2, 3), rows=(old[:6].view(2, 3),), **READ)
-        assert [t.shape for t in found[1:]] == [(2, 3)] * 4
-        torch.testing.assert_close([found[0], *(t.view(-1) for t in found[1:])], list(flat))
-
-
 @pytest.mark.parametrize("head", [False, True])
 def test_more_results_compiled(head, device):
     h, w, old, ids = more_inputs(device, torch.float32)
@@ -302,28 +254,26 @@ def test_more_results_without_a_gradient(device):
             assert not any(t.requires_grad for t in found)
 
 
-@pytest.mark.parametrize(
-    ("formula", "error", "rule"),
-    [
-        (
-            lambda s: (s.lse, s.lse.sum()),
-            ValueError,
-            r"result 1 of the tuple, shape \(4,\), got \(",
-        ),
-        (lambda s: (s.lse, s.lse[:2]), ValueError, r"one number per row .* got \(2,\)"),
-        (lambda s: (s.lse, s.lse[:, None]), ValueError, r"one number per row .* got \(4, 1\)"),
-        (lambda s: (s.lse, 1.0), TypeError, "a Tensor as result 1 of the tuple, got float"),
-        (lambda s: (s.lse, s.entropy), TypeError, r"result 1 .* \(pass entropy=True to row_loss\)"),
-        (lambda s: (s.lse, s.lse * 1j), TypeError, "real numbers as result 1 of the tuple"),
-        (lambda s: (s.lse,), ValueError, r"\(loss, \*more\) of at least two .* got a tuple of 1"),
-        (lambda s: [s.lse, s.lse], TypeError, "must return a Tensor, got list"),
-    ],
-)
-def test_wrong_more_is_refused(formula, error, rule, device):
+WRONG = [
+    (lambda s: s.lse.mean(), r"one number per row, shape \(4,\), got \(\)"),
+    (lambda s: 3.0, "must return a Tensor, got float"),
+    (lambda s: [s.lse, s.lse], "must return a Tensor, got list"),
+    (lambda s: (s.lse,), r"\(loss, \*more\) of at least two .* got a tuple of 1"),
+    (lambda s: (s.lse, s.lse.sum()), r"result 1 of the tuple, shape \(4,\), got \("),
+    (lambda s: (s.lse, s.lse[:2]), r"one number per row .* got \(2,\)"),
+    (lambda s: (s.lse, s.lse[:, None]), r"one number per row .* got \(4, 1\)"),
+    (lambda s: (s.lse, 1.0), "a Tensor as result 1 of the tuple, got float"),
+    (lambda s: (s.lse, s.entropy), r"result 1 .* \(pass entropy=True to row_loss\)"),
+    (lambda s: (s.lse, s.lse * 1j), "real numbers as result 1 of the tuple"),
+]
+
+
+def test_wrong_results_are_refused(impl, device):
     h, w = torch.randn(4, D, device=device, requires_grad=True), torch.randn(V, D, device=device)
     for x in (h @ w.T, ll.LinearLogits(h, w)):
-        with pytest.raises(error, match=rule):
-            ll.row_loss(formula, x)
+        for formula, rule in WRONG:
+            with pytest.raises((TypeError, ValueError), match=rule):
+                ll.row_loss(formula, x)
 
 
 def test_a_gradient_flows_through_the_loss_alone(device):

@@ -258,18 +258,3 @@ def test_logprob_is_exact_under_an_offset(impl, device):
     stats = ll.row_stats(x, ids)
     torch.testing.assert_close(stats.logprob.double(), want, rtol=2e-6, atol=1e-6)
     assert (stats.picked - stats.lse - want).abs().max() > 1e-4
-
-
-def test_row_stats_ignores_rows(impl, device):
-    x = torch.randn(4, V, device=device)
-    x[1] = torch.nan
-    ids = torch.tensor([[3, 4], [-100, 4], [1, 1], [0, 36]], device=device)
-    leaf = x.clone().requires_grad_()
-    stats = ll.row_stats(leaf, ids, ignore_index=-100, entropy=True, argmax=True)
-    assert stats.argmax[1] == -1
-    assert not stats.logprob[1].any()
-    assert not stats.lse[1].any()
-    (stats.logprob.sum() + stats.entropy.sum()).backward()
-    assert leaf.grad.isfinite().all()
-    assert not leaf.grad[1].any()
-    assert ll.row_stats(leaf, ids[:, :0]).lse[1].isnan()  # no id, so no row is ignored

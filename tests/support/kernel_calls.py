@@ -1,189 +1,154 @@
-"""Calls that together launch every kernel, for the tests that run each kernel once.
+"""Calls that together launch every kernel, at any size: compiled by aot.py, run by sanitizer.py.
 
-A call takes logits or embeddings `x` (N, V), N ids and a second matrix (N, V). It returns a tensor
-or a tuple of tensors.
+Over logits (N, V), these are the calls of calls.py; over heads of V classes, over pairs of
+embeddings and over the rows of a table, those below.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import logitless as ll
 from logitless.heads import choose_cut
 from logitless.heads.choose_cut import Cut
-
-ITEMS = 16  # the number of rows of a table
-
-
-def head_of(other: Tensor, classes: int = ITEMS) -> Tensor:
-    return other[0].expand(classes, -1).clone()
+from tests.support.calls import Beside, beside, calls_of, normal
 
 
-def three_ids(ids: Tensor, vocab: int) -> Tensor:
-    """Three ids per row, of which the first two are equal."""
-    return torch.stack((ids, ids, (ids + 1) % vocab), -1)
+class Given(NamedTuple):
+    x: Tensor  # (N, V), logits
+    hidden: Tensor  # (N, D)
+    weight: Tensor  # (V, D)
+    pairs: tuple[Tensor, Tensor]  # (P, D) each
+    beside: Beside
+
+    @property
+    def target(self) -> Tensor:
+        return self.beside.target
 
 
-def teacher(x: Tensor, ids: Tensor) -> ll.SparseTargets:
-    logp = torch.tensor((-1.5, -2.0, -2.5), device=x.device).expand(len(ids), 3).contiguous()
-    return ll.SparseTargets(three_ids(ids, x.shape[1]), logp, torch.full_like(logp[:, 0], -0.75))
+def make(rows: int, vocab: int, dtype: torch.dtype, width: int = 64, pairs: int = 5) -> Given:
+    sizes = (rows, vocab), (rows, width), (vocab, width), (pairs, width), (pairs, width)
+    x, h, w, *both = (
+        normal(*size, seed=i, dtype=dtype).requires_grad_() for i, size in enumerate(sizes)
+    )
+    return Given(x, h, w, tuple(both), beside(rows, vocab))
 
 
-def distilled(x, ids, _, **how):
-    how |= {"divergence": "forward_kl", "reduction": "none"}
-    return ll.topk_distill(x, teacher(x, ids), **how)
+def over_logits(name: str) -> Callable[[Given], tuple[Tensor, ...]]:
+    return lambda g: calls_of(ll, g.beside)[name](g.x * 1)  # not a leaf, for losses in place
 
 
-def over_a_head(x, ids, other, cut=lambda work: Cut(1)):
-    """A head in chunks of one row."""
-    with choose_cut.override(cut):
-        return ll.linear_cross_entropy(x, head_of(other).requires_grad_(), ids % ITEMS)
+def over_a_head(cut: Callable, call: Callable, **how) -> Callable[[Given], tuple[Tensor, ...]]:
+    """A call over a head that is cut as `cut` says."""
+
+    def over(g: Given):
+        with choose_cut.override(cut):
+            return (call(ll.LinearLogits(g.hidden, g.weight, **how), g),)
+
+    return over
 
 
-def on_chip(x, ids, other, **how):
+def loss(z, g: Given, **how) -> Tensor:
+    return ll.cross_entropy(z, g.target, **how)
+
+
+def smoothed(z, g: Given) -> Tensor:
+    return loss(z, g, label_smoothing=0.1)
+
+
+def every_statistic(z, g: Given) -> Tensor:
+    found = ll.row_stats(z, g.beside.ids, entropy=True, total=True, temperature=g.beside.rows)
+    return found.logprob.sum(-1) + found.entropy + found.total
+
+
+def rows_of_1(work) -> Cut:
+    return Cut(1)
+
+
+def two_blocks(work) -> Cut:
+    return Cut(work.rows, -(-work.vocab // 16) * 8) if work.merges else Cut(1)
+
+
+def on_chip(work) -> Cut:
     """A narrow head whose logits are never written to memory."""
-    weight = head_of(other[:, :16]).requires_grad_()
-    logits = ll.LinearLogits(x[:, :16], weight, drop_ignored=False)
-    with choose_cut.override(lambda work: Cut(work.rows, on_chip=work.narrow)):
-        return ll.cross_entropy(logits, ids % ITEMS, **how)
+    return Cut(work.rows, on_chip=work.narrow)
 
 
-def invariantly(x, ids, other):
+def as_a_weight(g: Given):
+    """`d_weight` is summed over the chunks of 16 rows."""
+    labels = torch.arange(16, device=g.x.device) % len(g.x)
+    with choose_cut.override(rows_of_1):
+        return (ll.linear_cross_entropy(g.x[:1].expand(16, -1), g.x, labels),)
+
+
+def invariantly(g: Given):
     with ll.invariant():
-        return over_a_head(x, ids, other)
+        return over_a_head(rows_of_1, loss)(g)
 
 
-def as_a_weight(x, _, other):
-    """`d_weight` is summed over 16 chunks."""
-    labels = torch.arange(ITEMS, device=x.device) % len(x)
-    with choose_cut.override(lambda work: Cut(1)):
-        return ll.linear_cross_entropy(head_of(other), x, labels)
-
-
-def fused(other: Tensor) -> torch.nn.Module:
-    head = torch.nn.Linear(other.shape[1], ITEMS, bias=False)
-    head.weight = torch.nn.Parameter(head_of(other))
+def fused(weight: Tensor) -> torch.nn.Module:
+    head = torch.nn.Linear(weight.shape[1], len(weight), bias=False)
+    head.weight = torch.nn.Parameter(weight.detach())
     return ll.fuse(torch.nn.Sequential(head), head="0")
 
 
-def beside_a_lazy_teacher(x, _, other):
-    model = fused(other)
+def beside_a_lazy_teacher(g: Given):
+    model = fused(g.weight)
     with torch.no_grad(), ll.lazy_logits():
-        teacher = model(other)
-    return ll.kl_div(model(x), teacher, direction="forward", reduction="none")
+        teacher = model(g.hidden.flip(0))
+    return (ll.kl_div(model(g.hidden), teacher, direction="forward"),)
 
 
-def merged(x, *_):
-    half = x.shape[1] // 2
-    whole = ll.merge(ll.partial(x[:, :half]), ll.partial(x[:, half:]))
+def merged(g: Given):
+    half = g.x.shape[1] // 2
+    whole = ll.merge(ll.partial(g.x[:, :half]), ll.partial(g.x[:, half:]))
     return whole.lse, whole.entropy
 
 
-def kept(x, ids, _):
-    """Each row keeps two ids, of which one is repeated, and has one empty slot."""
-    kept = F.pad(three_ids(ids, x.shape[1]), (0, 1), value=-1)
-    return tuple(ll.kept_scores(x, ids, kept, mass=True))
+def contrastive(g: Given, **how):
+    a, b = g.pairs
+    labels = torch.arange(len(a), device=a.device) % 3
+    return (
+        ll.contrastive(a, b, reduction="none"),
+        ll.contrastive(a, b, labels=(labels, labels), mask=torch.eye(len(a)).to(a) > 1, **how),
+    )
 
 
-def of_slots(slots):
-    return (slots.teacher.exp() * (slots.teacher - slots.student)).sum(-1)
+def sampled(g: Given, negatives: Tensor, **how):
+    found = ll.sampled_softmax(g.hidden, g.weight, g.target, negatives, **how)
+    return (found,)
 
 
-def row_stats(x, ids, _):
-    stats = ll.row_stats(x, ids, entropy=True, total=True, argmax=True)
-    return stats.lse, stats.picked, stats.entropy, stats.total
-
-
-def with_scores(x, ids, _):
-    loss, scores = ll.cross_entropy_and_scores(x, ids, reduction="none")
-    return loss, *scores[:3]
-
-
-def sampled(hidden, table, target, negatives):
-    return ll.sampled_softmax(hidden, table, target, negatives, reduction="none")
-
-
-def of_a_table(x, _, other):
-    target = torch.arange(ITEMS, device=x.device) % len(x)
-    return sampled(head_of(other), x, target, three_ids((target + 1) % len(x), len(x)))
-
-
-CALLS: dict[str, Callable] = {
-    "logsumexp": lambda x, *_: ll.logsumexp(x),
-    "entropy": lambda x, *_: ll.entropy(x),
-    "token_logprobs": lambda x, ids, _: ll.token_logprobs(x, ids),
-    "token_logprobs, several ids": lambda x, ids, _: ll.token_logprobs(
-        x, three_ids(ids, x.shape[1])
-    ),
-    "score": lambda x, ids, _: tuple(ll.score(x, ids)[:3]),
-    "kept_scores": lambda x, ids, _: ll.kept_scores(x, ids, three_ids(ids, x.shape[1])).logprob,
-    "kept_scores, mass": kept,
-    "row_stats": row_stats,
-    "row_loss": lambda x, ids, _: ll.row_loss(
-        lambda s: s.lse.sin() - s.logprob, x, ids, reduction="none"
-    ),
+CALLS: dict[str, Callable[[Given], tuple[Tensor, ...]]] = {
+    **{name: over_logits(name) for name in calls_of(ll)},
     "merge": merged,
-    "cross_entropy": lambda x, ids, _: ll.cross_entropy(x, ids, reduction="none"),
-    "cross_entropy, mean": lambda x, ids, _: ll.cross_entropy(x, ids),
-    "cross_entropy, every option": lambda x, ids, _: ll.cross_entropy(
-        x, ids, softcap=5.0, temperature=0.7, z_loss=1e-3, label_smoothing=0.1
-    ),
-    "cross_entropy, in place": lambda x, ids, _: ll.cross_entropy(
-        x * 1, ids, reduction="none", inplace=True
-    ),
-    "cross_entropy_and_scores": with_scores,
-    "VocabShard": lambda x, ids, _: ll.cross_entropy(ll.VocabShard(x, vocab=x.shape[1]), ids),
-    "linear_cross_entropy": over_a_head,
-    "linear_cross_entropy, columns": lambda *args: over_a_head(
-        *args, cut=lambda work: Cut(work.rows, 8)
-    ),
-    "linear_cross_entropy, narrow": on_chip,
-    "linear_cross_entropy, smoothed": lambda *args: on_chip(*args, label_smoothing=0.1),
-    "linear_cross_entropy, fp32": lambda x, ids, other: ll.linear_cross_entropy(
-        x, head_of(other).requires_grad_(), ids % ITEMS, logits_dtype=torch.float32
-    ),
-    "linear_cross_entropy, weight": as_a_weight,
-    "contrastive": lambda x, ids, other: ll.contrastive(
-        x, head_of(other, len(x)), labels=ids % 3, reduction="none"
-    ),
-    "sigmoid_contrastive": lambda x, _, other: ll.sigmoid_contrastive(
-        x, head_of(other, len(x)), bias=-1.0, reduction="none"
-    ),
-    "sampled_softmax": lambda x, ids, other: sampled(
-        x, head_of(other), ids % ITEMS, three_ids((ids + 1) % ITEMS, ITEMS)
-    ),
-    "sampled_softmax, shared": lambda x, ids, other: sampled(
-        x, head_of(other).requires_grad_(), ids % ITEMS, torch.arange(5, device=x.device)
-    ),
-    "sampled_softmax, table": of_a_table,
+    "VocabShard": lambda g: (loss(ll.VocabShard(g.x, vocab=g.x.shape[1]), g),),
+    "gathered_kl": lambda g: (ll.gathered_kl(g.x, g.beside.teacher.log_softmax(-1)),),
+    "capture_sampled": lambda g: (ll.capture_sampled(g.x.detach(), 8).logprobs,),
+    "head": over_a_head(rows_of_1, loss),
+    "head by columns": over_a_head(two_blocks, loss),
+    "head, fp32 logits": over_a_head(rows_of_1, loss, logits_dtype=torch.float32),
+    "head on chip": over_a_head(on_chip, loss, drop_ignored=False),
+    "head on chip, smoothed": over_a_head(on_chip, smoothed, drop_ignored=False),
+    "head on chip, every statistic": over_a_head(on_chip, every_statistic, drop_ignored=False),
+    "head, sums of a weight": as_a_weight,
     "invariant": invariantly,
-    "fuse": lambda x, ids, other: ll.cross_entropy(fused(other)(x), ids % ITEMS),
+    "fuse": lambda g: (loss(fused(g.weight)(g.hidden), g),),
     "lazy_logits": beside_a_lazy_teacher,
-    "kl_div": lambda x, _, t: ll.kl_div(x, t, direction="forward", reduction="none"),
-    "jsd": lambda x, _, t: ll.jsd(x, t, reduction="none"),
-    "tvd": lambda x, _, t: ll.tvd(x, t, reduction="none"),
-    "soft_cross_entropy": lambda x, _, t: ll.soft_cross_entropy(x, t.float().softmax(-1)),
-    "topk_distill, tail and a label": lambda x, ids, _: distilled(
-        x, ids, _, support="tail", temperature=2.0, labels=ids, ce_weight=0.5
-    ),
-    "topk_distill, renorm": lambda x, ids, _: distilled(x, ids, _, support="renorm"),
-    "slot_loss": lambda x, ids, _: ll.slot_loss(of_slots, x, teacher(x, ids), temperature=2.0),
-    "gathered_kl": lambda x, _, t: ll.gathered_kl(x, t.float().log_softmax(-1)),
-    "capture_topk": lambda x, *_: ll.capture_topk(x.detach(), 3).logprobs,
-    "capture_sampled": lambda x, *_: ll.capture_sampled(x.detach(), 8).logprobs,
+    "contrastive": contrastive,
+    "sigmoid_contrastive": lambda g: (ll.sigmoid_contrastive(*g.pairs, bias=-1.0),),
+    "sampled_softmax": lambda g: sampled(g, g.beside.ids, reduction="none"),
+    "sampled_softmax, shared": lambda g: sampled(g, torch.arange(5, device=g.x.device)),
 }
 
 
-def run(name: str, shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
-    """Runs forward and backward of a call on random inputs."""
-    generator = torch.Generator().manual_seed(shape[1])
-    x, other = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
-    ids = torch.randint(shape[1], shape[:1], generator=generator).to(device)
-    found = CALLS[name](x.requires_grad_(), ids, other)
-    results = (found,) if isinstance(found, Tensor) else found
-    results = [t for t in results if t.requires_grad]
+def run(name: str, given: Given, finite: bool = True) -> None:
+    """Runs forward and backward of a call, whose gradients must be finite."""
+    results = [t for t in CALLS[name](given) if t.requires_grad]
+    leaves = [given.x, given.hidden, given.weight, *given.pairs]
     if results:
-        (d_x,) = torch.autograd.grad(results, x, [torch.ones_like(t) for t in results])
-        assert d_x.isfinite().all(), name
+        ones = [torch.ones_like(t) for t in results]
+        found = torch.autograd.grad(results, leaves, ones, allow_unused=True)
+        assert not finite or all(d is None or d.isfinite().all() for d in found), name

@@ -1,7 +1,7 @@
 """Assertions that every result of the library must satisfy, for tests on any device."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 import torch
@@ -21,13 +21,23 @@ ROUNDING = 4e-6  # allowed error of an fp32 result, relative to the largest valu
 
 
 def value_and_grad(
-    f: Callable[[Tensor], Tensor], x: Tensor, upstream: Tensor
+    f: Callable[[Tensor], Tensor], x: Tensor, upstream: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """f(x), and the gradient of (f(x) · upstream).sum() with respect to a new leaf."""
     leaf = x.detach().clone().requires_grad_()
     out = f(leaf)
+    upstream = torch.ones_like(out) if upstream is None else upstream
     (grad,) = torch.autograd.grad(out, leaf, upstream.to(out.dtype).view(out.shape))
     return out.detach(), grad
+
+
+def gradients(results: Tensor | Sequence[Tensor | None], leaves) -> list[Tensor]:
+    """Gradients of the leaves, dense, for random upstream gradients of the results."""
+    results = [results] if isinstance(results, Tensor) else [t for t in results if t is not None]
+    g = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(t.shape, generator=g, dtype=torch.float64).to(t) for t in results]
+    found = torch.autograd.grad(results, leaves, upstream, retain_graph=True)
+    return [t.to_dense() if t.is_sparse else t for t in found]
 
 
 def error(got: Tensor, want: Tensor) -> float:

@@ -8,7 +8,7 @@ import torch
 import logitless as ll
 from tests.differential import functions, slots
 from tests.support import oracle
-from tests.support.calls import calls_of
+from tests.support.calls import GIVEN, Beside, calls_of
 from tests.support.laws import FLOOR, error, error_or_inf
 
 
@@ -45,21 +45,23 @@ def squared_in(f):
     return call
 
 
-MEANINGS = calls_of(
-    SimpleNamespace(
-        logsumexp=oracle.logsumexp, entropy=oracle.entropy, token_logprobs=oracle.token_logprobs,
-        soft_cross_entropy=oracle.soft_cross_entropy, topk_distill=squared_in(oracle.topk_distill),
-        kl_div=squared_in(functions.kl_div), jsd=squared_in(functions.jsd),
-        tvd=functions.tvd,
-        cross_entropy=cross_entropy, row_loss=row_loss, slot_loss=slot_loss,
-        group_loss=group_loss,
-        cross_entropy_and_scores=cross_entropy_and_scores,
-        kept_scores=functions.kept_scores,
-        score=lambda x, target, **how: ll.Scores(**functions.score(x, target, **how)),
-        row_stats=lambda x, ids, **how: ll.RowStats(**functions.stats(x, ids, **how)),
-        capture_topk=lambda x, k: SimpleNamespace(**functions.topk(x.detach(), k)),
-    )
+DEFINITIONS = SimpleNamespace(
+    logsumexp=oracle.logsumexp, entropy=oracle.entropy, token_logprobs=oracle.token_logprobs,
+    soft_cross_entropy=oracle.soft_cross_entropy, topk_distill=squared_in(oracle.topk_distill),
+    kl_div=squared_in(functions.kl_div), jsd=squared_in(functions.jsd), tvd=functions.tvd,
+    cross_entropy=cross_entropy, row_loss=row_loss, slot_loss=slot_loss, group_loss=group_loss,
+    cross_entropy_and_scores=cross_entropy_and_scores, kept_scores=functions.kept_scores,
+    score=lambda x, target, **how: ll.Scores(**functions.score(x, target, **how)),
+    row_stats=lambda x, ids, **how: ll.RowStats(**functions.stats(x, ids, **how)),
+    capture_topk=lambda x, k: SimpleNamespace(**functions.topk(x.detach(), k)),
 )  # fmt: skip
+
+
+def meanings_of(given: Beside = GIVEN) -> dict:
+    return calls_of(DEFINITIONS, given)
+
+
+MEANINGS = meanings_of()
 
 
 def excess(got, torchs, truth) -> float:

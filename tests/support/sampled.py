@@ -59,11 +59,3 @@ def case(device, dtype=torch.float64, per_row=False, lead=(N,), seed=0):
         "target_log_q": torch.rand(lead, generator=g, dtype=torch.float64).to(device) * 3 - 5,
     }
     return tensors, {"target": target, **how}
-
-
-def gradients(loss, tensors):
-    """Dense gradients for a random upstream gradient."""
-    g = torch.Generator().manual_seed(3)
-    upstream = torch.randn(loss.shape, generator=g, dtype=torch.float64).to(loss)
-    found = torch.autograd.grad(loss, tensors, upstream, retain_graph=True)
-    return [t.to_dense() if t.is_sparse else t for t in found]

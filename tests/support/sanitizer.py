@@ -42,9 +42,14 @@ NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 TOOLS = {"memcheck": (NO_CACHE, ("--padding", "512")), "racecheck": ({}, ())}
 # These calls run only in fp32, because cuBLAS fails under racecheck in some 16-bit GEMMs.
 IN_FP32 = (
-    "linear_cross_entropy, columns", "linear_cross_entropy, fp32", "fuse", "lazy_logits",
-    "contrastive", "sigmoid_contrastive",
-)  # fmt: skip
+    "head",
+    "head by columns",
+    "head, fp32 logits",
+    "fuse",
+    "lazy_logits",
+    "contrastive",
+    "sigmoid_contrastive",
+)
 CLEAN = re.compile(r"(ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards\b)")
 
 
@@ -67,7 +72,7 @@ def work(part: int, of: int, in_fp32: Sequence[str] = ()) -> set[str]:
             start = time.perf_counter()
             for dtype in DTYPES[1:] if name in in_fp32 else DTYPES:
                 for shape in SHAPES:
-                    kernel_calls.run(name, shape, dtype, "cuda")
+                    kernel_calls.run(name, kernel_calls.make(*shape, dtype))
                     torch.cuda.synchronize()
             print(f"  {name:<32}{time.perf_counter() - start:6.1f} s", flush=True)
     return names
