@@ -5,7 +5,7 @@
 #   make test-newest            tests with the newest versions, in .venv-newest
 #   make test-oldest            tests with the oldest versions that we support, in .venv-oldest
 #   make test-clients           tests of other libraries over fused models, in .venv-clients
-#   make test-trainers          TRL, PEFT, Accelerate and Lightning over fused models, in .venv-trainers
+#   make test-trainers          the newest release of each trainer, with us and without, in .venv-trainers
 #   make test-gpu PY=python3    GPU tests with an interpreter that has PyTorch, without .venv
 #   make docs                   the site of docs/ in build/site, in .venv-docs
 #   make release                wheel and source archive in dist/; tries the wheel outside of the clone
@@ -57,9 +57,8 @@ test-clients: .venv-clients/sources/tests  ## other libraries' tests over fused 
 	LOGITLESS_CLIENTS=$< HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest $(TWO_WORKERS) \
 		tests/clients tests/lazy/test_peft_accelerate.py $(ARGS)
 
-test-trainers: .venv-trainers/.ready  ## trainers of TRL, PEFT, Accelerate and Lightning; writes the table of docs/trainers.md
-	LOGITLESS_TRAINERS=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-trainers/bin/python -m pytest $(TWO_WORKERS) \
-		tests/trainers $(ARGS)
+test-trainers: .venv-trainers/.ready  ## newest release of each trainer, with us and without; writes the table of docs/trainers.md
+	.venv-trainers/bin/python -m tests.trainers $(ARGS)
 
 sanitize: $(READY)  ## run every kernel under compute-sanitizer (memcheck, racecheck), on a GPU
 	$(PY) -m tests.support.sanitizer

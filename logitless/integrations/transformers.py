@@ -1,18 +1,20 @@
-"""`ll.hf.DistillTrainer`: distillation with the Trainer of Transformers.
+"""Transformers' Trainer: `Trainer(..., callbacks=[ll.hf.LogitlessCallback()])`, or DistillTrainer.
 
-Needs the package transformers. The loss is in store/training.py, the completions of on-policy
-distillation are in on_policy.py.
+The callback is for scripts that load the model themselves, such as LLaMA-Factory's run_exp; where
+you hold the model, `ll.fuse(model)` is enough. The loss of DistillTrainer is in store/training.py,
+the completions of on-policy distillation are in on_policy.py.
 """
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 try:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerCallback
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"logitless.hf needs transformers and accelerate, but {error.name} is not installed. "
@@ -20,7 +22,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from ..core import option_checks as _option_checks
-from ..lazy.fuse import fuse, guards_of
+from ..lazy.fuse import fuse, is_fused
 from ..losses.capture import capture_topk
 from ..losses.cross_entropy import cross_entropy
 from ..store import file_checks, training_checks
@@ -30,6 +32,36 @@ from ..store.tokenizer import tokenizer_hash
 from ..store.training import Collator, DistillLosses, batch_targets, distill_loss, whole_loss
 from ..targets.sparse import SparseTargets
 from .on_policy import check_model, checked_config, draws_on_policy, sample, seed_of
+from .seams import check_effect
+from .trl import OnlyFuseNeededError, is_of_trl, use_in_trl
+
+
+class LogitlessCallback(TrainerCallback):
+    """Fuses the model when training begins, unless it is fused, and stops if that had no effect.
+
+    After the first step, plain logits raise `NoEffectError` with the reason, or with `strict=False`
+    warn. `options` are those of `fuse`. If `trainer` is given and is TRL's, `use_in_trl` adapts it
+    too where it has a fused head. The model stays fused after training.
+
+    >>> Trainer(model, arguments, train_dataset=data, callbacks=[LogitlessCallback()]).train()
+    """
+
+    def __init__(self, *, strict: bool = True, trainer: Any = None, **options: Any):
+        self.strict, self.trainer, self.options = strict, trainer, options
+        self.is_first_step = True
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any):
+        self.is_first_step = True
+        if not is_fused(model):
+            fuse(model, **self.options)
+        if is_of_trl(self.trainer):
+            with suppress(OnlyFuseNeededError):
+                use_in_trl(self.trainer)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any):
+        if self.is_first_step:
+            check_effect(is_fused(model), self.strict)
+        self.is_first_step = False
 
 
 class DistillTrainer(Trainer):
@@ -108,7 +140,7 @@ class DistillTrainer(Trainer):
             teacher.to(self.args.device).eval().requires_grad_(False)
         if self.whole:
             training_checks.whole_vocabulary(_vocabulary_of(self.model), _vocabulary_of(teacher))
-            if not any(guards_of(teacher)):
+            if not is_fused(teacher):
                 fuse(teacher)
         if on_policy:
             check_model(self.model)
@@ -120,13 +152,13 @@ class DistillTrainer(Trainer):
         self._sums: dict[str, list[Tensor]] = {"": [], "eval_": [], "on_policy_": []}
 
     def _fuse_student(self) -> None:
-        if not any(guards_of(self.model)):
+        if not is_fused(self.model):
             fuse(self.model)
 
     def call_model_init(self, trial: Any = None):
         """Fuses each model that `model_init` returns, which `Trainer` calls again to train."""
         model = super().call_model_init(trial)
-        return model if any(guards_of(model)) else fuse(model)
+        return model if is_fused(model) else fuse(model)
 
     def _opened(self, store: Store | str | os.PathLike, temperature: float) -> Store:
         store = store if isinstance(store, Store) else Store(store)

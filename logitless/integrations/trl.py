@@ -81,7 +81,7 @@ def use_in_trl(model: T, **options) -> T:
     options_of_fuse(options)
     places = list(_places(model))
     if not places:
-        raise TypeError(_what_is_missing(model))
+        raise _nothing_to_adapt(model)
     way = "rows" if any(place.wrap is _adapted_loss for place in places) else _way(model)
     use = Use(options, Ways(way))
     for place in places:
@@ -104,6 +104,10 @@ def unuse_in_trl(model: T) -> T:
                 if below is not None:
                     owner.__dict__[name] = below
     return model
+
+
+class OnlyFuseNeededError(TypeError):
+    """The trainer reads the logits of its model: `fuse` does all, and `use_in_trl` nothing."""
 
 
 class Use:
@@ -380,21 +384,24 @@ def _way(model: Any) -> str:
     return "sum" if nll else "statistics"
 
 
-def _what_is_missing(model: Any) -> str:
+def is_of_trl(trainer: Any) -> bool:
+    return any(kind.__module__.partition(".")[0] == "trl" for kind in type(trainer).__mro__)
+
+
+def _nothing_to_adapt(model: Any) -> TypeError:
     from transformers import Trainer
 
     rule = (
         "model must be a trainer of TRL (SFT, DPO, KTO, GRPO, RLOO, distillation, GKD, ORPO, CPO or"
-        " TPO) or a model with TRL's fused head"
+        f" TPO) or a model with TRL's fused head, got {kind_of(model)}"
     )
     if isinstance(model, Trainer):
-        return (
-            f"{rule}, got {kind_of(model)}, which calls the model's own head. Call ll.fuse on the"
-            " trainer's model instead."
+        return OnlyFuseNeededError(
+            f"{rule}, which calls the model's own head. Call ll.fuse on the trainer's model"
+            " instead."
         )
     if isinstance(model, nn.Module):
-        return (
-            f"{rule}, got {kind_of(model)}, which has no fused head: create the trainer first, and"
-            " then call use_in_trl(trainer)."
+        rule += (
+            ", which has no fused head: create the trainer first, and then call use_in_trl(trainer)"
         )
-    return f"{rule}, got {kind_of(model)}."
+    return TypeError(f"{rule}.")

@@ -73,6 +73,17 @@ def smoke_test() -> None:
             assert error < 1e-5, f"cross-entropy over {name} has an error of {error:.0e}"
 
 
+def check_integrations() -> None:
+    """Without its trainer, an integration says what it needs. None is an extra of ours."""
+    for name in ("axolotl", "verl", "torchtitan", "swift", "automodel"):
+        said = "nothing"
+        try:
+            importlib.import_module(f"logitless.integrations.{name}")
+        except ModuleNotFoundError as error:
+            said = str(error)
+        assert "This integration needs" in said, f"{name} says {said}"
+
+
 def check_modules() -> int:
     """Imports every module of the library that needs no extra, and returns their number."""
     names = [*ll.__all__, *(["hf"] if find_spec("transformers") else [])]
@@ -85,6 +96,7 @@ def check_modules() -> int:
 def main(*extras: str) -> None:
     check_packages(*extras)
     names, blocks = check_modules(), run_readme()
+    check_integrations()
     smoke_test()
     print(f"{ll.__file__}: {names} public names, {blocks} blocks of README and the smoke test work")
 

@@ -35,6 +35,7 @@ COMMANDS = {
 }
 # Commands that must exit without an extra, and must name the extra.
 REFUSED = {"teacher": "teacher capture --model m --data d --out o"}
+MODULE = r"logitless\.integrations\.[a-z]+"
 # Files that the archive of sources must have beside the package. pip builds a wheel from these.
 SOURCES = ("pyproject.toml", "hatch_build.py", "README.md", "CHANGELOG.md", "LICENSE", "Makefile")
 
@@ -81,6 +82,7 @@ def check(wheel: Path, archive: Path) -> list[str]:
         *problems_of_wheel(names, [name for name in tracked if name.startswith("logitless/")]),
         *problems_of_sources(sources, tracked),
         *problems_of_description(description),
+        *problems_of_integrations(names),
     ]
 
 
@@ -102,6 +104,14 @@ def problems_of_wheel(names: list[str], package: list[str]) -> list[str]:
     ]
 
 
+def problems_of_integrations(names: list[str]) -> list[str]:
+    """Configurations of trainers name modules of ours, which the wheel must have."""
+    pages = (ROOT / "docs/trainers.md", ROOT / "docs/recipes/configured.md")
+    text = "".join(page.read_text() for page in pages)
+    files = {f"{name.replace('.', '/')}.py" for name in re.findall(MODULE, text)}
+    return [f"The docs name {file}, which the wheel must have." for file in files - {*names}]
+
+
 def problems_of_sources(names: list[str], tracked: list[str]) -> list[str]:
     """The archive must have files that git tracks only, and everything that a build needs."""
     return [
@@ -121,6 +131,7 @@ def problems_of_sources(names: list[str], tracked: list[str]) -> list[str]:
 def problems_of_description(metadata: str) -> list[str]:
     """An index shows the long description without the repository, so relative links are broken."""
     message = Parser().parsestr(metadata)
+    needed = [line for line in message.get_all("Requires-Dist", []) if "extra ==" not in line]
     text = message.get_payload()
     assert isinstance(text, str)
     links = re.findall(r"\]\(((?!\w+://|#)[^)\s]+)\)", re.sub(r"(?ms)^```.*?^```$", "", text))
@@ -130,6 +141,12 @@ def problems_of_description(metadata: str) -> list[str]:
             f"The metadata must have {field}, which is missing."
             for field in ("Summary", "Requires-Python", "License-Expression", "Classifier")
             if field not in message
+        ),
+        # Trainers pin PyTorch themselves: any other bound of ours would not install beside one.
+        *(
+            f"The wheel must need only torch and triton, with lower bounds, got {line}."
+            for line in needed
+            if not re.fullmatch(r"(torch|triton)>=[\d.]+(;.*)?", line)
         ),
     ]
 

@@ -44,6 +44,22 @@ def metadata(text: str) -> str:
     return "".join(f"{field}: x\n" for field in fields) + "\n" + text
 
 
+def test_requirements_leave_trainers_their_versions():
+    lines = ("torch>=2.9", 'triton>=3.5; sys_platform == "linux"', 'rich; extra == "teacher"')
+    right = "".join(f"Requires-Dist: {line}\n" for line in lines)
+    assert release.problems_of_description(right + metadata("")) == []
+    for line in ("torch<3,>=2.9", "torch==2.13.0", "transformers>=5"):
+        (problem,) = release.problems_of_description(f"Requires-Dist: {line}\n" + metadata(""))
+        assert line in problem
+
+
+def test_the_wheel_has_the_modules_that_configurations_name():
+    whole = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("logitless/**/*.py")]
+    assert release.problems_of_integrations(whole) == []
+    problems = release.problems_of_integrations([n for n in whole if "integrations/verl" not in n])
+    assert problems == ["The docs name logitless/integrations/verl.py, which the wheel must have."]
+
+
 def test_the_long_description_has_no_relative_links():
     assert release.problems_of_description(metadata(index_page(README))) == []
     problems = release.problems_of_description(metadata(README))

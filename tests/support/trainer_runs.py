@@ -2,6 +2,9 @@
 
 import math
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -72,18 +75,18 @@ def text(start: int, length: int = 7) -> str:
 class Widest(TorchDispatchMode):
     """Records the largest number of rows of width V in one tensor.
 
-    Transposed weights, whose last two dimensions are (D, V), and lazy logits are left out.
+    Transposed weights, whose last two dimensions are (width, V), and lazy logits are left out.
     """
 
-    def __init__(self):
+    def __init__(self, width: int = D):
         super().__init__()
-        self.rows = 0
+        self.rows, self.width = 0, width
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
             plain = isinstance(t, torch.Tensor) and "logitless" not in type(t).__module__
-            if plain and t.shape[-1:] == (V,) and t.shape[-2:] != (D, V):
+            if plain and t.shape[-1:] == (V,) and t.shape[-2:] != (self.width, V):
                 self.rows = max(self.rows, t.numel() // V)
         return out
 
@@ -98,36 +101,53 @@ def numbers(history: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 def run(trainer: Any, evaluates: bool = False) -> Run:
     """Trains, and evaluates if `evaluates` is true."""
-    reports._warned.clear()
-    ll.report()
     transformers.set_seed(7)  # for sampled tokens
-    widest = Widest()
-    small = patch.object(recipe, "SMALL", WORKSPACE)  # larger logits are lazy in evaluation too
-    with warnings.catch_warnings(record=True) as seen, small, widest:
-        warnings.simplefilter("always")
+    with watched() as found:
         trainer.train()
         if evaluates:
             trainer.evaluate()
-    made = [record.operation for record in ll.report()]
-    return Run(
-        numbers(trainer.state.log_history),
-        {k: p.detach().clone() for k, p in trainer.model.named_parameters()},
-        widest.rows,
-        made,
-        {str(w.message) for w in seen},
-    )
+    weights = {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
+    return Run(numbers(trainer.state.log_history), weights, **vars(found))
 
 
-def apart(got: Run, want: Run, tolerance: float) -> str:
-    """Describes the first logged number or weight that differs too much, or returns ""."""
-    if [entry.keys() for entry in got.logs] != [entry.keys() for entry in want.logs]:
-        return f"other names are logged: {got.logs} and {want.logs}"
-    for i, (mine, theirs) in enumerate(zip(got.logs, want.logs, strict=True)):
-        for name, value in theirs.items():
-            if not math.isclose(mine[name], value, rel_tol=tolerance, abs_tol=tolerance):
-                return f"{name} of entry {i}: {mine[name]} and {value}"
+def far(got: Run, want: Run) -> float:
+    """The largest difference of a logged number or a weight, relative to numbers above 1."""
+    assert [entry.keys() for entry in got.logs] == [entry.keys() for entry in want.logs]
+    assert got.weights.keys() == want.weights.keys()
+    pairs = [
+        (mine[name], theirs[name])
+        for mine, theirs in zip(got.logs, want.logs, strict=True)
+        for name in theirs
+    ]
+    found = [abs(a - b) / max(1.0, abs(b)) for a, b in pairs if not (a == b or (a != a and b != b))]
     for name, value in want.weights.items():
-        far = float((got.weights[name] - value).abs().max())
-        if not far <= tolerance * max(1.0, float(value.abs().max())):
-            return f"{name} is {far:.1e} apart"
-    return ""
+        scale = max(1.0, float(value.abs().max()))
+        found.append(float((got.weights[name] - value).abs().max()) / scale)
+    assert not any(math.isnan(number) for number in found)
+    return max(found)
+
+
+@contextmanager
+def watched(width: int = D) -> Iterator[SimpleNamespace]:
+    """Records inside what `Run` needs of memory: `widest`, `materialised` and `warnings`."""
+    reports._warned.clear()
+    ll.report()
+    widest, found = Widest(width), SimpleNamespace()
+    small = patch.object(recipe, "SMALL", WORKSPACE)  # larger logits are lazy in evaluation too
+    with warnings.catch_warnings(record=True) as seen, small, widest:
+        warnings.simplefilter("always")
+        yield found
+    found.widest = widest.rows
+    found.materialised = [record.operation for record in ll.report()]
+    found.warnings = {str(w.message) for w in seen}
+
+
+def once(module: nn.Module, compute: Callable[[], Any], width: int = D) -> Run:
+    """Runs one step. `compute` returns a loss, or the loss and numbers to compare."""
+    module.zero_grad()
+    with watched(width) as found:
+        loss = compute()
+        loss, logs = loss if isinstance(loss, tuple) else (loss, {})
+        loss.backward()
+    gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return Run([{"loss": float(loss.detach()), **logs}], gradients, **vars(found))

@@ -1,4 +1,4 @@
-"""Reads and writes the table of docs/trainers.md. `make test-trainers` writes the table."""
+"""Writes the table of docs/trainers.md from the rows that `make test-trainers` recorded."""
 
 import re
 from collections.abc import Iterable
@@ -8,68 +8,47 @@ from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs/trainers.md"
 BLOCK = re.compile(r"(<!-- trainers -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-TITLE = "| trainer | with | call | equal | lazy |\n|---|---|---|---|---|\n"
-PLAIN = "its defaults"
-PACKAGES = ("trl", "peft", "accelerate", "lightning", "transformers", "torch")
+TITLE = (
+    "| trainer | what you write | tried with | difference | rows of logits, ours / theirs |\n"
+    "|---|---|---|---|---|\n"
+)
 
 
 class Row(NamedTuple):
     """The outcome of one case: a trainer with options, run with and without this library."""
 
-    library: str
+    trainer: str  # with its version
+    writes: str
     case: str
-    call: str  # the functions of this library that the case calls
-    equal: str  # yes or no
-    lazy: str  # yes or no
+    difference: float  # of logged numbers, gradients or trained weights
+    tolerance: float
+    ours: int  # rows of the largest tensor of logits
+    theirs: int
 
 
-def cases() -> list[tuple[str, str]]:
-    """Returns (library, name) of every case, in the order of the table."""
-    from tests.support import loop_cases, trl_cases
-
-    of_trl = (*trl_cases.ADAPTED, *trl_cases.FUSED, *trl_cases.BY_KERNEL)
-    others = [(case.library, case.name) for case in loop_cases.CASES]
-    return [*(("TRL", case.name) for case in of_trl), *others]
-
-
-def is_complete(rows: Iterable[Row]) -> bool:
-    return {(row.library, row.case) for row in rows} == {*cases()}
-
-
-def write(rows: Iterable[Row]) -> None:
-    """A line holds the cases of one trainer (of TRL) or library that have the same outcome."""
-    from importlib.metadata import version
-
-    order = cases()
-    lines: dict[tuple[str, ...], list[str]] = {}
-    for row in sorted(rows, key=lambda row: order.index((row.library, row.case))):
-        trainer, _, options = (
-            row.case.partition(", ") if row.library == "TRL" else ("", "", row.case)
-        )
-        named = f"{row.library} {trainer}".strip()
-        lines.setdefault((named, *row[2:]), []).append(options or PLAIN)
-    text = "".join(
-        f"| {trainer} | {'; '.join(options)} | {' | '.join(outcome)} |\n"
-        for (trainer, *outcome), options in lines.items()
-    )
-    versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in PACKAGES)
-    text = f"{TITLE}{text}\n{versions}.\n"
-    PAGE.write_text(BLOCK.sub(lambda m: f"{m[1]}{text}{m[3]}", PAGE.read_text()))
+def text(rows: Iterable[Row], missing: Iterable[str]) -> str:
+    """A line holds the cases of a trainer that have the same call and the same tolerance."""
+    lines: dict[tuple[str, str, float], list[Row]] = {}
+    for row in rows:
+        lines.setdefault((row.trainer, row.writes, row.tolerance), []).append(row)
+    found = TITLE
+    for (trainer, writes, _), of_line in lines.items():
+        cases = "; ".join(dict.fromkeys(row.case for row in of_line))
+        far = max(row.difference for row in of_line)
+        ours, theirs = (max(getattr(row, n) for row in of_line) for n in ("ours", "theirs"))
+        found += f"| {trainer} | {writes} | {cases} | {far:.0e} | {ours} / {theirs} |\n"
+    return found + "".join(f"\nCould not be installed: {name}.\n" for name in missing)
 
 
-def read() -> tuple[list[Row], str]:
-    """Returns the rows of the committed table, and the line of versions."""
+def write(rows: Iterable[Row], missing: Iterable[str]) -> None:
+    table = text(rows, missing)
+    PAGE.write_text(BLOCK.sub(lambda m: m[1] + table + m[3], PAGE.read_text()))
+
+
+def read() -> list[list[str]]:
+    """The cells of each line of the committed table."""
     found = BLOCK.search(PAGE.read_text())
     assert found is not None, f"{PAGE.name} has no table"
-    text = found[2]
-    assert text.startswith(TITLE), text[:100]
-    *lines, empty, versions = text.removeprefix(TITLE).splitlines()
-    assert empty == ""
-    rows = []
-    for line in lines:
-        named, options, *outcome = line.strip("| ").split(" | ")
-        library, _, trainer = named.partition(" ")
-        for option in options.split("; "):
-            case = ", ".join(filter(None, (trainer, "" if option == PLAIN else option)))
-            rows.append(Row(library, case, *outcome))
-    return rows, versions
+    table = found[2].partition("\n\n")[0].strip()
+    assert f"{table}\n".startswith(TITLE), table[:200]
+    return [line.strip("| ").split(" | ") for line in table.removeprefix(TITLE).splitlines()]
