@@ -111,7 +111,7 @@ def kl_div(
         temperature=temperature, softcap=softcap, mask=mask, row_weight=row_weight,
         reduction=reduction,
     )  # fmt: skip
-    return _compared(
+    return compared(
         student, teacher, f"skewed_{direction}" if skew else direction, skew, temperature, softcap,
         t_squared, mask, row_weight, reduction,
     )  # fmt: skip
@@ -148,7 +148,7 @@ def jsd(
         mask=mask, row_weight=row_weight, reduction=reduction,
     )  # fmt: skip
     kind = "jsd" if 0 < beta < 1 else "reverse" if beta else "forward"
-    return _compared(
+    return compared(
         student, teacher, kind, beta, temperature, softcap, t_squared, mask, row_weight, reduction
     )
 
@@ -187,7 +187,7 @@ def tvd(
         tvd, student=student, teacher=teacher, temperature=temperature, softcap=softcap, mask=mask,
         row_weight=row_weight, reduction=reduction,
     )  # fmt: skip
-    return _compared(
+    return compared(
         student, teacher, "tvd", 0.0, temperature, softcap, t_squared, mask, row_weight, reduction
     )
 
@@ -224,15 +224,15 @@ def soft_cross_entropy(
         label_smoothing=label_smoothing, temperature=temperature, softcap=softcap, mask=mask,
         row_weight=row_weight, reduction=reduction,
     )  # fmt: skip
-    return _compared(
+    return compared(
         logits, probs, "soft", label_smoothing, temperature, softcap, False, mask, row_weight,
         reduction, weight,
     )  # fmt: skip
 
 
-def _compared(
-    student, teacher, kind, blend, temperature, softcap, t_squared, mask, row_weight, reduction,
-    weight=None,
+def compared(
+    student, teacher, kind, blend=0.0, temperature=1.0, softcap=None, t_squared=False, mask=None,
+    row_weight=None, reduction="mean", weight=None,
 ) -> Tensor:  # fmt: skip
     label = call.as_label(mask)
     reading = call.reading_of(

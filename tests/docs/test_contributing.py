@@ -1,9 +1,11 @@
-"""CONTRIBUTING.md, followed: a formula, a RowLoss and a source, each added in a few lines."""
+"""CONTRIBUTING.md, followed: two losses, a divergence and a source, each in a few lines."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import logitless as ll
@@ -11,6 +13,11 @@ from logitless.contract import COEFFICIENTS, G_LABEL, LOG_S, A, Coefficients, Re
 from logitless.core.evaluate import evaluate
 from logitless.core.loss import RowLoss
 from logitless.core.source import Source
+from logitless.eager import pair_losses as in_torch
+from logitless.kernels import pair_losses as in_triton
+from logitless.kernels.pair_state import Sums
+from logitless.losses.dense_teacher import compared
+from tests.support.shards import on_shards, plainly
 
 N, V, D = 6, 37, 5
 
@@ -46,6 +53,60 @@ class TopLogprob(RowLoss):
 
 def top_logprob(logits, reduction="none"):
     return evaluate(logits, TopLogprob(Reading(logits.shape[-1], wants=("argmax",))), reduction)
+
+
+def hellinger(student, teacher, **options):
+    """The squared Hellinger distance ½ Σ (√p - √q)² to a dense teacher."""
+    return compared(student, teacher, "hellinger", **options)
+
+
+def hellinger_in_fp64(student, teacher):
+    q, p = (torch.log_softmax(z.double(), -1) for z in (student, teacher))
+    return ((q / 2).exp() - (p / 2).exp()).square().sum(-1) / 2
+
+
+def roots(*sides):
+    return [(side.log_p / 2).exp() for side in sides]
+
+
+def fold(sums, q, p, _):
+    root_q, root_p = roots(q, p)
+    return sums[0] + (root_q - root_p).square().sum(1, keepdim=True), *sums[1:]
+
+
+def finish(sums, q, p, _):
+    return sums[0] / 2, sums[0] / 2
+
+
+def dz(q, p, distance, gain, _):
+    root_q, root_p = roots(q, p)
+    return root_q * (root_q - root_p - root_q * distance), gain / 2
+
+
+@triton.jit
+def root(side, how):
+    return tl.exp2(0.5 * (side.d * how.rate - side.log_s))
+
+
+@triton.jit
+def fold_tile(sums, q, p, how):
+    apart = root(q, how) - root(p, how)
+    return Sums(sums.a + apart * apart, sums.b, sums.c)
+
+
+@triton.jit
+def finish_row(sums, q, p, how):
+    return 0.5 * sums.a, 0.5 * sums.a
+
+
+@triton.jit
+def dz_of_tile(q, p, distance, gain, how):
+    root_q, root_p = root(q, how), root(p, how)
+    return root_q * (root_q - root_p - root_q * distance), 0.5 * gain
+
+
+in_torch.LOSSES["hellinger"] = in_torch.PairLoss(fold, finish, dz)
+in_triton.LOSSES["hellinger"] = in_triton.PairLoss(fold_tile, finish_row, dz_of_tile)
 
 
 class Stacked(Source):
@@ -125,6 +186,25 @@ def test_a_row_loss(logits, impl, device):
     want = torch.log_softmax(h @ w.T, -1).amax(-1).mean()
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(grads(got, h, w), grads(want, h, w), rtol=1e-4, atol=1e-5)
+
+
+def test_a_divergence(logits, impl, device):
+    """Over a tensor, columns on two ranks, and a head, with the options of every divergence."""
+    teacher = torch.randn_like(logits)
+    ours = lambda x: (hellinger(x, teacher, reduction="none"),)  # noqa: E731
+    (want,), d_want = plainly(lambda x: (hellinger_in_fp64(x, teacher).float(),), logits)
+    (got,), d_got = plainly(ours, logits)
+    (of_ranks,), d_of_ranks, _ = on_shards(ours, logits, (20, 17))
+    for value, d in ((got, d_got), (of_ranks, d_of_ranks)):
+        torch.testing.assert_close(value, want)
+        torch.testing.assert_close(d, d_want)
+    h, w = (torch.randn(n, D, device=device, requires_grad=True) for n in (N, V))
+    keep = torch.arange(N, device=device) != 2
+    how = {"temperature": 2.0, "softcap": 3.0, "mask": keep}
+    got = hellinger(ll.LinearLogits(h, w, workspace=2 * 4 * V), teacher, **how)
+    want = hellinger_in_fp64(3 * torch.tanh(h @ w.T / 3) / 2, teacher / 2)[keep].mean().float()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(grads(got, h, w), grads(want, h, w), rtol=1e-4, atol=1e-6)
 
 
 def test_a_source(logits, target, impl):
