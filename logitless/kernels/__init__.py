@@ -7,7 +7,7 @@ from .contrastive_fwd import contrastive_finish, contrastive_read
 from .duplicate_ids import with_repeats
 from .gather import gather, gather_gradient
 from .host import one_pass, plan_mean, read, scale_, scale_two_
-from .narrow_bwd_launch import narrow_gradients
+from .narrow_bwd import narrow_gradients
 from .narrow_fwd import narrow_partial
 from .narrow_tile import is_narrow
 from .pair_bwd import pair_gradient

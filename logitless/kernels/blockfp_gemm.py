@@ -11,8 +11,6 @@ The largest number of a block keeps 14 bits; NaN or an infinity makes the whole 
 chunk overwrites the memory, and the last one leaves the gradient in bf16.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +19,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import config
-from .launch import REMEMBERED, Launch
+from .launch import launch
 from .numerics import only_if
 from .profiling import elements, profiled
 
@@ -146,24 +144,18 @@ def accumulate(
     (R, V), D = dz.shape, h.shape[1]
     cut = config.blockfp_gemm()
     transposed = dz.stride(0) == 1 and dz.stride(1) >= R
-    _plan(R, V, D, config.processors(dz.device), first, last, transposed, cut)(
-        exponents,
-        tiles_of(aligned_matrix(dz.t()), cut.block_v, BLOCK_R)
-        if transposed
-        else tiles_of(aligned_matrix(dz), BLOCK_R, cut.block_v),
-        tiles_of(aligned_matrix(h), BLOCK_R, 2 * BLOCK),
-        tiles_of(total.view(torch.int16), cut.block_v, BLOCK),
-        tiles_of(total, cut.block_v, BLOCK),
-    )
-
-
-@functools.lru_cache(REMEMBERED)
-def _plan(
-    R: int, V: int, D: int, programs: int, first: bool, last: bool, transposed: bool,
-    cut: config.Config,
-) -> Launch:  # fmt: skip
-    return Launch(
-        _blockfp_gemm_kernel, (programs,), (R, V, D, programs),
+    programs = config.processors(dz.device)
+    launch(
+        _blockfp_gemm_kernel, (programs,),
+        (
+            exponents,
+            tiles_of(aligned_matrix(dz.t()), cut.block_v, BLOCK_R) if transposed
+            else tiles_of(aligned_matrix(dz), BLOCK_R, cut.block_v),
+            tiles_of(aligned_matrix(h), BLOCK_R, 2 * BLOCK),
+            tiles_of(total.view(torch.int16), cut.block_v, BLOCK),
+            tiles_of(total, cut.block_v, BLOCK),
+        ),
+        (R, V, D, programs),
         num_warps=cut.num_warps, num_stages=STAGES,
         FIRST=first, LAST=last, TRANSPOSED=transposed,
         UPCAST=knobs.runtime.interpret,  # the interpreter cannot multiply bf16

@@ -159,24 +159,15 @@ def pair_bwd(vocab: int, itemsize: int) -> Config:
 
 # (kernel, bytes per element) -> D, padded to a power of two -> (rows, columns, warps, stages), and
 # perhaps a limit of registers per thread. "fwd_expected" is the forward with the sums of
-# narrow_expected.py. It and the backward kernels also accumulate a sum of D columns, and so have
-# smaller tiles than "fwd" at D = 256; at D = 512 only the backward kernels do.
+# narrow_expected.py.
 NARROW = {
-    ("fwd", 2): {
-        64: (128, 64, 4, 4), 128: (128, 64, 8, 4), 256: (128, 64, 8, 3), 512: (64, 64, 4, 2),
-    },
+    ("fwd", 2): {64: (128, 64, 4, 4), 128: (128, 64, 8, 4)},
     ("fwd", 4): {64: (32, 32, 8, 2)},
-    ("fwd_expected", 2): {
-        64: (64, 128, 4, 3), 128: (64, 128, 4, 2), 256: (64, 64, 4, 3), 512: (64, 64, 8, 1),
-    },
+    ("fwd_expected", 2): {64: (64, 128, 4, 3), 128: (64, 128, 4, 2)},
     ("fwd_expected", 4): {64: (32, 32, 8, 2)},
-    ("d_hidden", 2): {
-        64: (128, 64, 4, 4), 128: (128, 64, 8, 3, 128), 256: (64, 64, 8, 3), 512: (64, 32, 8, 2),
-    },
+    ("d_hidden", 2): {64: (128, 64, 4, 4), 128: (128, 64, 8, 3, 128)},
     ("d_hidden", 4): {64: (32, 32, 8, 2)},
-    ("d_weight", 2): {
-        64: (128, 64, 4, 2, 128), 128: (128, 64, 4, 2), 256: (32, 64, 4, 3), 512: (32, 64, 8, 2),
-    },
+    ("d_weight", 2): {64: (128, 64, 4, 2, 128), 128: (128, 64, 4, 2)},
     ("d_weight", 4): {64: (32, 32, 8, 2)},
 }  # fmt: skip
 # most bytes of partial sums of d_hidden, if the vocabulary is split

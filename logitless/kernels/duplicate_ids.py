@@ -5,8 +5,6 @@ A program compares a block of slots with one id at a time: with each in the bloc
 later one of the row. A comparison of two slots takes one instruction.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from .. import contract as _contract
 from . import config
-from .launch import REMEMBERED, Launch
+from .launch import launch
 from .profiling import profiled
 from .state import STATE_WIDTH
 
@@ -71,11 +69,9 @@ def with_repeats(state: Tensor, ids: Tensor) -> Tensor:
     if ids.numel() == 0:
         return state
     out = torch.empty_like(state)
-    _plan(len(state), ids.shape[-1])(ids.contiguous(), state, out)
+    K = ids.shape[-1]
+    launch(
+        _duplicate_ids_kernel, (len(state),), (ids.contiguous(), state, out), (K,),
+        num_warps=1, BLOCK_K=min(COMPARED, max(config.ceil_pow2(K), 2)),
+    )  # fmt: skip
     return out
-
-
-@functools.lru_cache(REMEMBERED)
-def _plan(rows: int, K: int) -> Launch:
-    block = min(COMPARED, max(config.ceil_pow2(K), 2))
-    return Launch(_duplicate_ids_kernel, (rows,), (K,), num_warps=1, BLOCK_K=block)

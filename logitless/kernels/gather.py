@@ -3,8 +3,6 @@
 The caller applies the temperature.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -14,8 +12,8 @@ from ..contract import Reading
 from . import config
 from .bwd_tile import row_gain
 from .duplicate_ids import are_repeated
-from .launch import REMEMBERED, Launch
-from .layout import Rows, numbers, row_offset, rows_of
+from .launch import launch
+from .layout import numbers, row_offset, rows_of
 from .numerics import NO_ID, capped, load
 from .profiling import at_ids, profiled
 from .state import is_live, load_label
@@ -54,24 +52,21 @@ def gather(x: Tensor, reading: Reading) -> Tensor:  # x (..., V)
     if picked.numel() == 0:
         return picked
     x, rows = rows_of(x)
-    plan = _gather_plan(rows, ids.shape[-1], reading.softcap, reading.ignore_index)
-    plan(x, _label_of(reading), ids.contiguous(), picked)
+    launch(
+        _gather_fwd_kernel, (config.ceil_div(ids.numel(), 1024),),
+        (x, _label_of(reading), ids.contiguous(), picked),
+        (
+            rows.count, *rows.strides, rows.vocab, ids.shape[-1], reading.softcap,
+            reading.ignore_index,
+        ),
+        num_warps=4, BLOCK_K=1024,
+    )  # fmt: skip
     return picked
 
 
 def _label_of(reading: Reading) -> Tensor | None:
     label = None if reading.ignore_index is None else reading.label
     return None if label is None else label.contiguous()
-
-
-@functools.lru_cache(REMEMBERED)
-def _gather_plan(rows: Rows, K: int, softcap: float | None, ignore_index: int | None) -> Launch:
-    block = 1024
-    return Launch(
-        _gather_fwd_kernel, (config.ceil_div(rows.count * K, block),),
-        (rows.count, *rows.strides, rows.vocab, K, softcap, ignore_index),
-        num_warps=4, BLOCK_K=block,
-    )  # fmt: skip
 
 
 @triton.jit(
@@ -136,23 +131,15 @@ def gather_gradient(
     target, rows = rows_of(into)
     upstream, step_u = numbers(upstream)
     factor, step_f = numbers(factor)
-    plan = _gradient_plan(
-        rows, ids.shape[-1], step_u, step_f, reading.softcap, reading.ignore_index
-    )
-    plan(picked, _label_of(reading), ids.contiguous(), g.contiguous(), upstream, factor, target)
+    K = ids.shape[-1]
+    block = min(MAX_PRELOADED, max(config.ceil_pow2(K), 2))
+    launch(
+        _gather_bwd_kernel, (rows.count,),
+        (picked, _label_of(reading), ids.contiguous(), g.contiguous(), upstream, factor, target),
+        (*rows.strides, rows.vocab, K, step_u, step_f, reading.softcap, reading.ignore_index),
+        num_warps=max(1, block // 128), BLOCK_K=block, BLOCK_V=256,
+    )  # fmt: skip
     # `into` without a (B, T, V) view with contiguous rows was copied
     if target.data_ptr() != into.data_ptr():
         into.copy_(target)
     return into
-
-
-@functools.lru_cache(REMEMBERED)
-def _gradient_plan(
-    rows: Rows, K: int, step_u: int, step_f: int, softcap: float | None, ignore_index: int | None
-) -> Launch:
-    block = min(MAX_PRELOADED, max(config.ceil_pow2(K), 2))
-    return Launch(
-        _gather_bwd_kernel, (rows.count,),
-        (*rows.strides, rows.vocab, K, step_u, step_f, softcap, ignore_index),
-        num_warps=max(1, block // 128), BLOCK_K=block, BLOCK_V=256,
-    )  # fmt: skip

@@ -9,6 +9,9 @@ alignment is either fixed for a Launch (that of logits, their gradient and hidde
 the cached function; what a launcher allocates is always aligned), or the kernel declares it as
 `do_not_specialize_on_alignment`.
 
+Kernels that hot code launches have a `Launch` from a cached function; the others go through
+`launch`, whose key takes a few µs more.
+
 Every parameter costs host time, even a constant. A kernel with many has one, CONSTANTS, a frozen
 dataclass that it reads with `field` (state.py).
 """
@@ -110,6 +113,37 @@ class Launch:
             # first, because reading `run` loads `function`
             start = compiled.run
             self.compiled[types] = start, compiled.function, compiled.packed_metadata
+
+
+_launches: dict[tuple, Launch] = {}
+
+
+def launch(
+    kernel,
+    programs: tuple[int, ...],
+    tensors: Sequence[Tensor | TensorDescriptor | None],
+    numbers: tuple,
+    *,
+    num_warps: int,
+    registers: int | None = None,
+    **constants,
+) -> None:
+    """Launches a kernel by the `Launch` that is kept for its sizes, constants and alignments."""
+    addresses = [
+        0 if t is None or t.__class__ is TensorDescriptor else t.data_ptr() % 16 for t in tensors
+    ]
+    # by id, because the hash of a kernel takes longer than the rest of the key
+    key = (
+        id(kernel), programs, numbers, num_warps, registers, *constants.values(), *addresses
+    )  # fmt: skip
+    found = _launches.get(key)
+    if found is None:
+        if len(_launches) >= REMEMBERED:
+            _launches.clear()
+        found = _launches[key] = Launch(
+            kernel, programs, numbers, num_warps=num_warps, registers=registers, **constants
+        )
+    found(*tensors)
 
 
 def on(device: torch.device):

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..contract import Reading
 from .launch import REMEMBERED
 
 
@@ -131,6 +132,16 @@ def numbers(t: Tensor | None) -> tuple[Tensor | None, int]:
     if t is None or not any(t.stride()):
         return t, 0
     return t.contiguous(), 1
+
+
+def contiguous(t: Tensor | None) -> Tensor | None:
+    return t if t is None or t.is_contiguous() else t.contiguous()
+
+
+def temperature_of(reading: Reading) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
+    """Returns the temperature as the last tensors or the first numbers of a launch."""
+    t = contiguous(reading.row_temperature)
+    return ((), (reading.temperature,)) if t is None else ((t,), ())
 
 
 @triton.jit

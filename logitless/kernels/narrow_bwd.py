@@ -10,10 +10,16 @@ hidden states, with fp32 sums. The bias sums the gradient before the rounding.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from ..contract import Coefficients, Reading
+from . import config
 from .bwd_tile import Terms, dz_of, uses
+from .launch import launch
+from .narrow_expected import Expected, hidden_from_expected
 from .narrow_terms import (
     TERM_C0,
     TERM_C1,
@@ -21,16 +27,23 @@ from .narrow_terms import (
     TERM_LOGPROB_T1,
     TERM_RATE,
     TERM_SHIFT,
+    Pairs,
+    Visits,
     next_place,
+    order_by_columns,
+    order_by_rows,
+    terms_of,
+    tiles_per_split,
 )
-from .narrow_tile import HeadLayout, dot, layout, load_hidden, load_weight, with_bias
-from .numerics import INF, capped
+from .narrow_tile import HeadLayout, dot, layout, layout_of, load_hidden, load_weight, with_bias
+from .numerics import INF, LOG2E, capped
 from .profiling import nothing, profiled
 from .state import field
+from .stats_split_fwd import aligned
 
 
 @dataclass(frozen=True)
-class Constants:
+class _Constants:
     has: tuple[str, ...]  # names of the coefficients in use, and "second" if needed (see `uses`)
     layout: HeadLayout
     block_n: int
@@ -156,7 +169,7 @@ def _add_columns(
     do_not_specialize=["N", "tiles", "pairs", "slots"],
     do_not_specialize_on_alignment=["HIDDEN", "WEIGHT", "BIAS", "CLASS_WEIGHT", "OUT"],
 )  # fmt: skip
-def narrow_hidden_bwd_kernel(
+def _narrow_hidden_bwd_kernel(
     HIDDEN, WEIGHT, BIAS, CLASS_WEIGHT, TERMS, FIRST, PLACES, ENDS, INDEX, COLUMNS, G,  # inputs
     OUT,  # (splits, N, D)
     N, V, tiles, pairs, slots,  # sizes
@@ -250,7 +263,7 @@ def _add_rows(
         "HIDDEN", "WEIGHT", "BIAS", "CLASS_WEIGHT", "OUT", "OUT_BIAS",
     ],
 )  # fmt: skip
-def narrow_weight_bwd_kernel(
+def _narrow_weight_bwd_kernel(
     HIDDEN, WEIGHT, BIAS, CLASS_WEIGHT, TERMS, FIRST, PLACES, ENDS, INDEX, COLUMNS, G,  # inputs
     OUT, OUT_BIAS,  # outputs, (V, D) and (V,); None if not needed
     N, V, stride_o, pairs, slots,  # sizes
@@ -299,3 +312,80 @@ def narrow_weight_bwd_kernel(
         if field(CONSTANTS, "adds"):
             acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
         tl.store(at, acc.to(OUT.dtype.element_ty), mask=mask)
+
+
+def narrow_gradients(
+    hidden: Tensor,  # (N, D); the numbers in ignored rows must be finite
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,  # (V,)
+    reading: Reading,
+    state: Tensor,  # (N, STATE)
+    coefficients: Coefficients,
+    upstream: Tensor,  # one number, or one number per row
+    factor: Tensor | None,  # one number, or one number per row
+    d_hidden: Tensor | None,  # (N, D), contiguous
+    d_weight: Tensor | None,  # (V, D), with contiguous rows
+    d_bias: Tensor | None,  # (V,), fp32
+    adds: bool = False,  # whether to add to d_weight; if not, d_weight is overwritten
+    expected: Expected | None = None,  # sums that the forward kernel computed for d_hidden
+) -> None:
+    """Writes the gradients of a head to d_hidden, d_weight and d_bias, if not None."""
+    (N, D), V, where = hidden.shape, len(weight), layout_of(hidden, weight)
+    by_rows, by_columns = _cuts(hidden, V, where, reading, coefficients.has)
+    orders = []
+    if d_hidden is not None and expected is None:
+        orders.append(order_by_rows(N, V, by_rows))
+    if d_weight is not None or d_bias is not None:
+        orders.append(order_by_columns(N, V, by_columns))
+    terms, pairs, has = terms_of(reading, state, coefficients, upstream, factor, V, tuple(orders))
+    visits = [_NONE] * len(orders)
+    if pairs is not None:
+        visits = [(*each, pairs.columns, pairs.g) for each in pairs.visits]
+    class_weight = aligned(reading.class_weight) if "total" in has else None
+    inputs = (hidden, weight, None if bias is None else bias.contiguous(), class_weight, terms)
+    rate = None if reading.temperature is None else LOG2E.value / reading.temperature
+    known = (*_sizes_of(pairs), rate, reading.softcap)
+    if d_hidden is not None and expected is not None:
+        assert pairs is not None  # see is_expected
+        hidden_from_expected(expected, weight, terms, pairs, d_hidden)
+    elif d_hidden is not None:
+        out = d_hidden
+        if by_rows.splits > 1:
+            out = torch.empty((by_rows.splits, N, D), device=hidden.device, dtype=torch.float32)
+        launch(
+            _narrow_hidden_bwd_kernel, (config.ceil_div(N, by_rows.block_n), by_rows.splits),
+            (*inputs, *visits[0], out), (N, V, tiles_per_split(V, by_rows), *known),
+            num_warps=by_rows.num_warps, num_stages=by_rows.stages, registers=by_rows.registers,
+            CONSTANTS=_Constants(has, where, by_rows.block_n, by_rows.block_v),
+        )  # fmt: skip
+        if by_rows.splits > 1:
+            d_hidden.copy_(out.sum(0))
+    if d_weight is not None or d_bias is not None:
+        step = 0 if d_weight is None else d_weight.stride(0)
+        launch(
+            _narrow_weight_bwd_kernel, (config.ceil_div(V, by_columns.block_v),),
+            (*inputs, *visits[-1], d_weight, d_bias), (N, V, step, *known),
+            num_warps=by_columns.num_warps, num_stages=by_columns.stages,
+            registers=by_columns.registers,
+            CONSTANTS=_Constants(has, where, by_columns.block_n, by_columns.block_v, adds),
+        )  # fmt: skip
+
+
+def _cuts(
+    hidden: Tensor, V: int, where: HeadLayout, reading: Reading, has: tuple[str, ...]
+) -> tuple[config.Config, config.Config]:
+    """Returns the Configs of the kernel for d_hidden, and of the kernel for d_weight and d_bias."""
+    (N, D), device = hidden.shape, hidden.device
+    heavy = int(reading.softcap is not None or bool({"b", "total", "logprob_t1"} & {*has}))
+    heavy += not where.aligned
+    size = (where.block_d, hidden.element_size(), config.memory(device), heavy)
+    by_rows = config.narrow("d_hidden", *size)
+    by_rows = config.narrow_splits(by_rows, N, V, D, config.processors(device), config.NARROW_SUMS)
+    return by_rows, config.narrow("d_weight", *size)
+
+
+_NONE = (None,) * (len(Visits._fields) + 2)
+
+
+def _sizes_of(pairs: Pairs | None) -> tuple[int, int]:
+    return (0, 0) if pairs is None else (pairs.g.numel(), pairs.g.shape[1])

@@ -10,7 +10,6 @@ difference of two nearly equal vectors. Instead, the label's coefficient (p - 1 
 is computed in fp32, and multiplies the label's row of the weight.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from ..contract import Reading
 from . import config
-from .launch import REMEMBERED, Launch
+from .launch import launch
 from .narrow_terms import TERM_C0, TERM_RATE, TERM_SHIFT, Pairs
 from .numerics import INF
 from .profiling import Arguments, profiled
@@ -106,15 +105,10 @@ def hidden_from_expected(
 ) -> None:
     N, D = d_hidden.shape
     splits, fields = len(expected.sums), expected.state.shape[1]
-    _launch(N, D, weight.stride(0), fields, splits)(
-        expected.sums, expected.state, weight, terms, pairs.columns, pairs.g, d_hidden
-    )
-
-
-@functools.lru_cache(REMEMBERED)
-def _launch(N: int, D: int, stride_w: int, fields: int, splits: int) -> Launch:
     block_d = max(config.ceil_pow2(D), 2)
-    return Launch(
-        _narrow_expected_bwd_kernel, (N,), (N, splits),
-        num_warps=1, CONSTANTS=_Constants(D, stride_w, fields, block_d),
+    launch(
+        _narrow_expected_bwd_kernel, (N,),
+        (expected.sums, expected.state, weight, terms, pairs.columns, pairs.g, d_hidden),
+        (N, splits),
+        num_warps=1, CONSTANTS=_Constants(D, weight.stride(0), fields, block_d),
     )  # fmt: skip

@@ -2,11 +2,10 @@
 
 Each program has a tile of rows and a split of the vocabulary, and adds one tile of logits at a time
 to the running state of the rows (state.py), and to the sums of narrow_expected.py if the gradient
-of the hidden states is needed. narrow_pick.py computes the logits at labels and ids, stats_merge.py
-merges the splits.
+of the hidden states is needed. A second kernel computes the logits at labels and ids, and
+stats_merge.py merges the splits.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import contract as _contract
-from ..contract import Partials, Reading, Sums
+from ..contract import Partials, Reading
 from . import config
-from .launch import REMEMBERED, Launch
+from .launch import launch
+from .layout import temperature_of
 from .narrow_expected import MOST_BYTES, Expected, is_expected
-from .narrow_pick import pick_launch
 from .narrow_terms import NO_TILE, Visits, next_place, order_by_rows, visited
 from .narrow_tile import (
     HeadLayout,
@@ -31,17 +30,19 @@ from .narrow_tile import (
     load_weight,
     with_bias,
 )
-from .numerics import INF, LOG2E, capped, inverse_temperature, move
-from .profiling import profiled
+from .numerics import INF, LOG2E, capped, inverse_temperature, move, only_if
+from .profiling import Arguments, profiled
 from .state import (
     NOWHERE,
     State,
     exponentials,
     field,
     fold_values,
+    is_live,
+    load_label,
     with_count,
 )  # fmt: skip
-from .stats_merge import SPLIT_Y_LABEL, constants_of, split_width, store_split
+from .stats_merge import SPLIT_M, SPLIT_Y_LABEL, constants_of, split_width, store_split
 from .stats_split_fwd import aligned
 
 
@@ -221,6 +222,89 @@ def _narrow_fwd_kernel(
         tl.store(to, sums.expected, mask=(rows < N)[:, None] & (offs_d < D)[None, :])
 
 
+@dataclass(frozen=True)
+class _PickConstants:
+    layout: HeadLayout
+    fields: int
+    block_k: int
+    block_p: int
+
+
+@triton.jit
+def _pick(WEIGHT, BIAS, h, ids, inside, softcap, top, CONSTANTS: tl.constexpr):
+    """Returns min(y, top) at the ids, where y are the logits, and `top` is the max of the row.
+
+    The kernel that computed `top` may round sums over D differently; a y above it would make log
+    p > 0.
+    """
+    offs_d = tl.arange(0, layout(CONSTANTS, "block_d"))
+    first = WEIGHT + ids.to(tl.int64) * layout(CONSTANTS, "stride_w")
+    if layout(CONSTANTS, "w_aligned"):
+        first = tl.multiple_of(first, 16)
+    at = first[:, None] + offs_d[None, :]
+    mask = inside[:, None] & (offs_d < layout(CONSTANTS, "width"))[None, :]
+    w = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    x = with_bias(tl.sum(w * h[None, :], axis=1), BIAS, ids, inside)
+    y, _ = capped(x, softcap)
+    return tl.where(y > top, top, y)
+
+
+def _picks(args: Arguments) -> int:
+    """The number of logits at labels and ids."""
+    return len(args["HIDDEN"]) * (args["K"] + 1)
+
+
+@triton.jit(
+    **profiled(
+        "narrow_pick", shows=("K",), BIAS=_picks,
+        WEIGHT=lambda args: _picks(args) * args["HIDDEN"].shape[1],
+    ),
+    do_not_specialize=["splits"],
+    do_not_specialize_on_alignment=["HIDDEN", "WEIGHT", "BIAS", "LABEL", "IDS"],
+)  # fmt: skip
+def _narrow_pick_kernel(
+    HIDDEN, WEIGHT, BIAS, LABEL, IDS,  # inputs
+    SPLITS, PICKED,  # outputs, (N, fields, splits) and (N, K)
+    V, K, splits,  # sizes
+    softcap, ignore_index,
+    CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    """Each program computes the logits y of one row at the label and at the ids.
+
+    The label's goes to the row's first split. PICKED is 0 for ids outside the vocabulary, and for
+    all ids of an ignored row.
+    """
+    BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
+    row = tl.program_id(0).to(tl.int64)
+    offs_d = tl.arange(0, layout(CONSTANTS, "block_d"))
+    mask_d = offs_d < layout(CONSTANTS, "width")
+    first = HIDDEN + row * layout(CONSTANTS, "stride_h")
+    if layout(CONSTANTS, "h_aligned"):
+        first = tl.multiple_of(first, 16)
+    h = tl.load(first + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    label = load_label(LABEL, row)
+    live = is_live(label, ignore_index)
+    SPLITS += row * (splits * field(CONSTANTS, "fields"))
+    offs_p = tl.arange(0, field(CONSTANTS, "block_p"))
+    top = tl.max(
+        tl.load(SPLITS + SPLIT_M * splits + offs_p, mask=offs_p < splits, other=-INF), axis=0
+    )
+    if LABEL is not None:
+        labels = tl.zeros((1,), tl.int64) + label
+        is_class = only_if(live, (labels >= 0) & (labels < V))
+        y_label = _pick(WEIGHT, BIAS, h, labels, is_class, softcap, top, CONSTANTS)
+        at = SPLIT_Y_LABEL * splits + tl.zeros((1,), tl.int32)
+        tl.store(SPLITS + at, tl.where(is_class, y_label, 0.0))
+    if IDS is not None:
+        for start in range(0, K, BLOCK_K):
+            offs_k = start + tl.arange(0, BLOCK_K)
+            mask_k = offs_k < K
+            ids = tl.load(IDS + row * K + offs_k, mask=mask_k, other=-1)
+            inside = only_if(live, mask_k & (ids >= 0) & (ids < V))
+            y = _pick(WEIGHT, BIAS, h, ids, inside, softcap, top, CONSTANTS)
+            tl.store(PICKED + row * K + offs_k, tl.where(inside, y, 0.0), mask=mask_k)
+
+
 def narrow_partial(
     hidden: Tensor,  # (N, D); the numbers in ignored rows must be finite
     weight: Tensor,  # (V, D)
@@ -253,21 +337,38 @@ def narrow_partial(
         expected = torch.empty((cut.splits, N, D), device=device, dtype=torch.float32)
         visits = _visits_of_labels(label.reshape(-1), V, cut)
     if N:
-        temperature, softcap = reading.row_temperature, reading.softcap
-        by_row = () if temperature is None else (temperature.contiguous(),)
+        tensor, number = temperature_of(reading)
         bias = None if bias is None else bias.contiguous()
         class_weight = aligned(reading.class_weight) if sums.total else None
-        launch = _fwd_launch(N, V, reading.temperature, softcap, sums, where, cut)
         labels = None if label is None else label.contiguous()
-        launch(hidden, weight, bias, class_weight, labels, *visits, state, expected, *by_row)
+        span = config.ceil_div(config.ceil_div(V, cut.splits), cut.block_v) * cut.block_v
+        launch(
+            _narrow_fwd_kernel, (tiles, cut.splits),
+            (hidden, weight, bias, class_weight, labels, *visits, state, expected, *tensor),
+            (*number, N, V, span, reading.softcap),
+            num_warps=cut.num_warps, num_stages=cut.stages, registers=cut.registers,
+            CONSTANTS=_Constants(where, cut.block_n, cut.block_v), **constants_of(sums),
+        )  # fmt: skip
         if label is not None or K:
-            launch = pick_launch(N, V, K, cut.splits, fields, softcap, reading.ignore_index, where)
-            launch(
-                hidden, weight, bias, labels, ids.contiguous() if K else None, state,
-                picked if K else None,
-            )  # fmt: skip
+            _pick_logits(hidden, weight, bias, labels, reading, state, picked, where)
     found = None if expected is None else Expected(expected, state)
     return Partials(state.mT[:N], picked), found
+
+
+def _pick_logits(hidden, weight, bias, labels, reading, state, picked, where: HeadLayout) -> None:
+    """Writes the logits y at labels and ids to the states of the splits, and to `picked`."""
+    (_, fields, splits), K = state.shape, reading.ids_per_row
+    block_k = max(min(config.ceil_pow2(K), 2048 // where.block_d), 2)
+    block_p = max(config.ceil_pow2(splits), 2)
+    launch(
+        _narrow_pick_kernel, (len(hidden),),
+        (
+            hidden, weight, bias, labels, reading.ids.contiguous() if K else None, state,
+            picked if K else None,
+        ),
+        (len(weight), K, splits, reading.softcap, reading.ignore_index),
+        num_warps=1, CONSTANTS=_PickConstants(where, fields, block_k, block_p),
+    )  # fmt: skip
 
 
 def _visits_of_labels(label: Tensor, V: int, cut: config.Config) -> Visits:
@@ -275,18 +376,3 @@ def _visits_of_labels(label: Tensor, V: int, cut: config.Config) -> Visits:
     tiles = torch.arange(len(label), device=label.device) // cut.block_n
     places = tiles * order.step + label // cut.block_v
     return visited(order, torch.where((label >= 0) & (label < V), places, NO_TILE.value))
-
-
-@functools.lru_cache(REMEMBERED)
-def _fwd_launch(
-    N: int, V: int, temperature: float | None, softcap: float | None, sums: Sums,
-    where: HeadLayout, cut: config.Config,
-) -> Launch:  # fmt: skip
-    span = config.ceil_div(config.ceil_div(V, cut.splits), cut.block_v) * cut.block_v
-    number = () if temperature is None else (temperature,)
-    return Launch(
-        _narrow_fwd_kernel, (config.ceil_div(N, cut.block_n), cut.splits),
-        (*number, N, V, span, softcap),
-        num_warps=cut.num_warps, num_stages=cut.stages, registers=cut.registers,
-        CONSTANTS=_Constants(where, cut.block_n, cut.block_v), **constants_of(sums),
-    )  # fmt: skip

@@ -6,7 +6,6 @@ tiles of logits, so one comparison per tile finds the tile of the next pair. The
 the gradient is rounded to 16 bits, because p - 1 at a label is small if p is near 1.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,8 +17,8 @@ from torch import Tensor
 from ..contract import COEFFICIENTS, Coefficients, Reading
 from . import config
 from .bwd_tile import load_coefs, row_gain
-from .launch import REMEMBERED, Launch
-from .layout import numbers
+from .launch import launch
+from .layout import numbers, temperature_of
 from .numerics import INF, LOG2E, NO_ID, inverse_temperature, load, only_if
 from .profiling import profiled
 from .state import STATE_WIDTH, field, is_live, load_label
@@ -208,7 +207,7 @@ def terms_of(
 ) -> tuple[Tensor, Pairs | None, tuple[str, ...]]:
     """Returns the terms (TERMS, N), the pairs or None, and the names of coefficients in use."""
     N, device = len(state), state.device
-    has, g_ids, temperature = coefficients.has, coefficients.ids, reading.row_temperature
+    has, g_ids = coefficients.has, coefficients.ids
     K = 0 if g_ids is None else g_ids.shape[-1]
     upstream, step_u = numbers(upstream)  # pyright: ignore[reportAssignmentType]
     factor, step_f = numbers(factor)
@@ -224,13 +223,18 @@ def terms_of(
     if slots and orders:
         places = torch.empty((len(orders), N * slots), device=device, dtype=torch.int64)
     label = reading.label
-    _terms_launch(
-        N, vocab, K, slots, reading.temperature, reading.ignore_index, has, steps, orders
-    )(
-        state, None if label is None else label.contiguous(),
-        reading.ids.contiguous() if K else None, coefficients.rows,
-        g_ids.contiguous() if K else None, upstream, factor, terms, columns, g, places,
-        *(() if temperature is None else (temperature.contiguous(),)),
+    tensor, number = temperature_of(reading)
+    block_k = min(max(config.ceil_pow2(K), 2), 128)
+    launch(
+        _narrow_terms_kernel, (N,),
+        (
+            state, None if label is None else label.contiguous(),
+            reading.ids.contiguous() if K else None, coefficients.rows,
+            g_ids.contiguous() if K else None, upstream, factor, terms, columns, g, places, *tensor,
+        ),
+        (*number, N, vocab, K, slots, *steps_of(orders), reading.ignore_index),
+        num_warps=1,
+        CONSTANTS=_Constants(has, *steps, block_k, tuple(order[:3] for order in orders)),
     )  # fmt: skip
     if columns is None or g is None:
         return terms, None, has
@@ -251,18 +255,3 @@ def visited(order: Order, places: Tensor) -> Visits:  # places (P,)
 
 def steps_of(orders: tuple[Order, ...]) -> tuple[int, int]:
     return (orders[0].step, orders[-1].step) if orders else (0, 0)
-
-
-@functools.lru_cache(REMEMBERED)
-def _terms_launch(
-    N: int, V: int, K: int, slots: int, temperature: float | None, ignore_index: int | None,
-    has: tuple[str, ...], steps: tuple[int, int, int], orders: tuple[Order, ...],
-) -> Launch:  # fmt: skip
-    number = () if temperature is None else (temperature,)
-    block_k = min(max(config.ceil_pow2(K), 2), 128)
-    return Launch(
-        _narrow_terms_kernel, (N,),
-        (*number, N, V, K, slots, *steps_of(orders), ignore_index),
-        num_warps=1,
-        CONSTANTS=_Constants(has, *steps, block_k, tuple(order[:3] for order in orders)),
-    )  # fmt: skip

@@ -16,20 +16,27 @@ from ..eager.pair_losses import LOSSES as KINDS
 from . import config
 from .bwd_tile import row_gain
 from .launch import REMEMBERED, Launch
-from .layout import Rows, fringe_tile, numbers, row_offset, rows_of, split_row
+from .layout import (
+    Rows,
+    contiguous,
+    fringe_tile,
+    numbers,
+    row_offset,
+    rows_of,
+    split_row,
+    temperature_of,
+)
 from .numerics import LOG2E, capped, inverse_temperature, load
 from .pair_losses import LOSSES, safe_blend
 from .pair_state import (
     Both,
     Side,
     bits,
-    contiguous,
     elements_to,
     from_shift,
     load_state,
     rows_of_both,
     target,
-    temperature_of,
     with_one_rows_t,
 )
 from .profiling import profiled

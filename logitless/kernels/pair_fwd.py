@@ -20,7 +20,7 @@ from ..eager.pair import with_shifts
 from ..eager.pair_losses import LOSSES as KINDS
 from . import config
 from .launch import REMEMBERED, Launch
-from .layout import Rows, row_offset, split_row
+from .layout import Rows, contiguous, row_offset, split_row, temperature_of
 from .numerics import LOG2E, finite, inverse_temperature, load
 from .pair_losses import LOSSES, safe_blend
 from .pair_state import (
@@ -30,7 +30,6 @@ from .pair_state import (
     Side,
     Sums,
     bits,
-    contiguous,
     elements_to,
     first_pass,
     fresh_state,
@@ -41,7 +40,6 @@ from .pair_state import (
     second_pass,
     sum_lanes,
     target,
-    temperature_of,
     walk_both,
 )
 from .profiling import profiled

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..contract import PAIR_STATE as PAIR_STATE_
-from ..contract import Reading
 from .launch import REMEMBERED
 from .layout import Rows, rows_of, walk
 from .numerics import INF, capped, finite, load
@@ -268,13 +267,3 @@ def with_one_rows_t(*several: Rows) -> tuple[Rows, ...] | None:
         else rows._replace(rows_t=rows_t, stride_b=rows_t * rows.stride_t)
         for rows in several
     )
-
-
-def contiguous(t: Tensor | None) -> Tensor | None:
-    return t if t is None or t.is_contiguous() else t.contiguous()
-
-
-def temperature_of(reading: Reading) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
-    """Returns the temperature as the last tensors or the first numbers of a launch."""
-    t = contiguous(reading.row_temperature)
-    return ((), (reading.temperature,)) if t is None else ((t,), ())

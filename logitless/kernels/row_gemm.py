@@ -5,8 +5,6 @@ a whole tile, BLOCK_K columns of the first matrix per step from left to right, a
 depend only on dtype and device (config.row_gemm).
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,7 @@ from triton import knobs
 
 from . import config
 from .blockfp_gemm import PACK, aligned_matrix, is_aligned, tiles_of
-from .launch import REMEMBERED, Launch
+from .launch import launch
 from .profiling import nothing, profiled
 
 # rows of tiles in a group, whose programs share data in the cache
@@ -86,15 +84,22 @@ def row_gemm(
     if not is_aligned(out):
         width = config.ceil_div(N, PACK) * PACK
         target = torch.empty((M, width), device=out.device, dtype=out.dtype)[:, :N]
-    plan = _plan(
-        M, N, K, config.processors(a.device), bias is not None, transposed, _precision(a), cut
-    )
-    plan(
-        b if bias is None else bias.contiguous(),
-        tiles_of(a, cut.block_n, cut.span),
-        tiles_of(b, cut.block_v, cut.span) if transposed else tiles_of(b, cut.span, cut.block_v),
-        tiles_of(target, cut.block_n, cut.block_v // 2),
-    )
+    programs = config.processors(a.device)
+    launch(
+        _row_gemm_kernel, (programs,),
+        (
+            b if bias is None else bias.contiguous(),
+            tiles_of(a, cut.block_n, cut.span),
+            tiles_of(b, *((cut.block_v, cut.span) if transposed else (cut.span, cut.block_v))),
+            tiles_of(target, cut.block_n, cut.block_v // 2),
+        ),
+        (M, N, K, programs),
+        num_warps=cut.num_warps, num_stages=cut.stages,
+        HAS_BIAS=bias is not None, TRANSPOSED=transposed,
+        UPCAST=knobs.runtime.interpret,  # the interpreter cannot multiply bf16
+        PRECISION=_precision(a),
+        BLOCK_M=cut.block_n, BLOCK_N=cut.block_v, BLOCK_K=cut.span, GROUP=GROUP,
+    )  # fmt: skip
     return out if target is out else out.copy_(target)
 
 
@@ -102,18 +107,3 @@ def _precision(a: Tensor) -> str:
     """Returns "tf32" or "ieee", which matters to fp32 matrices only."""
     # reading the older `allow_tf32` would raise if `fp32_precision` was set
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" and a.is_cuda else "ieee"
-
-
-@functools.lru_cache(REMEMBERED)
-def _plan(
-    M: int, N: int, K: int, programs: int, has_bias: bool, transposed: bool, precision: str,
-    cut: config.Config,
-) -> Launch:  # fmt: skip
-    return Launch(
-        _row_gemm_kernel, (programs,), (M, N, K, programs),
-        num_warps=cut.num_warps, num_stages=cut.stages,
-        HAS_BIAS=has_bias, TRANSPOSED=transposed,
-        UPCAST=knobs.runtime.interpret,  # the interpreter cannot multiply bf16
-        PRECISION=precision,
-        BLOCK_M=cut.block_n, BLOCK_N=cut.block_v, BLOCK_K=cut.span, GROUP=GROUP,
-    )  # fmt: skip

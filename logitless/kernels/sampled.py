@@ -8,7 +8,6 @@ A mass, of up to 41 bits, is held as two 32-bit integers, whose sums over the sh
 bits and have no rounding errors. So spans can begin anywhere, and do on 16-byte boundaries.
 """
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -20,8 +19,8 @@ from .. import contract
 from ..contract import Reading
 from ..eager.sampled import Parts, Sampling, distinct, draw
 from . import config
-from .launch import REMEMBERED, Launch
-from .layout import Rows, row_offset, rows_of
+from .launch import launch
+from .layout import row_offset, rows_of
 from .numerics import INF, LOG2E
 from .profiling import nothing, profiled
 from .program_exchange import MAX_PROGRAMS, collect, may_wait, piece_of, publish, zeros
@@ -211,7 +210,15 @@ def _ends(x: Tensor, top: Tensor | None, how: Sampling) -> tuple[Tensor, Tensor]
         top = _top(x, how) if top is None else top
         splits = min(config.ceil_div(RESIDENT * config.processors(x.device), rows.count), blocks)
     sums = torch.empty((rows.count, spans), device=x.device, dtype=torch.int64)
-    _sums_plan(rows, how.rate, how.softcap, spans, splits)(flat, top, sums, exchange)
+    launch(
+        _sample_sums_kernel, (rows.count * splits,), (flat, top, sums, exchange),
+        (
+            *rows.strides, rows.lead, rows.vocab, spans, config.ceil_div(blocks, splits), splits,
+            how.rate, how.softcap,
+        ),
+        num_warps=1, PACK=rows.pack, ALIGNED=rows.aligned, SPAN=SPAN, SPANS=SPANS,
+        BLOCK_P=config.ceil_pow2(splits),
+    )  # fmt: skip
     return sums.cumsum(1), top
 
 
@@ -224,8 +231,13 @@ def _columns(
     relative = None
     if how.proposal != 1:
         relative = torch.empty(targets.shape, device=x.device, dtype=torch.float32)
-    launch = _columns_plan(rows, how.rate, how.softcap, ends.shape[1], targets.shape[1])
-    launch(x, top, ends, spans, targets, at, relative)
+    n = targets.shape[1]
+    launch(
+        _sample_columns_kernel, (rows.count, config.ceil_div(n, DRAWS)),
+        (x, top, ends, spans, targets, at, relative),
+        (*rows.strides, rows.lead, rows.vocab, ends.shape[1], n, how.rate, how.softcap),
+        num_warps=1, PACK=rows.pack, ALIGNED=rows.aligned, SPAN=SPAN, DRAWS=DRAWS,
+    )  # fmt: skip
     return at, relative
 
 
@@ -241,36 +253,9 @@ def _distinct(
         torch.empty(drawn.shape, device=drawn.device, dtype=torch.bool),
     )
     ids, weights, mask = found
-    launch = _counts_plan(N, n)
-    launch(drawn.contiguous(), top, ids, weights, mask.view(torch.int8))
+    launch(
+        _sample_counts_kernel, (N,),
+        (drawn.contiguous(), top, ids, weights, mask.view(torch.int8)), (n,),
+        num_warps=1, BLOCK=config.ceil_pow2(n),
+    )  # fmt: skip
     return found
-
-
-@functools.lru_cache(REMEMBERED)
-def _sums_plan(rows: Rows, rate: float, softcap: float | None, spans: int, splits: int) -> Launch:
-    blocks = config.ceil_div(spans, SPANS)
-    return Launch(
-        _sample_sums_kernel, (rows.count * splits,),
-        (
-            *rows.strides, rows.lead, rows.vocab, spans, config.ceil_div(blocks, splits), splits,
-            rate, softcap,
-        ),
-        num_warps=1, PACK=rows.pack, ALIGNED=rows.aligned, SPAN=SPAN, SPANS=SPANS,
-        BLOCK_P=config.ceil_pow2(splits),
-    )  # fmt: skip
-
-
-@functools.lru_cache(REMEMBERED)
-def _columns_plan(rows: Rows, rate: float, softcap: float | None, spans: int, n: int) -> Launch:
-    return Launch(
-        _sample_columns_kernel, (rows.count, config.ceil_div(n, DRAWS)),
-        (*rows.strides, rows.lead, rows.vocab, spans, n, rate, softcap),
-        num_warps=1, PACK=rows.pack, ALIGNED=rows.aligned, SPAN=SPAN, DRAWS=DRAWS,
-    )  # fmt: skip
-
-
-@functools.lru_cache(REMEMBERED)
-def _counts_plan(rows: int, n: int) -> Launch:
-    return Launch(
-        _sample_counts_kernel, (rows,), (n,), num_warps=1, BLOCK=config.ceil_pow2(n)
-    )  # fmt: skip

@@ -6,8 +6,6 @@ pairs, and writes the runs that lie inside. A run that crosses the end of a bloc
 per block, which a second kernel adds up: no atomics, and a bitwise reproducible result.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from ..eager.table_rows import table_gradient
 from . import config
-from .launch import REMEMBERED, Launch
+from .launch import launch
 from .numerics import NO_ID
 from .profiling import Arguments, at_ids, profiled
 
@@ -188,11 +186,13 @@ def row_dots(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     dots = torch.empty(ids.shape, device=ids.device, dtype=torch.float32)
     if dots.numel():
         hidden, weight = _contiguous_rows(hidden), _contiguous_rows(weight)
-        launch = _dots_launch(
-            *ids.shape, *weight.shape, hidden.stride(0), weight.stride(0),
-            _aligned(hidden) and _aligned(weight),
+        (N, M), (V, D) = ids.shape, weight.shape
+        launch(
+            _row_dots_kernel, (N, config.ceil_div(M, ROWS)),
+            (hidden, weight, ids.contiguous(), dots),
+            (hidden.stride(0), weight.stride(0), V, D, M), num_warps=4,
+            ALIGNED=_aligned(hidden) and _aligned(weight), BLOCK_M=ROWS, BLOCK_D=_block_d(D),
         )  # fmt: skip
-        launch(hidden, weight, ids.contiguous(), dots)
     return dots
 
 
@@ -206,8 +206,12 @@ def row_dots_gradients(
         d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
         if g.numel():
             weight = _contiguous_rows(weight)
-            launch = _d_hidden_launch(*ids.shape, *weight.shape, weight.stride(0), _aligned(weight))
-            launch(weight, ids, g, d_hidden)
+            (N, M), (V, D) = ids.shape, weight.shape
+            launch(
+                _row_dots_d_hidden_kernel, (N, config.ceil_div(D, _block_d(D))),
+                (weight, ids, g, d_hidden), (weight.stride(0), V, D, M), num_warps=4,
+                ALIGNED=_aligned(weight), BLOCK_M=ROWS, BLOCK_D=_block_d(D),
+            )  # fmt: skip
     d_weight = _d_weight(hidden, weight, ids, g, sparse) if needs[1] else None
     return d_hidden, d_weight
 
@@ -235,11 +239,18 @@ def _add_runs(
     if not order.numel() or not out.numel():
         return
     hidden, (rows, D), count = _contiguous_rows(hidden), out.shape, order.numel()
-    blocks = config.ceil_div(count, LENGTH)
+    blocks, block = config.ceil_div(count, LENGTH), _block_d(D)
     parts = torch.empty((blocks, 2, D), device=out.device, dtype=torch.float32)
-    first, second = _d_table_launches(count, hidden.stride(0), D, M, rows, LENGTH, _aligned(hidden))
-    first(hidden, g.view(-1), order, runs, out, parts)
-    second(runs, parts, out)
+    grid = (blocks, config.ceil_div(D, block))
+    launch(
+        _row_dots_d_table_kernel, grid, (hidden, g.view(-1), order, runs, out, parts),
+        (count, hidden.stride(0), D, M, rows), num_warps=1,
+        ALIGNED=_aligned(hidden), BLOCK_P=LENGTH, BLOCK_D=block,
+    )  # fmt: skip
+    launch(
+        _row_dots_d_table_ends_kernel, grid, (runs, parts, out), (count, D, rows), num_warps=1,
+        BLOCK_P=LENGTH, BLOCK_D=block,
+    )  # fmt: skip
 
 
 def _contiguous_rows(t: Tensor) -> Tensor:
@@ -253,39 +264,3 @@ def _aligned(t: Tensor) -> bool:
 
 def _block_d(D: int) -> int:
     return min(128, config.ceil_pow2(D))
-
-
-@functools.lru_cache(REMEMBERED)
-def _dots_launch(
-    N: int, M: int, V: int, D: int, stride_h: int, stride_w: int, aligned: bool
-) -> Launch:
-    return Launch(
-        _row_dots_kernel, (N, config.ceil_div(M, ROWS)), (stride_h, stride_w, V, D, M),
-        num_warps=4, ALIGNED=aligned, BLOCK_M=ROWS, BLOCK_D=_block_d(D),
-    )  # fmt: skip
-
-
-@functools.lru_cache(REMEMBERED)
-def _d_hidden_launch(N: int, M: int, V: int, D: int, stride_w: int, aligned: bool) -> Launch:
-    block = _block_d(D)
-    return Launch(
-        _row_dots_d_hidden_kernel, (N, config.ceil_div(D, block)), (stride_w, V, D, M),
-        num_warps=4, ALIGNED=aligned, BLOCK_M=ROWS, BLOCK_D=block,
-    )  # fmt: skip
-
-
-@functools.lru_cache(REMEMBERED)
-def _d_table_launches(
-    count: int, stride_h: int, D: int, M: int, rows: int, length: int, aligned: bool
-) -> tuple[Launch, Launch]:
-    block = _block_d(D)
-    grid = (config.ceil_div(count, length), config.ceil_div(D, block))
-    first = Launch(
-        _row_dots_d_table_kernel, grid, (count, stride_h, D, M, rows), num_warps=1,
-        ALIGNED=aligned, BLOCK_P=length, BLOCK_D=block,
-    )  # fmt: skip
-    second = Launch(
-        _row_dots_d_table_ends_kernel, grid, (count, D, rows), num_warps=1,
-        BLOCK_P=length, BLOCK_D=block,
-    )  # fmt: skip
-    return first, second

@@ -6,8 +6,6 @@ their own max. A repeated id counts once: its mass is divided by the number of i
 that have repeated ids.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -17,8 +15,8 @@ from .. import contract as _contract
 from ..contract import Reading, Statistics
 from . import config
 from .duplicate_ids import COMPARED, STATE_REPEATS, are_repeated, load_ids
-from .launch import REMEMBERED, Launch
-from .layout import Rows, row_offset, rows_of
+from .launch import launch
+from .layout import Rows, row_offset, rows_of, temperature_of
 from .numerics import INF, LOG2E, NO_ID, capped, finite, inverse_temperature, load, move
 from .profiling import nothing, profiled
 from .state import LOG_S, SHIFT, STATE_WIDTH, is_live, load_label
@@ -175,16 +173,15 @@ def write_tail(
         return tail
     ordered = torch.empty((rows.count, K + 1), device=x.device, dtype=torch.int32)
     label = None if reading.ignore_index is None else reading.label.contiguous()
-    temperature = reading.row_temperature
-    plan = _plan(
-        rows, K, reading.temperature, reading.softcap,
-        reading.ignore_index, config.tail_mass(rows.vocab),
+    tensor, number = temperature_of(reading)
+    cut = config.tail_mass(rows.vocab)
+    launch(
+        _tail_mass_kernel, (rows.count,),
+        (x, label, reading.ids.contiguous(), logprob, state, ordered, tail, *tensor),
+        (*number, *rows.strides, rows.vocab, K, reading.softcap, reading.ignore_index),
+        num_warps=cut.num_warps, BLOCK_K=min(COMPARED, max(config.ceil_pow2(K), 2)),
+        BLOCK_V=cut.block_v,
     )  # fmt: skip
-    tensors = (x, label, reading.ids.contiguous(), logprob, state, ordered, tail)
-    if temperature is None:
-        plan(*tensors)
-    else:
-        plan(*tensors, temperature.contiguous())
     return tail
 
 
@@ -192,17 +189,3 @@ def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
     x, rows = rows_of(x)
     state, logprob = statistics.state, statistics.logprob
     return write_tail(x, rows, reading, state, logprob, x.shape[:-1])
-
-
-@functools.lru_cache(REMEMBERED)
-def _plan(
-    rows: Rows, K: int, temperature: float | None, softcap: float | None,
-    ignore_index: int | None, cut: config.Config,
-) -> Launch:  # fmt: skip
-    block = min(COMPARED, max(config.ceil_pow2(K), 2))
-    number = () if temperature is None else (temperature,)
-    return Launch(
-        _tail_mass_kernel, (rows.count,),
-        (*number, *rows.strides, rows.vocab, K, softcap, ignore_index),
-        num_warps=cut.num_warps, BLOCK_K=block, BLOCK_V=cut.block_v,
-    )  # fmt: skip

@@ -6,8 +6,6 @@ it adds the row's first columns of logit -inf. Logits are sorted before the soft
 two of them to one number.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +13,8 @@ from torch import Tensor
 
 from ..eager.topk import topk as topk_by_chunks
 from . import config
-from .launch import REMEMBERED, Launch
-from .layout import Rows, row_offset, rows_of
+from .launch import launch
+from .layout import row_offset, rows_of
 from .numerics import INF, LOG2E, capped, finite, inverse_temperature, move
 from .profiling import nothing, profiled
 from .topk_keys import EMPTY, column_of, logit_of
@@ -129,9 +127,21 @@ def topk(
     best = torch.empty((splits_in_all, block_k), device=x.device, dtype=torch.int64)
     tail = torch.empty((splits_in_all, 2), device=x.device, dtype=torch.float32)
     waiting = torch.empty((programs, cut.block_v + block_k), device=x.device, dtype=torch.int64)
-    stream, merge_splits = _plan(rows, k, temperature, softcap, cut, programs)
-    stream(x, best, tail, waiting)
-    merge_splits(best, tail, x, ids, logprobs, log_tail)
+    V, layout = rows.vocab, {"BLOCK_V": cut.block_v, "LOG_K": _log_k(k)}
+    # blocks start on 16-byte boundaries: the first one up to `rows.pack - 1` columns early
+    columns = config.ceil_div(V + rows.pack - 1, cut.splits)
+    span = config.ceil_div(columns, cut.block_v) * cut.block_v
+    launch(
+        topk_stream_kernel, (programs,), (x, best, tail, waiting),
+        (
+            *rows.strides, rows.lead, V, k, span, cut.splits, splits_in_all, temperature, softcap
+        ),
+        num_warps=cut.num_warps, PACK=rows.pack, ALIGNED=rows.aligned, **layout,
+    )  # fmt: skip
+    launch(
+        _topk_merge_kernel, (rows.count,), (best, tail, x, ids, logprobs, log_tail),
+        (*rows.strides, V, k, cut.splits, temperature, softcap), num_warps=1, **layout,
+    )  # fmt: skip
     return ids, logprobs, log_tail
 
 
@@ -152,23 +162,3 @@ def _cut(rows: int, vocab: int, processors: int, narrow: bool) -> config.Config:
         MAX_SPLITS,
     )
     return config.overridden(config.Config(block, 1, splits))
-
-
-@functools.lru_cache(REMEMBERED)
-def _plan(
-    rows: Rows, k: int, temperature: float, softcap: float | None, cut: config.Config,
-    programs: int,
-) -> tuple[Launch, Launch]:  # fmt: skip
-    V, layout = rows.vocab, {"BLOCK_V": cut.block_v, "LOG_K": _log_k(k)}
-    # blocks start on 16-byte boundaries: the first one up to `rows.pack - 1` columns early
-    columns = config.ceil_div(V + rows.pack - 1, cut.splits)
-    span = config.ceil_div(columns, cut.block_v) * cut.block_v
-    return Launch(
-        topk_stream_kernel, (programs,),
-        (*rows.strides, rows.lead, V, k, span, cut.splits, rows.count * cut.splits,
-         temperature, softcap),
-        num_warps=cut.num_warps, PACK=rows.pack, ALIGNED=rows.aligned, **layout,
-    ), Launch(
-        _topk_merge_kernel, (rows.count,), (*rows.strides, V, k, cut.splits, temperature, softcap),
-        num_warps=1, **layout,
-    )  # fmt: skip

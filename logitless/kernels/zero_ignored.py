@@ -1,7 +1,5 @@
 """Copies hidden states, and writes 0 to the ignored rows of the copy, in one launch."""
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +7,7 @@ from torch import Tensor
 
 from ..contract import Reading
 from . import config
-from .launch import REMEMBERED, Launch
+from .launch import launch
 from .profiling import profiled
 from .state import is_live, load_label
 
@@ -43,8 +41,11 @@ def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
     if reading.ignore_index is None or x.numel() == 0:
         return x
     x, out = with_memory_of_copy(x)
-    launch = _launch(*x.shape, x.stride(0), x.data_ptr() % 16, reading.ignore_index)
-    launch(x, reading.label.contiguous(), out)
+    (N, D), block = x.shape, columns_per_block(x.shape[1])
+    launch(
+        _zero_ignored_kernel, (N, config.ceil_div(D, block)), (x, reading.label.contiguous(), out),
+        (x.stride(0), D, reading.ignore_index), num_warps=4, BLOCK_D=block,
+    )  # fmt: skip
     return out
 
 
@@ -58,13 +59,3 @@ def with_memory_of_copy(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def columns_per_block(D: int) -> int:
     return min(max(config.ceil_pow2(D), 16), 1024)
-
-
-@functools.lru_cache(REMEMBERED)
-def _launch(N: int, D: int, stride: int, offset: int, ignore_index: int) -> Launch:
-    """`offset`: the compiled kernel depends on the address of x modulo 16."""
-    block = columns_per_block(D)
-    return Launch(
-        _zero_ignored_kernel, (N, config.ceil_div(D, block)), (stride, D, ignore_index),
-        num_warps=4, BLOCK_D=block,
-    )  # fmt: skip

@@ -28,7 +28,7 @@ def on_chip(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("width", sized([16, 64, 72, 100, 128, 256, 512], [20]))
+@pytest.mark.parametrize("width", sized([16, 64, 72, 100, 128], [20]))
 def test_as_exact_as_unfused(width):
     hidden, weight, target = make(ROWS, width, VOCAB, DTYPE)
     target[::5] = -100

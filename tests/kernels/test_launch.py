@@ -103,9 +103,22 @@ def test_kernels_run_on_the_tensors_device(monkeypatch):
         assert entered == [second]
     sources = [inspect.getsource(module) for module in set(KERNELS.values())]
     for name in KERNELS:
-        assert any(re.search(rf"Launch\(\s*{name}\b", source) for source in sources), name
+        assert any(re.search(rf"[lL]aunch\(\s*{name}\b", source) for source in sources), name
     for source in sources:
         assert not re.search(r"_kernel\[", source), "launched past the one place that looks"
+
+
+def test_launches_are_kept_by_what_they_are_compiled_for(monkeypatch):
+    """Sizes, constants and alignments; with another alignment, a compiled kernel could fault."""
+    kernel, x = kernels.zero_ignored.__globals__["_zero_ignored_kernel"], torch.zeros(40)
+    monkeypatch.setattr(launch, "_launches", {})
+    with launches() as made:
+        for tensor, number, block in (
+            (x, 16, 8), (x[16:], 16, 8), (x[1:], 16, 8), (x, 17, 8), (x, 16, 16),
+        ):  # fmt: skip
+            launch.launch(kernel, (1,), (tensor, None), (number,), num_warps=1, BLOCK_D=block)
+    assert len(made) == 5
+    assert len(launch._launches) == 4
 
 
 SAME_KERNELS = """

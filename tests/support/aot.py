@@ -104,7 +104,7 @@ class Variant(NamedTuple):
 
 VARIANTS = (
     Variant(BF16, 32768, 128, 512),
-    Variant(BF16, 50257, 256, 500),
+    Variant(BF16, 50257, 96, 500),
     Variant(FP32, 32768, 64, 512),
     Variant(FP32, 50257, 72, 501, 132),
     Variant(FP16, 50257, 100, 501),

@@ -14,7 +14,7 @@ def every_kernel() -> set[str]:
     """The names of all kernels that logitless/kernels can launch."""
     folder = Path(kernels.__file__).parent
     text = "".join(path.read_text() for path in folder.glob("*.py"))
-    return set(re.findall(r"Launch\(\s*(\w+_kernel)\b", text))
+    return set(re.findall(r"[lL]aunch\(\s*(\w+_kernel)\b", text))
 
 
 @contextlib.contextmanager
