@@ -243,6 +243,14 @@ LEAST_TAIL = -32.0
 NO_ID = -(2**31)  # the id of a masked slot; a masked slot is not read and has no gradient
 
 
+class Total(NamedTuple):
+    """A mean or sum of cross-entropies, which one launch can compute with its gradient."""
+
+    mean: bool
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
 class Slots(NamedTuple):
     """A sparse teacher with K ids (slots) per row, and the options of a loss against it."""
 

@@ -31,15 +31,9 @@ _describe = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 class Signature:
-    """Shared by all calls of a check with equal arguments.
+    """Identifies all calls of a check with equal arguments, as a key of caches."""
 
-    One function can keep an object in `kept` for its later calls: at most one per check.
-    """
-
-    __slots__ = ("kept",)
-
-    def __init__(self):
-        self.kept: Any = None
+    __slots__ = ()
 
 
 def check_once(check: Callable[..., None], *args: Any) -> Signature | None:
@@ -145,6 +139,8 @@ def named(*others: Callable) -> Callable[[F], F]:
 
 def as_ids(ids: Tensor, ignore_index: int | None = None, mask: Tensor | None = None) -> Tensor:
     """Converts ids to int64 (int32 stays if ignore_index fits); masked rows get ignore_index."""
+    if mask is None and ids.dtype == torch.int64:
+        return ids
     fits = ignore_index is None or -(2**31) <= ignore_index < 2**31
     if ids.dtype == torch.uint64:
         ids = ids.long()

@@ -225,8 +225,9 @@ class GradientInForward(Node):
         else:
             result, dense = None, torch.contiguous_format
             gradient = torch.empty_like(x, dtype=PRECISION[x.dtype], memory_format=dense)
-            if reduction == "mean" and row_weight is None and loss.mean_in_one_pass(backend):
-                result = loss.mean_and_gradient(backend, x, gradient)
+            total = None if row_weight is not None else loss.in_one_launch(backend, reduction)
+            if total is not None:
+                result = loss.launch_total(total, backend, x, gradient)
             if result is None:
                 outputs, gradient, _ = loss.value_and_gradient(backend, x, None, gradient)
                 value, *extras = outputs

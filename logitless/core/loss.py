@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import eager
-from ..contract import PER_ROW, TEACHER, Coefficients, Reading, Statistics, made_once
+from ..contract import PER_ROW, TEACHER, Coefficients, Reading, Statistics, Total, made_once
 from . import operators
 from .backend import Backend
 from .invariant import aligned
@@ -50,7 +50,7 @@ class RowLoss:
     # The label and the ids in error messages. A subclass can have a property, here and below.
     names: ClassVar[Any] = ("target", "ids")
     row_inputs = ()  # tensors with one or k numbers per row; they can require grad
-    signature = None  # the Signature of the call (call.py); None if no plan may be kept
+    signature = None  # the Signature of the call, for `Source.again`
     # The dense teachers, each a Tensor or a ScaledHead.
     teachers: ClassVar[Any] = ()
     groups = None  # the Groups (groups.py) of rows that have one result together
@@ -102,22 +102,24 @@ class RowLoss:
         upstream = self.upstream_of_one(outputs)
         return outputs, self.backward(backend, x, saved, upstream, factor, into), saved
 
-    def mean_in_one_pass(self, backend: Backend) -> bool:
-        """Whether one kernel launch can compute a mean of this loss and its gradient.
+    def in_one_launch(self, backend: Backend, reduction: str) -> Total | None:
+        """The mean or sum that one kernel launch can compute with its gradient, or None.
 
         It saves time for small tensors and heads, whose logits are read faster than a kernel
-        starts. If False, `mean_and_gradient` and `plan_mean` are not called.
+        starts. If None, the next two methods are not called.
         """
-        return False
+        return None
 
-    def mean_and_gradient(self, backend: Backend, x: Tensor, into: Tensor) -> Tensor | None:
-        """Returns the mean over rows, and writes its gradient to `into`; None if not possible."""
+    def launch_total(
+        self, total: Total, backend: Backend, x: Tensor, into: Tensor
+    ) -> Tensor | None:
+        """Returns the mean or sum, and writes its gradient to `into`; None if not possible."""
         raise NotImplementedError
 
-    def plan_mean(
-        self, backend: Backend, rows: int, stride: int, hidden: Tensor, copies: bool
+    def plan_total(
+        self, total: Total, backend: Backend, rows: int, stride: int, hidden: Tensor, copies: bool
     ) -> Any:
-        """Returns a launch for the mean over a small head (kernels/host.py), or None."""
+        """Returns a launch over a small head (`plan_total` in kernels/host.py), or None."""
         raise NotImplementedError
 
     def traced(self, x, call: Callable = operators.call) -> tuple[Tensor, ...]:

@@ -69,6 +69,13 @@ class Source:
         """Evaluates a RowLoss, with the result of `evaluate` in evaluate.py."""
         raise NotImplementedError
 
+    def again(self, signature: Any, label: Tensor) -> Tensor | None:
+        """The loss as in an earlier call with equal arguments, if the source can repeat it.
+
+        `signature` stands for all arguments of the loss but the source and the label.
+        """
+        return None
+
     def evaluate_in_place(self, loss: Any, reduction: str, row_weight: Tensor | None) -> Any:
         """Like `evaluate`, but the gradient is allowed to overwrite logits that are in memory."""
         return self.evaluate(loss, reduction, row_weight)
@@ -113,6 +120,14 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 def without_wrapper(logits: Any) -> Any:
     return logits._source if isinstance(logits, Logits) else logits
+
+
+def repeated(logits: Any, signature: Any, label: Tensor) -> Tensor | None:
+    """See `Source.again`."""
+    if signature is None or logits.__class__ is Tensor:
+        return None
+    source = logits._source if isinstance(logits, Logits) else logits
+    return source.again(signature, label) if isinstance(source, Source) else None
 
 
 _CONVERTERS: list[Callable[[Any], "Source | None"]] = []

@@ -64,7 +64,7 @@ def _rows(main: Tensor, a: Tensor) -> Tensor:
 
 
 # -log p of the label and the gradient in one pass over the logits (kernels/host.py), with
-# `plan_mean` for small heads. On a CPU, a row is still in the cache when it is read again.
+# `plan_total` for small heads. On a CPU, a row is still in the cache when it is read again.
 one_pass = None
 
 

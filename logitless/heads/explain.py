@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from ..contract import Reading
-from ..core.loss import RowLoss
+import torch
+
 from ..core.source import needs_grad
 from . import choose_cut
 from .choose_cut import Cut
@@ -69,7 +69,7 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
         f" {str(head.hidden.dtype).removeprefix('torch.')}, reduction {reduction!r},"
         f" {'with' if gradient else 'without'} gradients"
     )
-    if head.is_small(RowLoss(Reading(work.vocab))):
+    if head.is_small() and (reduction == "none" or head.hidden.dtype != torch.float16):
         memory = work.rows * (-(-work.vocab // unit) * unit if odd else work.vocab) * size
         return Explanation(
             "materialised", work.rows, work.vocab, 1, 1, memory, min(floor, 3),

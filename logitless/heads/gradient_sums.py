@@ -74,6 +74,16 @@ class HeadGradients(NamedTuple):
             if t is not None:
                 backend.scale_(t.view(1, -1) if t.dim() == 1 else t, number)
 
+    def times_rows(self, upstream: Tensor, scale: Tensor) -> "HeadGradients":
+        """Multiplies the gradients that belong to rows: of `row_weight`, and of `row_inputs`."""
+        by_weight, inputs = self.row_weight, self.row_inputs
+        if by_weight is None and not inputs:
+            return self
+        return self._replace(
+            row_weight=None if by_weight is None else by_weight * upstream,
+            row_inputs=tuple(None if t is None else t * scale.to(t.dtype) for t in inputs),
+        )
+
     def through(self, f: Callable[[tuple], tuple]) -> "HeadGradients":
         """Calls f with a flat tuple of all gradients, and returns its result as HeadGradients."""
         *head, row_weight = f((*self.row_inputs, *self.tensors, self.row_weight))

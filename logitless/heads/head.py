@@ -13,7 +13,7 @@ special case for adapters.
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -26,7 +26,6 @@ from ..core.call import Signature
 from ..core.choose_backend import backend_of
 from ..core.invariant import computes_single_rows, is_invariant
 from ..core.loss import RowLoss
-from ..core.source import is_dense, needs_grad
 from . import choose_cut
 from .choose_cut import Cut, Work
 from .gemms import (
@@ -39,7 +38,7 @@ from .gemms import (
     steady_product,
     without_autocast,
 )
-from .quantized import PLAIN, is_freed, is_quantized
+from .quantized import is_freed, is_quantized
 from .unshard import in_memory
 
 Rows = slice | Tensor  # some rows, as a slice or as a tensor of indices
@@ -108,20 +107,6 @@ class Head:
     @property
     def device(self) -> torch.device:
         return self.hidden.device
-
-    def describe_logits(self) -> tuple[torch.Size, torch.dtype, torch.device, bool]:
-        """Returns the shape, dtype, device and requires_grad of the logits of this rank's columns.
-
-        The Signature keeps the result, because computing the result takes host time in every call.
-        """
-        signature = self.signature
-        if signature is not None and signature.kept is not None:
-            return signature.kept
-        shape = torch.Size((*self.lead, self.weight.shape[0]))
-        described = (shape, self.dtype, self.device, needs_grad(*self.inputs))
-        if signature is not None:
-            signature.kept = described
-        return described
 
     def describe(self) -> str:
         """Describes the shapes and options in one line. The line must be equal on all ranks."""
@@ -236,35 +221,16 @@ class Head:
         )
         return Cut(cut.rows)
 
-    def is_small(self, loss: RowLoss) -> bool:
-        """Whether there are so few logits that all logits are computed at once (small.py).
-
-        Some heads are always computed in chunks. A head with fp16 logits is computed in chunks,
-        because chunks sum the gradients in fp32. A head with a main_grad is computed in chunks,
-        because small.py does not add gradients to main_grad. Chunks are also used for a head with
-        `low_rank`, for a quantised weight, and for a weight that FSDP has freed. Three more cases
-        use chunks: fp32 logits of 16-bit hidden states, one rank's shard of a head, and a loss
-        whose teacher is another head. Inside `ll.invariant()`, every head uses chunks.
-        """
-        hidden, weight, dtype = self.hidden, self.weight, self.hidden.dtype
-        if (
-            loss.reading.invariant
-            or choose_cut.forced is not None
-            or self.main_grad is not None
-            or self.columns is not None
-            or self.low_rank is not None
-            or self.logits_dtype not in (None, dtype)
-            or dtype == torch.float16
-            or (type(weight) not in PLAIN and is_quantized(weight))
-        ):
+    def is_small(self) -> bool:
+        """Whether all logits are computed at once: they are few, and IN_PIECES has no reason."""
+        hidden, weight = self.hidden, self.weight
+        if choose_cut.forced is not None or any(holds(self) for holds in IN_PIECES.values()):
             return False
         vocab, width = weight.shape
         rows = hidden.numel() // width if width else 0
         device = "cpu" if hidden.is_cpu else "cuda"  # all other devices have the limits of a GPU
-        if not choose_cut.is_small(rows, vocab, width, dtype.itemsize, self.workspace, device):
-            return False
-        freed = not weight.untyped_storage().nbytes()
-        return not freed and all(map(is_dense, loss.teachers))
+        size = self.hidden.dtype.itemsize
+        return choose_cut.is_small(rows, vocab, width, size, self.workspace, device)
 
     def reduces(self, loss: RowLoss) -> bool:
         """Whether a mean or sum computes its gradient in forward (total.py).
@@ -324,6 +290,18 @@ class Head:
                 if is_freed(head.weight):
                     stack.enter_context(in_memory(head.weight, head.module))
             yield
+
+
+# Why a head is computed in pieces even if it has few logits. The straight body of a small head
+# (run.py) has one GEMM of plain tensors per result; the loop can do more.
+IN_PIECES: dict[str, Callable[[Head], bool]] = {
+    "the gradient is added to main_grad": lambda h: h.main_grad is not None,
+    "all ranks must choose alike": lambda h: h.columns is not None,
+    "a second weight": lambda h: h.low_rank is not None,
+    "the gradient has another dtype than the logits": lambda h: h.dtype != h.hidden.dtype,
+    "the weight is dequantised in blocks": lambda h: is_quantized(h.weight),
+    "FSDP has freed the weight": lambda h: not h.weight.untyped_storage().nbytes(),
+}
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,8 @@
-"""Computes losses over a linear head, whose logits are hidden @ weight.T + bias.
+"""Losses over a linear head, whose logits are hidden @ weight.T + bias.
 
-`HeadLogits` is the Source (core/source.py) of these logits. A loss is computed from the logits of
-one chunk of rows at a time (chunks.py), or of one block of columns at a time (blocks.py). For a
-narrow head, whose hidden size D is small, kernels can compute the logits without writing them to
-memory (on_chip.py). choose_cut.py chooses between chunks, blocks and these kernels. All logits of a
-small head are computed at once (small.py). For a mean or sum, forward also computes the gradients
-(total.py). A mean or sum takes three GEMMs, or up to four GEMMs with a split by columns. Results
-per row take two to four (per_row.py). If no logits are written to memory, a mean or sum takes four
-or five GEMMs, and results per row take five GEMMs.
+`HeadLogits` is the Source (core/source.py) of these logits. run.py evaluates a loss over them, from
+one piece at a time: a chunk of rows (chunks.py), a block of columns (blocks.py), or tiles that are
+never written to memory (on_chip.py). choose_cut.py chooses the pieces.
 
 No code in heads/ depends on a particular loss. A RowLoss (core/loss.py) computes values and
 gradients from the logits of a chunk.
@@ -19,22 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import eager
 from ..contract import Reading
 from ..core import call, tensor_checks
 from ..core.capture import Capture, Captured
-from ..core.evaluate import by_statistics
+from ..core.evaluate import by_statistics, evaluate
 from ..core.invariant import is_invariant, uncompiled
 from ..core.loss import RowLoss
-from ..core.source import Source, is_dtensor
+from ..core.source import Source, is_dtensor, needs_grad
 from . import checks as rules
-from .gemms import autocasts, cast_by_autocast, side_by_side
+from .gemms import autocasts, cast_by_autocast, flat, side_by_side
 from .head import Head, Rows, ScaledHead
 from .on_chip import chunks_of
 from .operators import evaluate_compiled
-from .per_row import PerRowLoss
 from .quantized import is_quantized
-from .small import evaluate_small, evaluate_traced
-from .total import Call, ReducedLoss, needs_of
+from .run import Call, is_straight, needs_of, plan_of, repeated, run, run_small
 
 
 def checked_head(
@@ -73,7 +67,10 @@ class HeadLogits(Source):
 
     def __init__(self, head: Head):
         self.head, self.hidden, self.spread = head, head.hidden, is_dtensor(head.weight)
-        self.shape, self.dtype, self.device, self.requires_grad = head.describe_logits()
+        hidden = head.hidden
+        self.shape = torch.Size((*hidden.shape[:-1], head.weight.shape[0]))
+        self.dtype, self.device = head.logits_dtype or hidden.dtype, hidden.device
+        self.requires_grad = hidden.requires_grad or needs_grad(*head.inputs)
 
     def current(self) -> Head:
         """Returns the head. Raises if the number of rows of the weight is no longer V."""
@@ -85,6 +82,10 @@ class HeadLogits(Source):
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         """Returns the weighted and reduced loss, computed from one chunk of logits at a time."""
         return evaluate_head(self.current(), loss, reduction, row_weight)
+
+    def again(self, signature: Any, label: Tensor) -> Tensor | None:
+        # A subclass can override `evaluate`.
+        return repeated(self.head, signature, label) if type(self) is HeadLogits else None
 
     def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
         return captured_of_head(self.current(), capture, temperature, softcap)
@@ -149,21 +150,16 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
         return torch.compiler.disable(evaluate_head)(head, loss, reduction, row_weight)  # pyright: ignore
     if transformed and call.in_func():
         tensor_checks.no_head_in_func()
-    small = head.is_small(loss)
-    if loss.groups is not None and not (small or takes_groups(head, loss, reduction)):
+    plan = plan_of(head) if is_straight(head, loss, reduction) else None
+    if loss.groups is not None and plan is None and not takes_groups(head, loss, reduction):
         return by_statistics(evaluate_head, head, loss, reduction)
-    if small and transformed:
-        return evaluate_traced(head, loss, reduction, row_weight)
+    if plan is not None and transformed:  # the few logits as a tensor, which operators can read
+        counted = eager.zero_ignored(flat(head.hidden), loss.reading).view(head.hidden.shape)
+        return evaluate(head.replace(hidden=counted).logits(), loss, reduction, row_weight)
     call.check_values(loss)
-    if small:
-        return evaluate_small(head, loss, reduction, row_weight)
-    grad = torch.is_grad_enabled()
-    if reduction != "none" and head.reduces(loss):
-        return ReducedLoss.apply(
-            *head.inputs, row_weight, head, loss, reduction, grad, *loss.row_inputs
-        )
-    outputs = PerRowLoss.apply(*head.inputs, head, loss, grad, *loss.row_inputs)
-    return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
+    if plan is not None:
+        return run_small(head, loss, reduction, row_weight, plan)
+    return run(head, loss, reduction, row_weight)
 
 
 def takes_groups(head: Head, loss: RowLoss, reduction: str) -> bool:

@@ -6,7 +6,7 @@ Each loss that core/operators.py registers over logits also has three operators 
     `logitless::head_<name>_rows` computes the results per row.
     `logitless::head_<name>_rows_gradient` computes the gradients of the results per row.
 
-They call total.py and per_row.py, and do not drop ignored rows, because the host would have to wait
+They call run.py, and do not drop ignored rows, because the host would have to wait
 for the number of the others, which it cannot inside a compiled graph.
 """
 
@@ -20,11 +20,11 @@ from ..contract import PRECISION
 from ..core import operators, tensor_checks
 from ..core.call import check_values, in_func
 from ..core.loss import RowLoss
-from . import per_row, total
+from . import run
 from .gemms import without_autocast
 from .gradient_sums import HeadGradients, Needs
 from .head import Head, ScaledHead
-from .total import Call, needs_of
+from .run import Call, needs_of
 
 
 class _HeadArguments(NamedTuple):
@@ -141,7 +141,7 @@ class HeadOperator:
         )
         check_values(call.loss)
         with without_autocast(call.head.device):
-            value, later, d, extras = total.forward(call)
+            (value, *extras), d, later, *_ = run.forward(call)
         if call.scales_in_backward:  # the gradients of weight and bias stay fp32 until backward
             d = _shaped(d, call.head.tensors)
             later = value.new_ones(()) if later is None else later
@@ -170,8 +170,7 @@ class HeadOperator:
         call = _call_of(self.kind, arguments, row_weight=None, reduction="none", needs=_NOTHING)
         check_values(call.loss)
         with call.head.ready(call.loss):
-            outputs, *_ = per_row.forward(call)
-        return list(outputs)
+            return list(run.forward(call).outputs)
 
     def fake_rows(self, *arguments) -> list[Tensor]:
         call = _call_of(self.kind, arguments, row_weight=None, reduction="none", needs=_NOTHING)
@@ -186,7 +185,7 @@ class HeadOperator:
             self.kind, arguments, row_weight=None, reduction="none", needs=_needs(*needs)
         )
         with without_autocast(call.head.device):
-            d = per_row.backward(call, None, upstream)
+            d = run.backward(call, None, upstream)
         return [_or_empty(t, call.head.hidden) for t in d.tensors]
 
     def fake_gradient(self, hidden, weight, bias, low_rank, *arguments) -> list[Tensor]:

@@ -6,7 +6,7 @@ from .contrastive_bwd import contrastive_gradient
 from .contrastive_fwd import contrastive_finish, contrastive_read
 from .duplicate_ids import with_repeats
 from .gather import gather, gather_gradient
-from .host import one_pass, plan_mean, read, scale_, scale_two_
+from .host import one_pass, plan_total, read, scale_, scale_two_
 from .narrow_bwd import narrow_gradients
 from .narrow_fwd import narrow_partial
 from .narrow_tile import is_narrow
@@ -56,7 +56,7 @@ __all__ = [
     "pair_read",
     "pair_sums",
     "partial",
-    "plan_mean",
+    "plan_total",
     "read",
     "reduce",
     "row_dots",

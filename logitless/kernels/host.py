@@ -18,6 +18,7 @@ from ..contract import (
     Coefficients,
     Reading,
     Statistics,
+    Total,
     made_once,
     part_width,
     sums_of,
@@ -154,14 +155,14 @@ def one_pass(
     coefficients: Coefficients,  # "a" and "label"
     factor: Tensor | None,  # one number, or one number per row
     into: Tensor,  # output: x, or a tensor in other memory (see `Place` in layout.py)
-    mean: bool = False,
+    total: Total | None = None,
 ) -> Tensor | None:
     """Returns -log p of each row's label, and writes the gradient times `factor` to `into`.
 
-    With `mean`, it is the mean over the rows that are not ignored, and its gradient. The result is
-    None, and nothing is written, if one pass is not possible: x has no (B, T, V) view with
-    contiguous rows (layout.py), the programs of a row may not wait for each other
-    (program_exchange.py), or a mean has no rows or more than MAX_COUNTED.
+    With `total`, it is that number, and its gradient. The result is None, and nothing is written,
+    if one pass is not possible: x has no (B, T, V) view with contiguous rows (layout.py), the
+    programs of a row may not wait for each other (program_exchange.py), or a total has no rows or
+    too many (MAX_COUNTED and MAX_PARTS).
     """
     temperature, device = reading.row_temperature, x.device
     over_logits = into is x or into.data_ptr() == x.data_ptr()
@@ -169,14 +170,14 @@ def one_pass(
     plan = nll_fwd_bwd_plan(
         x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), device,
         None if over_logits else place_of(into), options_of(reading),
-        coefficients.rows.shape[0] > 1, factor_per_row, mean, None,
+        coefficients.rows.shape[0] > 1, factor_per_row, total, None,
         program_exchange.WAITING, config.revision,
     )  # fmt: skip
     if plan is None:
         return None
     label = reading.label.contiguous()
     # torch.empty_like takes half the time of torch.empty
-    if mean:
+    if total is not None:
         nll = torch.empty_like(a_number[device])
     else:
         nll = torch.empty_like(label, dtype=torch.float32)
@@ -193,18 +194,21 @@ def one_pass(
     return nll
 
 
-def plan_mean(
+def plan_total(
+    total: Total,
     rows: int,
     stride: int,  # the number of elements between two rows of logits
     reading: Reading,
     coefficients: Coefficients,  # "a" and "label", the same numbers for all rows
     hidden: Tensor,  # (N, D), the hidden states of a head
     copies: bool,
-) -> "MeanLaunch | None":
-    """Returns a launch of `one_pass` with mean=True for a small head, or None if not possible.
+) -> "TotalLaunch | None":
+    """Returns a launch of `one_pass` with `total` for a small head, or None if not possible.
 
     The gradient overwrites the logits, which have the dtype of `hidden`. With `copies`, the launch
-    also copies the hidden states.
+    also copies the hidden states. While its attribute `is_current` is True, it can be called again
+    with x (rows, V) of the same stride and the dtype of `hidden`, on a 16-byte boundary, and with
+    `hidden` of the same shape, strides, dtype and address modulo 16.
     """
     # without ignored rows, the copy would equal `hidden`
     copied = None
@@ -212,13 +216,13 @@ def plan_mean(
         copied = (hidden.shape, hidden.stride(), hidden.data_ptr() % 16)
     plan = nll_fwd_bwd_plan(
         (rows, reading.vocab), (stride, 1), 0, hidden.element_size(), hidden.device, None,
-        options_of(reading), False, False, True, copied, program_exchange.WAITING, config.revision,
+        options_of(reading), False, False, total, copied, program_exchange.WAITING, config.revision,
     )  # fmt: skip
-    return None if plan is None else MeanLaunch(plan, coefficients.rows, copied is not None)
+    return None if plan is None else TotalLaunch(plan, coefficients.rows, copied is not None)
 
 
-class MeanLaunch:
-    """The mean over the rows of a small head's logits, and its gradient, in one launch."""
+class TotalLaunch:
+    """The mean or sum over the rows of a small head's logits, and its gradient, in one launch."""
 
     def __init__(self, plan: Any, coefficients: Tensor, copies: bool):
         self.launch, self.words, self.copies = plan.launch, plan.exchange_words, copies
@@ -231,22 +235,22 @@ class MeanLaunch:
         return self.revision == config.revision
 
     def __call__(
-        self, x: Tensor, label: Tensor, hidden: Tensor, temperature: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the mean, and the hidden states or their copy; the gradient overwrites x.
+        self, x: Tensor, hidden: Tensor, label: Tensor, temperature: Tensor | None = None
+    ) -> tuple[tuple[Tensor], Tensor, Tensor]:
+        """Returns (number,), its gradient, which overwrites x, and `hidden` or its copy.
 
         The copy is 0 in ignored rows. `temperature` is the reading's `row_temperature`.
         """
-        mean = torch.empty_like(self.number)
+        value = torch.empty_like(self.number)
         source = copy = None
         if self.copies:
             source, copy = with_memory_of_copy(hidden)
         self.launch(
-            x, label.contiguous(), self.coefficients, None, source, None, mean, copy,
+            x, label.contiguous(), self.coefficients, None, source, None, value, copy,
             program_exchange.zeros(self.words, x),
             *(() if temperature is None else (temperature.contiguous(),)),
         )  # fmt: skip
-        return mean, hidden if copy is None else copy
+        return (value,), x, hidden if copy is None else copy
 
 
 def scale_(x: Tensor, g: Tensor) -> None:

@@ -5,8 +5,9 @@ the normaliser s of its split, waits for those of the others (program_exchange.p
 split again, from the L1 cache, and writes its gradient.
 
 For a small tensor or head, a launch takes longer than its work. So the same launch can compute the
-mean over rows (the program that writes the last loss adds them up), and copy the hidden states of a
-head, with 0 in ignored rows (zero_ignored.py).
+mean or sum over rows (the program that writes the last loss adds them up), also of a loss with
+label smoothing and z-loss (`Total` in contract.py), and copy the hidden states of a head, with 0 in
+ignored rows (zero_ignored.py). Of a smoothed loss, each program adds the part of its own columns.
 """
 
 import functools
@@ -17,9 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..contract import COEFFICIENTS
+from ..contract import COEFFICIENTS, Total
 from . import config, program_exchange
 from .bwd_tile import (
+    Coefs,
     Span,
     Terms,
     fill_span,
@@ -36,12 +38,13 @@ from .numerics import INF, LOG2E, capped, finite, inverse_temperature
 from .profiling import in_place, profiled
 from .program_exchange import MAX_PROGRAMS, collect, publish
 from .reduce import row_block
-from .state import field, fold_span, is_live, pack_of
+from .state import field, fold_span, is_live, pack_of, reference
 from .zero_ignored import columns_per_block, copy_block
 
-HAS = tl.constexpr(("a", "label"))
+HAS_LABEL = tl.constexpr(("a", "label"))
 # for a mean, every program counts the live rows; up to here the labels are in the cache
 MAX_COUNTED = 4096
+MAX_PARTS = 1 << 14  # most losses, or parts of losses, that one program adds up
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,9 @@ class _Constants:
     x_aligned: bool  # for each row, X and DX have the same address modulo 16
     step_c: int  # row stride of COEF; 0 if COEF has a single row
     step_f: int  # row stride of FACTOR; 0 if all rows share one number
+    starts_aligned: bool
+    has: tuple[str, ...]  # the coefficients in use: "a", "label", and "total" of a smoothed loss
+    total: bool  # whether NLL is one number, a mean or a sum
     mean: bool
     span: int
     block_v: int
@@ -68,24 +74,38 @@ def _share(LABEL, N, ignore_index):
 
 
 @triton.jit
-def _write_nll(NLL, LABEL, EXCHANGE, row, nll, mask, N, ignore_index, MEAN: tl.constexpr):
-    """Writes -log p of a row's label. `mask` is True in exactly one program per row.
+def _write_loss(
+    NLL, LABEL, EXCHANGE, at, loss, mask, count, N, ignore_index, CONSTANTS: tl.constexpr
+):
+    """Writes the loss of a row, or a part of it, as number `at` of `count`.
 
-    For a mean, the last of these N programs writes it. The order of the sum is fixed, so which one
-    is last does not matter.
+    `mask` is True in exactly `count` programs. For a mean or sum, the last of them writes it. The
+    order of the sum is fixed, so which one is last does not matter.
     """
-    if not MEAN:
-        tl.store(NLL + row, nll, mask=mask)
+    if not field(CONSTANTS, "total"):
+        tl.store(NLL + at, loss, mask=mask)
     elif mask:
         FINISHED = EXCHANGE + tl.num_programs(0)
         VALUES = (FINISHED + 1).to(tl.pointer_type(tl.float32))
-        tl.store(VALUES + row, nll)
-        if tl.atomic_add(FINISHED, 1, sem="acq_rel") == N - 1:
+        tl.store(VALUES + at, loss)
+        if tl.atomic_add(FINISHED, 1, sem="acq_rel") == count - 1:
             total = tl.zeros((1024,), tl.float32)
-            for start in range(0, N, 1024):
-                rows = start + tl.arange(0, 1024)
-                total += tl.load(VALUES + rows, mask=rows < N, other=0.0, volatile=True)
-            tl.store(NLL, tl.sum(total, axis=0) * _share(LABEL, N, ignore_index))
+            for start in range(0, count, 1024):
+                places = start + tl.arange(0, 1024)
+                total += tl.load(VALUES + places, mask=places < count, other=0.0, volatile=True)
+            share = 1.0
+            if field(CONSTANTS, "mean"):
+                share = _share(LABEL, N, ignore_index)
+            tl.store(NLL, tl.sum(total, axis=0) * share)
+
+
+@triton.jit
+def _smoothed(state, span, ref, shift, log_s, inv_t):
+    """Returns Σ log p over the columns of a span."""
+    n = tl.maximum(span.hi - span.lo, 0) + tl.where(span.lo == 0, span.V - span.body, 0)
+    n = n.to(tl.float32)
+    log_total = (state.c - n * (shift - ref)) * inv_t - n * log_s
+    return tl.where(n > 0, log_total, 0.0)
 
 
 @triton.jit(
@@ -95,15 +115,17 @@ def _write_nll(NLL, LABEL, EXCHANGE, row, nll, mask, N, ignore_index, MEAN: tl.c
 )
 def _nll_fwd_bwd_kernel(
     X, LABEL, COEF, FACTOR, HIDDEN,  # inputs; HIDDEN is copied to COPY
-    # without DX the gradient overwrites X; NLL is one number per row, or the mean
+    # without DX the gradient overwrites X; NLL is one number per row, or the mean or sum
     DX, NLL, COPY,
-    # int64, initially 0, or None for whole rows without a mean: one word per program
-    # (program_exchange.py), and for a mean FINISHED, which counts the losses written, and VALUES,
-    # one fp32 loss per row.
+    # int64, initially 0, or None for one number per row and whole rows: one word per program
+    # (program_exchange.py), and for one number FINISHED, which counts the losses written, and
+    # VALUES, one fp32 loss per row, or per program of a smoothed loss.
     EXCHANGE,
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, splits, stride_h, D,  # sizes
     softcap, ignore_index,  # options
+    # 1 - ε, ε / V and z_loss, or None; the loss is keep · nll - spread Σ log p + z_loss lse²
+    keep, spread, z_loss,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
     """Each program computes a split: SPAN columns of a row's body, the first also its fringe."""
@@ -111,7 +133,8 @@ def _nll_fwd_bwd_kernel(
     X_ALIGNED: tl.constexpr = field(CONSTANTS, "x_aligned")
     SPAN: tl.constexpr = field(CONSTANTS, "span")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
-    MEAN: tl.constexpr = field(CONSTANTS, "mean")
+    HAS: tl.constexpr = field(CONSTANTS, "has")
+    SMOOTH: tl.constexpr = spread is not None
     BLOCK_P: tl.constexpr = field(CONSTANTS, "block_p")
     BLOCK_D: tl.constexpr = field(CONSTANTS, "block_d")
     PACK: tl.constexpr = pack_of(X)
@@ -129,6 +152,11 @@ def _nll_fwd_bwd_kernel(
     head, body = split_row(offset, V, lead, PACK, ALIGNED)
     hi = tl.multiple_of(tl.minimum(lo + SPAN, body), PACK)
     span = Span(head, body, V, lo, hi)
+    at = row
+    count = N
+    if SMOOTH:
+        at = pid
+        count = tl.num_programs(0)
     label = tl.load(LABEL + row)
     if HIDDEN is not None:
         live = is_live(label, ignore_index)
@@ -137,14 +165,22 @@ def _nll_fwd_bwd_kernel(
     if ignore_index is not None:
         if label == ignore_index:
             fill_span(DXrow, 0.0, span, PACK, ALIGNED, False, BLOCK_V)
-            _write_nll(NLL, LABEL, EXCHANGE, row, 0.0, lo == 0, N, ignore_index, MEAN)
+            if SMOOTH:
+                _write_loss(
+                    NLL, LABEL, EXCHANGE, at, 0.0, lo >= 0, count, N, ignore_index, CONSTANTS
+                )
+            else:
+                _write_loss(
+                    NLL, LABEL, EXCHANGE, at, 0.0, lo == 0, count, N, ignore_index, CONSTANTS
+                )
             return
 
     inv_t = inverse_temperature(temperature, row)
     rate = inv_t * LOG2E
+    ref = reference(Xrow, V, softcap, SMOOTH, field(CONSTANTS, "starts_aligned"))
     state = fold_span(
-        Xrow, None, head, body, V, lo, hi, 0.0, rate, softcap, None,
-        False, False, False, PACK, ALIGNED, X_ALIGNED, BLOCK_V,
+        Xrow, None, head, body, V, lo, hi, ref, rate, softcap, None,
+        False, SMOOTH, False, PACK, ALIGNED, X_ALIGNED, BLOCK_V,
     )  # fmt: skip
     # loaded by the program whose split it is in, before the gradient overwrites it
     label = tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)
@@ -153,28 +189,44 @@ def _nll_fwd_bwd_kernel(
     y_label, _ = capped(x_label, softcap)
 
     share = 1.0
-    if MEAN:
+    if field(CONSTANTS, "mean"):
         share = _share(LABEL, N, ignore_index)
     gain = row_gain(None, FACTOR, row, 0, field(CONSTANTS, "step_f")) * share
-    coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
+    coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS_LABEL)
     m, s = state.m, state.s
     if BLOCK_P > 0:
-        at = EXCHANGE + row.to(tl.int64) * splits
-        publish(at + split, m, s)
-        m, s = collect(at, splits, rate, BLOCK_P)
+        words = EXCHANGE + row.to(tl.int64) * splits
+        publish(words + split, m, s)
+        m, s = collect(words, splits, rate, BLOCK_P)
 
     shift = finite(m)
     log_s = tl.log(s)
     valid = label >= 0
-    nll = tl.where(valid, log_s - (y_label - shift) * inv_t, float("nan"))
+    loss = tl.where(valid, log_s - (y_label - shift) * inv_t, float("nan"))
     mask = has_label | ((lo == 0) & (not valid))
-    _write_nll(NLL, LABEL, EXCHANGE, row, nll, mask, N, ignore_index, MEAN)
-    a = tl.where(valid, coefs.a, float("nan"))  # an invalid label makes the whole row NaN
+    a = coefs.a
+    g = coefs.g_label
+    g_total = 0.0
+    if SMOOTH:
+        loss *= keep
+        g *= keep
+        g_total = -spread * gain
+    if z_loss is not None:
+        lse = shift * inv_t + log_s
+        loss += z_loss * (lse * lse)
+        a += 2.0 * z_loss * lse * gain
+    if SMOOTH:
+        part = -spread * _smoothed(state, span, ref, shift, log_s, inv_t)
+        loss = tl.where(mask, loss, 0.0) + part
+        mask = lo >= 0
+    _write_loss(NLL, LABEL, EXCHANGE, at, loss, mask, count, N, ignore_index, CONSTANTS)
+    a = tl.where(valid, a, float("nan"))  # an invalid label makes the whole row NaN
+    coefs = Coefs(a, 0.0, g, g_total, 0.0, 0.0)
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, 0.0, g_c, rate, 0.0, softcap)
     write_span(Xrow, None, DXrow, terms, span, HAS, ALIGNED, X_ALIGNED, False, BLOCK_V)
     if has_label:
-        g_label = tl.where(log_s == -INF, 0.0, coefs.g_label * inv_t)
+        g_label = tl.where(log_s == -INF, 0.0, g * inv_t)
         write_label(x_label, None, DXrow, label, g_label, terms, HAS)
 
 
@@ -187,41 +239,49 @@ class _Plan(NamedTuple):
 def nll_fwd_bwd_plan(
     shape: tuple, strides: tuple, offset: int, itemsize: int, device: torch.device,
     place: Place | None,  # None if the gradient overwrites the logits
-    options: tuple, coefs_per_row: bool, factor_per_row: bool, mean: bool,
+    options: tuple, coefs_per_row: bool, factor_per_row: bool, total: Total | None,
     copied: tuple | None,  # shape, strides and address modulo 16 of HIDDEN
     waiting: bool, revision: int,
 ) -> _Plan | None:  # fmt: skip
     temperature, softcap, ignore_index = options
     rows = describe(shape, strides, offset, itemsize)
-    if rows is None or rows.vocab == 0 or (mean and not 0 < rows.count <= MAX_COUNTED):
+    if rows is None or rows.vocab == 0 or (total and not 0 < rows.count <= MAX_COUNTED):
         return None
     if rows.count == 0:
         return _Plan(0, None)
     cut = config.nll_fwd_bwd(rows.vocab, itemsize, place is not None and softcap is not None)
     splits = config.ceil_div(rows.vocab, cut.span)
-    if not program_exchange.may_wait(splits, device):
+    keep = spread = z_loss = None
+    if total is not None:
+        smoothing, z_loss = total.label_smoothing, total.z_loss or None
+        if smoothing:
+            keep, spread = 1.0 - smoothing, smoothing / rows.vocab
+    values = rows.count * (splits if spread is not None else 1)
+    if not program_exchange.may_wait(splits, device) or (total and values > MAX_PARTS):
         return None
     d_rows = rows if place is None else rows.written_to(place)
     number = () if temperature is None else (temperature,)
     stride_h = D = None
     if copied is not None:
         (_, D), (stride_h, stride_d), _ = copied
-        stride_h = stride_h if stride_d == 1 else D  # `MeanLaunch` makes the rows contiguous
+        stride_h = stride_h if stride_d == 1 else D  # `TotalLaunch` makes the rows contiguous
     block_p = 0 if splits == 1 else 32 if splits <= 32 else MAX_PROGRAMS
     launch = Launch(
         _nll_fwd_bwd_kernel, (rows.count * splits,),
         (
             *number, *rows.strides, d_rows.stride_b, d_rows.stride_t, d_rows.lead, rows.vocab,
-            splits, stride_h, D, softcap, ignore_index,
+            splits, stride_h, D, softcap, ignore_index, keep, spread, z_loss,
         ),
         num_warps=cut.num_warps,
         CONSTANTS=_Constants(
             d_rows.aligned, rows.aligned_like(d_rows), COEFFICIENTS * coefs_per_row,
-            int(factor_per_row), mean, cut.span, cut.block_v, block_p,
+            int(factor_per_row), rows.starts_aligned,
+            ("a", "label") if spread is None else ("a", "label", "total"), total is not None,
+            total is not None and total.mean, cut.span, cut.block_v, block_p,
             0 if D is None else columns_per_block(D),
         ),
     )  # fmt: skip
-    words = rows.count * splits if splits > 1 or mean else 0
-    if mean:  # one integer for FINISHED, and one integer for every two numbers of VALUES
-        words += 1 + config.ceil_div(rows.count, 2)
+    words = rows.count * splits if splits > 1 or total else 0
+    if total:  # one integer for FINISHED, and one integer for every two numbers of VALUES
+        words += 1 + config.ceil_div(values, 2)
     return _Plan(program_exchange.piece_of(words) if words else 0, launch)

@@ -9,8 +9,7 @@ from ..core.autograd import Node
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss
 from ..core.source import teacher_rows
-from ..heads import per_row, total
-from ..heads.total import Call, needs_of
+from ..heads.run import Call, Kept, needs_of
 from .gradient import described, pulled_back
 from .nodes import final, gradient_of
 from .recipe import Recipe, RowInput
@@ -91,17 +90,17 @@ class LazyReducedLoss(Node):
     def forward(ctx, z, row_weight, loss, reduction, grad, anchor, *row_inputs):
         ctx.set_materialize_grads(False)
         call = _start(ctx, z, loss, row_weight, reduction, grad, row_inputs, anchor)
-        result, ctx.kept = total.Kept.of(ctx, call)
+        result, ctx.kept = Kept.of(ctx, call)
         return result
 
     @staticmethod
     def backward(ctx, upstream, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
         # Read once, because activation checkpointing unpacks them only once.
         tensors = ctx.saved_tensors
-        call = ctx.kept.call.rebuild(tensors)
+        call = ctx.kept.rebuild(tensors)
         if upstream is None:
             return (None,) * (6 + len(call.loss.row_inputs))
-        d = ctx.kept.gradients_of(tensors, upstream)
+        d = ctx.kept.gradients_of(tensors, (upstream,))
         d_z = _finish(ctx, call, d, upstream)
         return d_z, d.row_weight, None, None, None, None, *d.row_inputs
 
@@ -111,8 +110,8 @@ class LazyPerRowLoss(Node):
 
     @staticmethod
     def forward(ctx, z, loss, anchor, grad, *row_inputs):
-        call = _start(ctx, z, loss, None, "none", True, row_inputs, anchor)
-        outputs, ctx.kept = per_row.Kept.of(ctx, call, grad)
+        call = _start(ctx, z, loss, None, "none", grad, row_inputs, anchor)
+        outputs, ctx.kept = Kept.of(ctx, call)
         return outputs
 
     @staticmethod

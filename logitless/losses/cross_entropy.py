@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from .. import contract
-from ..contract import Coefficients
+from ..contract import Coefficients, Total
 from ..core import call
 from ..core.evaluate import evaluate
 from ..core.in_place import evaluate_in_place
 from ..core.loss import RowLoss, rows_in
-from ..core.source import without_wrapper
+from ..core.source import repeated
 from ..eager.stats_coefficients import of_one
 from ..heads.linear import HeadLogits, checked_head
 from ..heads.operators import operator
-from ..heads.small_total import repeat
 from .statistics import SCORES, Scores
 
 
@@ -61,16 +60,18 @@ class CrossEntropy(RowLoss):
         value = result if self.is_nll else backend.weighted_nll(result, self.reading)
         return (value,), into, ()
 
-    def mean_in_one_pass(self, backend):
-        return self.is_nll and backend.one_pass is not None
+    def in_one_launch(self, backend, reduction):
+        if self.reading.class_weight is not None or backend.one_pass is None:
+            return None
+        return Total(reduction == "mean", self.label_smoothing, self.z_loss)
 
-    def mean_and_gradient(self, backend, x, into):
+    def launch_total(self, total, backend, x, into):
         coefficients = of_one["nll", x.device, torch.float32]
-        return backend.one_pass(x, self.reading, coefficients, None, into, True)
+        return backend.one_pass(x, self.reading, coefficients, None, into, total)
 
-    def plan_mean(self, backend, rows, stride, hidden, copies):
+    def plan_total(self, total, backend, rows, stride, hidden, copies):
         coefficients = of_one["nll", hidden.device, torch.float32]
-        return backend.plan_mean(rows, stride, self.reading, coefficients, hidden, copies)
+        return backend.plan_total(total, rows, stride, self.reading, coefficients, hidden, copies)
 
     def mass(self, backend, dtype):
         return (
@@ -94,7 +95,7 @@ class ScoredCrossEntropy(CrossEntropy):
     extras: ClassVar[tuple[str, ...]] = SCORES
 
     value_and_gradient = RowLoss.value_and_gradient
-    mean_in_one_pass = RowLoss.mean_in_one_pass
+    in_one_launch = RowLoss.in_one_launch
 
     def value(self, backend, statistics):
         (value,), saved = super().value(backend, statistics)
@@ -162,10 +163,10 @@ def cross_entropy(
         softcap=softcap, temperature=temperature, row_weight=row_weight,
     )  # fmt: skip
     label = call.as_ids(target, ignore_index, mask)
-    if signature is not None and signature.kept is not None:
-        mean = repeat(signature.kept, logits.head, label)  # pyright: ignore[reportAttributeAccessIssue]
-        if mean is not None:
-            return mean
+    if weight is None and row_weight is None and reduction != "none":
+        again = repeated(logits, signature, label)
+        if again is not None:
+            return again
     wants = ("nll",)
     if label_smoothing:
         wants += ("log_total",)
@@ -176,14 +177,9 @@ def cross_entropy(
         wants=wants,
     )  # fmt: skip
     loss = CrossEntropy(reading, float(label_smoothing), float(z_loss))
-    source = logits
-    if signature is not None and logits.__class__ is not Tensor:
-        source = without_wrapper(logits)
-        # A subclass of HeadLogits can override `evaluate`, so it keeps no plan.
-        if type(source) is HeadLogits and getattr(logits, "head", None) is source.head:
-            loss = loss.replace(signature=signature)
+    loss.signature = signature
     run = evaluate_in_place if inplace else evaluate
-    return run(source, loss, reduction, row_weight)
+    return run(logits, loss, reduction, row_weight)
 
 
 @call.named()

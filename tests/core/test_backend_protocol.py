@@ -18,7 +18,7 @@ from tests.support.sizes import ON_GPU
 
 OWN = {"merge_pairs"}  # of what ranks gather, for every backend
 # What a backend has only if `one_pass`, `can_accumulate` or `is_narrow` say so.
-SHORTCUTS = {"plan_mean", "exponents", "accumulate", "narrow_partial", "narrow_gradients"}
+SHORTCUTS = {"plan_total", "exponents", "accumulate", "narrow_partial", "narrow_gradients"}
 NAMES = {*eager.__all__} - OWN
 
 # Blocks of a head serve losses that need only merged statistics (RowLoss.merges).

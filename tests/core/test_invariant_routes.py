@@ -57,7 +57,7 @@ def test_small_heads_and_splits_by_columns(monkeypatch):
     def refused(*args):
         raise AssertionError
 
-    monkeypatch.setattr("logitless.heads.linear.evaluate_small", refused)
+    monkeypatch.setattr("logitless.heads.linear.run_small", refused)
     monkeypatch.setattr("logitless.heads.on_chip.OnChipChunks.begin", refused)
     monkeypatch.setattr("logitless.heads.on_chip.BlockChunks.begin", refused)
     hidden, weight = torch.randn(3, 4), torch.randn(40, 4)

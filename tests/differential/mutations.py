@@ -23,7 +23,7 @@ from logitless import contract, eager
 from logitless.core import call, target_checks, tensor_checks
 from logitless.core.groups import Groups
 from logitless.eager import contrastive, rows, stats_bwd
-from logitless.heads import choose_cut, gemms, per_row
+from logitless.heads import choose_cut, gemms, run
 from logitless.lazy import views
 from logitless.lazy.weight_changes import Watch
 from logitless.losses import sampled_softmax
@@ -207,7 +207,7 @@ def groups_of_one_length():
 @found_by("losses/test_group_loss.py")
 def left_out_rows_at_the_end():
     """In a chunk of whole groups, the rows that count are taken for the first ones."""
-    right = per_row.Chunks.pieces
+    right = run.Chunks.pieces
 
     def pieces(self, loss):
         if self.groups is not None:
@@ -217,26 +217,26 @@ def left_out_rows_at_the_end():
             ]
         return right(self, loss)
 
-    return mock.patch.object(per_row.Chunks, "pieces", pieces)
+    return mock.patch.object(run.Chunks, "pieces", pieces)
 
 
-@found_by("heads/test_per_row.py")
+@found_by("heads/test_run.py")
 def frozen_head_unscaled():
     """Over a frozen head, backward forgets the upstream gradient."""
-    right = per_row.scaled
+    right = run.scaled_rows
 
-    def scaled(head_call, ones, upstream):
+    def scaled_rows(head_call, ones, upstream):
         of_one = (None if g is None else torch.ones_like(g) for g in upstream)
         return right(head_call, ones, tuple(of_one))
 
-    return replaced(right, scaled)
+    return replaced(right, scaled_rows)
 
 
-@found_by("heads/test_per_row.py")
+@found_by("heads/test_run.py")
 def kept_logits_read_twice():
     """A second backward reads the saved logits, which the first overwrote with their gradient."""
     never: Any = property(lambda kept: False, lambda kept, value: None)
-    return mock.patch.object(per_row.Kept, "overwritten", never)
+    return mock.patch.object(run.Kept, "overwritten", never)
 
 
 @found_by("heads/test_low_rank.py")

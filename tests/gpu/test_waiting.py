@@ -9,7 +9,7 @@ import torch
 
 import logitless as ll
 from logitless import kernels
-from logitless.contract import Reading
+from logitless.contract import Reading, Total
 from logitless.eager.stats_coefficients import of_one
 from logitless.kernels import config, program_exchange
 from logitless.kernels.nll_fwd_bwd import nll_fwd_bwd_plan
@@ -34,19 +34,23 @@ def divergence(x, other, labels, of=ll.jsd):
     return loss.detach(), *torch.autograd.grad(loss.sum(), logits)
 
 
-def mean(x, other, labels):
-    """The mean over rows, its gradient, and a copy of some columns, all in one launch."""
+MEAN = Total(True)
+
+
+def mean(x, other, labels, total=MEAN):
+    """The mean or sum over rows, its gradient, and a copy of some columns, all in one launch."""
     reading = Reading(x.shape[1], labels, ignore_index=-100, wants=("nll",))
     coefficients = of_one["nll", x.device, torch.float32]
     hidden, into = other[:, : sized(2500, 40)], x.clone()
-    launch = kernels.plan_mean(*x.shape, reading, coefficients, hidden, copies=True)
-    loss, copy = launch(into, labels, hidden)
+    launch = kernels.plan_total(total, *x.shape, reading, coefficients, hidden, copies=True)
+    (loss,), _, copy = launch(into, hidden, labels)
     return loss, into, copy
 
 
 WORK = {
     "in place": in_place,
     "mean": mean,
+    "smoothed": partial(mean, total=Total(False, 0.1, 0.01)),
     "jsd": divergence,
     "tvd": partial(divergence, of=ll.tvd),
 }
@@ -169,7 +173,7 @@ def test_who_may_wait(waiting, monkeypatch):
     monkeypatch.setattr(program_exchange, "WAITING", waiting)
     x = torch.zeros(1, 1).expand(1, 128256).as_subclass(OnAGPU)
     with mock.patch.object(config, "_override", {}):
-        how = ((1.0, None, None), False, False, False, None, waiting, config.revision)
+        how = ((1.0, None, None), False, False, None, None, waiting, config.revision)
         plan = nll_fwd_bwd_plan(x.shape, (x.numel(), 1), 0, 4, x.device, None, *how)
         assert (plan is not None) is waiting
         assert (splits_of(x) > 1) is waiting

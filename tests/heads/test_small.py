@@ -1,5 +1,6 @@
 """A small head computes all logits at once, and gives the same as a head in chunks."""
 
+import contextlib
 import functools
 
 import pytest
@@ -11,14 +12,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
 from logitless.contract import Pair, Reading
-from logitless.heads import choose_cut, gemms, small, small_total
+from logitless.core.source import Logits
+from logitless.heads import choose_cut, gemms, linear, run
 from logitless.heads.chunks import Chunks
-from logitless.heads.head import ScaledHead
+from logitless.heads.head import IN_PIECES, ScaledHead
+from logitless.kernels import config
 from logitless.kernels.launch import Launch
 from logitless.losses.cross_entropy import CrossEntropy
 from logitless.losses.dense_teacher import Dense
 from tests.support.heads import LOSSES, D, N, V, assert_same, leaves, make, result
 from tests.support.laws import poisoned_memory
+from tests.support.sizes import DEVICE
+
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5, "check_dtype": False}
 
 
 @pytest.fixture
@@ -62,9 +68,10 @@ def test_padded_rows(name, impl, no_chunks, monkeypatch, device):
             assert_same(got, want, **exact, check_dtype=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_errors_of_bf16_are_those_of_pytorch(reduction, impl, padded, no_chunks, device):
-    hidden, weight, b, target = make(torch.bfloat16, device)
+def test_errors_of_16_bits_are_those_of_pytorch(reduction, dtype, impl, padded, device):
+    hidden, weight, b, target = make(dtype, device)
     exact = [t.double() for t in (hidden, weight, b)]
     torch_loss = functools.partial(F.cross_entropy, reduction=reduction)
     _, want = result(torch_loss, leaves(*exact), target)
@@ -90,14 +97,16 @@ def test_a_slice_of_hidden_is_as_exact_as_its_copy(reduction, impl, padded, no_c
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("needed", [(1, 1, 1), (1, 1, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)])
-def test_vmap_of_a_mean_raises(needed, impl, no_chunks, device):
+def test_vmap_raises(needed, reduction, impl, no_chunks, device):
     """After the error, a backward without vmap is right."""
     *parts, target = make(torch.float32, device)
     parts = [t.requires_grad_(bool(need)) for t, need in zip(parts, needed, strict=True)]
     inputs = [t for t in parts if t.requires_grad]
-    loss = ll.cross_entropy(ll.LinearLogits(*parts), target)
-    upstream = torch.tensor([1.0, 2.0], device=device)
+    loss = ll.cross_entropy(ll.LinearLogits(*parts), target, reduction=reduction)
+    upstream = torch.tensor([1.0, 2.0], device=device).view(2, *(1,) * loss.dim())
+    upstream = upstream.expand(2, *loss.shape)
 
     def gradients(d, **options):
         return torch.autograd.grad(loss, inputs, d, retain_graph=True, **options)
@@ -105,16 +114,23 @@ def test_vmap_of_a_mean_raises(needed, impl, no_chunks, device):
     for mapped in (torch.func.vmap(gradients), lambda d: gradients(d, is_grads_batched=True)):
         with pytest.raises(RuntimeError, match="logits must not be mapped"):
             mapped(upstream)
-    want = torch.autograd.grad(2 * F.cross_entropy(F.linear(*parts), target), inputs)
+    plain = F.cross_entropy(F.linear(*parts), target, reduction=reduction)
+    want = torch.autograd.grad(2 * plain.sum(), inputs)
     torch.testing.assert_close(gradients(upstream[1]), want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_second_backward_and_a_second_derivative(no_chunks, device):
-    hidden, weight, bias, target = make(device=device)
-    parts = leaves(hidden, weight, bias)
-    loss = ll.cross_entropy(ll.LinearLogits(*parts), target)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["cross_entropy", "weighted", "jsd"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_second_backward_and_a_second_derivative(
+    reduction, name, autocast, impl, no_chunks, device
+):
+    *tensors, target = make(torch.float32, device)
+    parts = leaves(*tensors)
+    loss = LOSSES[name](ll.LinearLogits(*parts), target, reduction=reduction).sum()
     first = torch.autograd.grad(loss, parts, retain_graph=True)
-    second = torch.autograd.grad(loss * 2, parts, retain_graph=True)
+    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
+        second = torch.autograd.grad(loss * 2, parts, retain_graph=True)
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(2 * a, b)
     (d_hidden,) = torch.autograd.grad(loss, parts[:1], create_graph=True)
@@ -137,9 +153,8 @@ def test_hidden_states_of_ignored_rows_do_not_matter(value, reduction, impl, no_
 def test_a_frozen_weight_has_no_gradient(reduction, impl, no_chunks, device, monkeypatch):
     hidden, weight, _, target = make(torch.float32, device)
     gemm, calls = gemms.gemm, []
-    monkeypatch.setattr(small_total, "gemm", lambda *tensors: calls.append(1) or gemm(*tensors))
-    for module in (small, small_total):  # otherwise, torch.mm is called
-        monkeypatch.setattr(module, "is_aligned", lambda *_: False)
+    monkeypatch.setattr(run, "gemm", lambda *tensors: calls.append(1) or gemm(*tensors))
+    monkeypatch.setattr(run, "is_aligned", lambda *_: False)  # otherwise, torch.mm is called
     hidden.requires_grad_()
     loss = ll.cross_entropy(ll.LinearLogits(hidden, weight), target, reduction=reduction)
     loss.sum().backward()
@@ -147,13 +162,16 @@ def test_a_frozen_weight_has_no_gradient(reduction, impl, no_chunks, device, mon
     assert weight.grad is None
 
 
-def is_small(device, dtype=torch.float32, *, columns=None, teacher=None, **how):
+# --- which heads are small
+
+
+def is_small(device, dtype=torch.float32, *, columns=None, teacher=None, reduction="mean", **how):
     hidden, weight, _, target = make(dtype, device)
-    small = ll.LinearLogits(hidden, weight, **how).head.replace(columns=columns)
+    head = ll.LinearLogits(hidden, weight, **how).head.replace(columns=columns)
     loss = CrossEntropy(Reading(V, label=target))
     if teacher is not None:
         loss = Dense(Reading(V), Pair(teacher, "forward", 0.0))
-    return small.is_small(loss)
+    return run.is_straight(head, loss, reduction) and head.is_small()
 
 
 def test_which_heads_are_small(device, monkeypatch):
@@ -162,10 +180,6 @@ def test_which_heads_are_small(device, monkeypatch):
     assert is_small(device, torch.bfloat16)
     assert is_small(device, workspace=4 * size)
     assert not is_small(device, workspace=4 * size - 1)
-    assert not is_small(device, torch.float16)
-    assert not is_small(device, torch.bfloat16, logits_dtype=torch.float32)
-    assert not is_small(device, main_grad=torch.zeros(V, D, device=device))
-    assert not is_small(device, columns=object())  # the columns of one rank
     with choose_cut.override(lambda work: choose_cut.Cut(2)):
         assert not is_small(device)
     for most in (size, size - 1):
@@ -178,11 +192,24 @@ def test_which_heads_are_small(device, monkeypatch):
         assert is_small(device) == (most == work)
 
 
-def test_a_head_beside_a_teacher_is_small_if_the_teacher_is_a_tensor(device):
+def test_which_heads_are_computed_in_pieces(device):
     hidden, weight, _, _ = make(torch.float32, device)
+    pair = (hidden.new_zeros(N, 2), weight.new_zeros(V, 2))
+    reasons = [
+        not is_small(device, main_grad=torch.zeros(V, D, device=device)),
+        not is_small(device, columns=object()),  # the columns of one rank
+        not is_small(device, low_rank=pair),
+        not is_small(device, torch.bfloat16, logits_dtype=torch.float32),
+    ]
+    assert reasons == [True] * (len(IN_PIECES) - 2)  # test_quantized.py and test_unshard.py have 2
+    assert not is_small(device, torch.float16)
+    assert is_small(device, torch.float16, reduction="none")
     teacher = ll.LinearLogits(hidden, weight)
     assert is_small(device, teacher=teacher.materialize())
     assert not is_small(device, teacher=ScaledHead(teacher.head))
+
+
+# --- modes, and what autograd and the host see
 
 
 def test_forward_mode_raises(no_chunks, device):
@@ -261,7 +288,7 @@ def test_the_host_does_little_in_a_backward(used, no_chunks, monkeypatch, device
         )
         with Operations() as ran:
             torch.autograd.grad(outputs, parts, d)
-    assert seen == ["_stats_bwd_kernel"]
+    assert len(seen) == 1
     assert sorted(ran.names) == ["empty_strided", "mm", "mm"]
 
 
@@ -290,3 +317,255 @@ def test_results_per_row_of_other_losses(lead, backend, no_chunks, monkeypatch, 
         assert_same(
             found[1], found[0], rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+# --- a loss of one launch is repeated without building it
+
+
+@pytest.fixture
+def repeated(monkeypatch):
+    """One bool per attempt: whether a loss was repeated. Triton alone, and labels are not read."""
+    seen = []
+
+    def record(*args):
+        found = run.repeated(*args)
+        seen.append(found is not None)
+        return found
+
+    monkeypatch.setattr(linear, "repeated", record)
+    monkeypatch.setattr(run, "reads_values", lambda label: False)
+    with ll.impl("triton"):
+        yield seen
+
+
+def loss_of(parts, target, make_logits=ll.LinearLogits, **how):
+    """The loss, and the gradients for an upstream gradient of 1.7."""
+    loss = ll.cross_entropy(make_logits(*parts), target, **how)
+    if loss.requires_grad:
+        loss.backward(torch.full_like(loss, 1.7))
+    return loss.detach().clone(), [None if t is None else t.grad for t in parts]
+
+
+def plain(parts, target, **how):
+    """The same from logits as a tensor, in fp64."""
+    exact = [
+        None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in parts
+    ]
+    with ll.impl("eager"):
+        return loss_of(exact, target, F.linear, **how)
+
+
+@pytest.mark.parametrize("lead", [(N,), (N, 1), (2, 3, 1)])
+@pytest.mark.parametrize("needs", [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)])
+def test_a_repeated_loss_is_right(needs, lead, padded, repeated, device):
+    for call_number in range(3):
+        *tensors, target = make(torch.float32, device, lead=lead, scale=1 + call_number)
+        parts, target = leaves(*tensors, needs=map(bool, needs)), target.roll(call_number, 0)
+        assert_same(loss_of(parts, target), plain(parts, target), **TOLERANCE)
+    assert repeated == [False, True, True]
+
+
+OPTIONS = {
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "ignore_index": {"ignore_index": 1},
+    "temperature": {"temperature": 2.0},
+    "softcap": {"softcap": 3.0},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "z_loss": {"z_loss": 0.1},
+    "weight": {"weight": torch.linspace(0.5, 2, V)},
+    "row_weight": {"row_weight": torch.linspace(0.5, 2, N)},
+    "mask": {"mask": torch.arange(N) % 2 == 0},
+    "row temperature": {"temperature": torch.linspace(0.5, 2, N)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_option_has_its_own_launch(name, repeated, device):
+    """The call without the option comes first and last, and the option is used twice."""
+    *tensors, target = make(torch.float32, device)
+    target = target.clamp(min=0)
+    how = {k: v.to(device) if torch.is_tensor(v) else v for k, v in OPTIONS[name].items()}
+    for options in ({}, how, how, {}):
+        parts = leaves(*tensors)
+        assert_same(loss_of(parts, target, **options), plain(parts, target, **options), **TOLERANCE)
+    assert repeated[-1]  # in the last call, without the option
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
+SETTINGS = {  # under which a launch must not be repeated
+    "no_grad": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "invariant": ll.invariant,
+    "impl": lambda: ll.impl("eager"),
+    "config": lambda: config.override(num_warps=1),
+    "cut": lambda: choose_cut.override(lambda work: choose_cut.Cut(2)),
+    "forward mode": fwAD.dual_level,
+    "dispatch mode": Mode,
+    "autocast": lambda: torch.autocast(torch.device(DEVICE).type, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings(name, repeated, device):
+    """The head is made outside of the setting, so its Signature is that of the first call."""
+    *tensors, target = make(torch.float32, device)
+    parts, want = leaves(*tensors), loss_of(leaves(*tensors), target)
+    head = ll.LinearLogits(*parts)
+    with SETTINGS[name]():
+        loss = ll.cross_entropy(head, target)
+    assert repeated == [False, False]
+    torch.testing.assert_close(loss.detach().clone(), want[0], **TOLERANCE)
+    if loss.requires_grad:
+        loss.backward(torch.full_like(loss, 1.7))
+        assert_same((loss.detach(), [t.grad for t in parts]), want, **TOLERANCE)
+    assert_same(loss_of(leaves(*tensors), target), want)
+
+
+def sliced(t):
+    return torch.cat([t, t], 1)[:, : t.shape[1]]
+
+
+def moved(t):
+    """The same numbers at an address that is not a multiple of 16 bytes."""
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+
+def test_layouts_and_other_heads(repeated, device, monkeypatch):
+    """Each has a plan of its own. The logits of all these heads have the same shape and dtype."""
+    hidden, weight, bias, target = make(torch.float32, device)
+    heads = (
+        (hidden, weight, bias),
+        (sliced(hidden), weight, bias),
+        (moved(hidden), weight, bias),
+        (hidden.t().contiguous().t(), weight, bias),
+        (hidden, weight, None),
+        (hidden[:, 1:].contiguous(), weight[:, 1:].contiguous(), bias),
+    )
+    for again in (False, True):
+        for tensors in heads:
+            parts = [None if t is None else t.detach().requires_grad_() for t in tensors]
+            assert_same(loss_of(parts, target), plain(parts, target), **TOLERANCE)
+        assert set(repeated[-len(heads) :]) == {again}
+    monkeypatch.setattr(run, "REMEMBERED", 2)
+    monkeypatch.setattr(run, "_plans", {})
+    for tensors in heads:
+        parts = [None if t is None else t.detach().requires_grad_() for t in tensors]
+        loss_of(parts, target)
+        assert len(run._plans) <= 2
+
+
+@pytest.mark.parametrize("change", ["rows", "classes", "freed", "frozen before"])
+def test_tensors_that_change_after_the_head_was_made(change, repeated, device):
+    hidden, weight, bias, target = make(torch.float32, device)
+    needs = (True, change != "frozen before", True)
+    loss_of(leaves(hidden, weight, bias, needs), target)
+    parts = leaves(hidden, weight, bias, needs)
+    head = ll.LinearLogits(*parts)
+    if change == "classes":
+        parts[1].data, parts[2].data = weight.repeat(2, 1), bias.repeat(2)
+    elif change == "rows":
+        parts[0].data = hidden[:2].clone()
+    elif change == "freed":
+        parts[1].untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="weight"):
+            ll.cross_entropy(head, target)
+    else:
+        parts[1].requires_grad_()
+        assert_same(loss_of(parts, target, lambda *_: head), plain(parts, target), **TOLERANCE)
+    with contextlib.suppress(RuntimeError, ValueError, IndexError):  # the sizes do not fit
+        ll.cross_entropy(head, target)
+    assert repeated[:2] == [False, False]
+
+
+def test_other_arguments_are_no_repetition(repeated, monkeypatch, device):
+    hidden, weight, bias, target = make(torch.float32, device)
+    loss_of(leaves(hidden, weight, bias), target)
+    for parts, labels in (
+        (leaves(hidden, weight, None), target),
+        (leaves(hidden[:-1], weight, bias), target[:-1]),
+        (leaves(hidden, weight[:-1], bias[:-1]), target.clamp(max=V - 2)),
+        (leaves(hidden.bfloat16(), weight.bfloat16(), bias.bfloat16()), target),
+        (leaves(hidden, weight, bias), target.int()),
+        (leaves(hidden, weight, bias, (True, False, True)), target),
+    ):
+        coarse = {"rtol": 0.05, "atol": 0.05} if parts[0].dtype == torch.bfloat16 else {}
+        assert_same(loss_of(parts, labels), plain(parts, labels), **TOLERANCE | coarse)
+    want = loss_of(leaves(hidden, weight, bias), target)
+    assert repeated.pop()
+    # options of a head, and heads without a Signature, which compiled code makes
+    main_grad, parts = torch.zeros(V, D, device=device), leaves(hidden, weight, bias)
+    made = torch.compile(lambda *t, **how: ll.LinearLogits(*t, **how), backend="eager")
+    for make_logits in (ll.LinearLogits, made):
+        got = loss_of(parts, target, lambda *t, f=make_logits: f(*t, main_grad=main_grad.zero_()))
+        assert parts[1].grad is None
+        assert_same(
+            (got[0], [None, main_grad, None]), (want[0], [None, want[1][1], None]), **TOLERANCE
+        )
+        got = loss_of(
+            leaves(hidden, weight, bias), target, lambda *t: ll.LinearLogits(*t, workspace=1)
+        )
+        assert_same(got, want, **TOLERANCE)
+    for _ in range(2):
+        assert_same(loss_of(leaves(hidden, weight, bias), target, made), want, **TOLERANCE)
+    # constants that are made during the capture of a CUDA graph belong to the graph
+    monkeypatch.setattr(run, "is_capturing", lambda: True)
+    for _ in range(2):
+        loss_of(leaves(hidden, weight, bias), target, temperature=3.0)
+    assert True not in repeated
+
+
+def test_labels_are_checked(repeated, device, monkeypatch):
+    *tensors, target = make(torch.float32, device)
+    for _ in range(2):
+        loss_of(leaves(*tensors), target)
+    monkeypatch.undo()
+    monkeypatch.setenv("LOGITLESS_CHECK", "1")
+    target = target.index_fill(0, torch.tensor([1], device=device), V)
+    with pytest.raises(IndexError, match=f"target must be in .* got {V} at row 1"):
+        loss_of(leaves(*tensors), target)
+
+
+class Wrapper(Logits):
+    """Logits whose source is a head, without the attribute `head`."""
+
+
+class Doubled(linear.HeadLogits):
+    """A head with its own losses."""
+
+    def evaluate(self, loss, reduction, row_weight):
+        return 2 * super().evaluate(loss, reduction, row_weight)
+
+
+@pytest.mark.parametrize(
+    ("make_logits", "factor"),
+    [
+        (lambda *t: Wrapper(linear.HeadLogits(linear.checked_head(*t))), 1),
+        (lambda *t: Doubled(linear.checked_head(*t)), 2),
+        (lambda *t: Wrapper(Doubled(linear.checked_head(*t))), 2),
+    ],
+)
+def test_other_sources(make_logits, factor, repeated, device):
+    *tensors, target = make(torch.float32, device)
+    mean, _ = loss_of(leaves(*tensors), target)
+    for _ in range(2):
+        got, _ = loss_of(leaves(*tensors), target, make_logits)
+        torch.testing.assert_close(got, factor * mean)
+
+
+def test_the_host_runs_few_functions(repeated, monkeypatch, device):
+    """A repeated call neither builds a loss nor calls `evaluate_head`."""
+    *tensors, target = make(torch.float32, device)
+    want = loss_of(leaves(*tensors), target)
+
+    def refuse(*_, **__):
+        raise AssertionError("This call is not repeated.")
+
+    monkeypatch.setattr(linear, "evaluate_head", refuse)
+    assert_same(loss_of(leaves(*tensors), target), want)
+    with pytest.raises(AssertionError, match="is not repeated"):
+        loss_of(leaves(*tensors), target, temperature=2.0)

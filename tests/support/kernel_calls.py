@@ -6,6 +6,7 @@ embeddings and over the rows of a table, those below.
 
 from collections.abc import Callable
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -46,6 +47,16 @@ def over_a_head(cut: Callable, call: Callable, **how) -> Callable[[Given], tuple
     def over(g: Given):
         with choose_cut.override(cut):
             return (call(ll.LinearLogits(g.hidden, g.weight, **how), g),)
+
+    return over
+
+
+def over_a_small_head(call: Callable) -> Callable[[Given], tuple[Tensor, ...]]:
+    """A call over a head whose logits are all computed at once."""
+
+    def over(g: Given):
+        with mock.patch.object(choose_cut, "SMALL", dict.fromkeys(choose_cut.SMALL, 1 << 30)):
+            return (call(ll.LinearLogits(g.hidden, g.weight), g),)
 
     return over
 
@@ -134,6 +145,9 @@ CALLS: dict[str, Callable[[Given], tuple[Tensor, ...]]] = {
     "head on chip, smoothed": over_a_head(on_chip, smoothed, drop_ignored=False),
     "head on chip, every statistic": over_a_head(on_chip, every_statistic, drop_ignored=False),
     "head, sums of a weight": as_a_weight,
+    "small head": over_a_small_head(loss),
+    "small head, smoothed": over_a_small_head(smoothed),
+    "small head, z-loss": over_a_small_head(lambda z, g: loss(z, g, z_loss=0.1, reduction="sum")),
     "invariant": invariantly,
     "fuse": lambda g: (loss(fused(g.weight)(g.hidden), g),),
     "lazy_logits": beside_a_lazy_teacher,
