@@ -32,7 +32,10 @@ ROOMS = (
 )  # fmt: skip
 FILES = ("tests/test_contract.py", "tests/test_nn.py", "tests/store/test_capture.py")
 # The files with the most kernels to compile.
-PARTS = {"losses/test_sparse_teacher": 3, "losses/test_every_function": 3, "core/test_evaluate": 2}
+PARTS = {
+    "gpu/test_head_sizes": 3, "losses/test_sparse_teacher": 3, "losses/test_every_function": 3,
+    "core/test_evaluate": 2,
+}  # fmt: skip
 
 
 class Job(NamedTuple):

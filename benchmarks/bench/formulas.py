@@ -1,9 +1,8 @@
 """Naive PyTorch formulas for the library's functions, and the errors of results against fp64.
 
 A formula maps logits (n, V) and tensors with one entry per row to numbers or ids for each row.
-`doctor` compares the library with some of them (selfcheck.py), and `bench` also times them, in the
-dtype of the logits, as the contender "eager". `errors` evaluates and differentiates them in fp64, a
-few rows at a time to save memory.
+They are timed in the dtype of the logits, as the contender "eager". `errors` evaluates and
+differentiates them in fp64, a few rows at a time to save memory.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 import torch
 
 import logitless as ll
-from tests.support import kernel_calls
+from tests.support import kernel_calls, sanitizer
 from tests.support.launches import every_kernel, launched
 from tests.support.sizes import ON_GPU
 
@@ -18,3 +18,4 @@ def test_every_kernel_is_launched_by_a_call():
         for name in kernel_calls.CALLS:
             kernel_calls.run(name, given)
     assert every_kernel() - ran - (set() if ON_GPU else WAIT_FOR_OTHERS) == set()
+    assert {*sanitizer.IN_FP32} <= kernel_calls.CALLS.keys()
