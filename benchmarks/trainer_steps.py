@@ -32,7 +32,7 @@ from benchmarks.policy_heads import dpo, grpo, pairs
 from benchmarks.step_clock import time_and_memory
 from logitless.cli import machine
 from logitless.cli.report import table
-from logitless.integrations.trl_gradients import Ways
+from logitless.integrations.token_gradients import Ways
 from logitless.integrations.trl_statistics import Call, token_statistics
 
 SMALL = (4, 64, 256, 5000)

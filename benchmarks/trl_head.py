@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.step_clock import time_and_memory
 from logitless.cli import machine
 from logitless.cli.report import table
-from logitless.integrations.trl_gradients import Ways
+from logitless.integrations.token_gradients import Ways
 from logitless.integrations.trl_statistics import Call, token_statistics
 
 CHECKED = (512, 256, 5000)

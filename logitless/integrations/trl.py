@@ -28,7 +28,7 @@ from ..lazy.checks import kind_of, options_of_fuse
 from ..lazy.fused_head import is_lazy
 from ..lazy.linear_logits import LinearLogits
 from ..lazy.model_hooks import GUARD, Guard, named_head
-from .trl_gradients import Ways
+from .token_gradients import Ways
 from .trl_rehearsal import STEP, rehearsed
 from .trl_statistics import (
     Call,
@@ -377,7 +377,7 @@ def _check_installed() -> None:
 
 
 def _way(model: Any) -> str:
-    """Returns the fastest way to compute the gradients without rehearsals (trl_gradients.py)."""
+    """Returns the fastest way to compute the gradients without rehearsals (token_gradients.py)."""
     from trl import SFTTrainer  # pyright: ignore  # it takes this file for trl
 
     nll = isinstance(model, SFTTrainer) and model.args.loss_type == "nll"

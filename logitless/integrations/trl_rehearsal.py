@@ -1,7 +1,7 @@
 """Runs a trainer's loss several times in one step, without anything that others could see.
 
 TRL's `_compute_loss` calls the model, computes the loss from the log-probabilities of the tokens,
-and logs metrics. While the head's logits of some tokens are in memory, trl_gradients.py needs the
+and logs metrics. While the head's logits of some tokens are in memory, token_gradients.py needs the
 gradients of this loss for these tokens. So `Step.loss` calls TRL's own method again, as a
 rehearsal: the model is a stand-in that returns the given log-probabilities. A copy of the trainer
 takes the metrics and all other attributes that the method sets, and its accelerator makes no
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .trl_gradients import OTHERS, Ways
+from .token_gradients import OTHERS, Ways
 
 # Methods of an accelerator. A loss that calls a refused method is not rehearsed.
 COLLECTIVES = ("gather", "gather_for_metrics", "reduce")

@@ -13,7 +13,7 @@ from ..heads.gemms import autocasts
 from ..lazy.linear_logits import LinearLogits
 from ..losses.dense_teacher import jsd
 from ..losses.statistics import entropy, row_stats, token_logprobs
-from .trl_gradients import Tokens, Ways, statistics_of
+from .token_gradients import Tokens, Ways, statistics_of
 
 
 class Call(NamedTuple):

@@ -8,7 +8,7 @@ A backend of verl's fused forwards on FSDP, also with a temperature per sample a
 of prompts are dropped before the head. In training, the head rehearses verl's own `ppo_loss`, with
 the policy loss of its registry, for the rows whose logits are in memory: so the gradients take
 three GEMMs, or two over a frozen head. The first steps find out whether a loss needs single rows,
-whole sequences or all log-probabilities, and backward checks every gradient (trl_gradients.py).
+whole sequences or all log-probabilities, and backward checks every gradient (token_gradients.py).
 """
 
 import functools
@@ -48,7 +48,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from ..heads.gemms import autocasts
 from ..lazy.linear_logits import LinearLogits
 from ..losses.statistics import token_logprobs
-from .trl_gradients import Tokens, Ways, statistics_of
+from .token_gradients import Tokens, Ways, statistics_of
 
 NAME = "logitless"
 BACKEND, SQUARES = "_verl_fused_kernels_backend", "calculate_sum_pi_squared"  # names of verl
@@ -73,18 +73,21 @@ class Step:
         self.rest: Any = None  # what verl hands from prepare_model_inputs to prepare_model_outputs
         self.is_packed = tu.get_non_tensor_data(batch, "use_remove_padding", True)
         self.counts = self.is_token = None  # (B, T) masks: rows that count, and rows that exist
-        loss = vars(engine).get("_logitless_loss")
-        self.loss_function: Any = loss if getattr(loss, "func", None) is ppo_loss else None
-        if "prompts" in batch and not engine.use_ulysses_sp:
+        self.loss_function = vars(engine).get("_logitless_loss")
+        # A loss of others may read prompts; verl's trainer reads the responses of an inference.
+        is_known = self.loss_function is None or self._is_ppo()
+        if is_known and "prompts" in batch and not engine.use_ulysses_sp:
             self._find_rows()
-        self.rehearses = torch.is_grad_enabled() and self.counts is not None and self._is_known()
+        self.rehearses = torch.is_grad_enabled() and self.counts is not None and self._is_verl_s()
 
-    def _is_known(self) -> bool:
-        """Only verl's own code is called several times."""
-        if self.loss_function is None or "config" not in self.loss_function.keywords:
-            return False
-        name = self.loss_function.keywords["config"].policy_loss.get("loss_mode", "vanilla")
-        return get_policy_loss_fn(name).__module__.startswith("verl.")
+    def _is_ppo(self) -> bool:
+        return getattr(self.loss_function, "func", None) is ppo_loss
+
+    def _is_verl_s(self) -> bool:
+        """Whether the policy loss is verl's own. No other code is called several times."""
+        config = self.loss_function.keywords.get("config") if self._is_ppo() else None
+        name = config and config.policy_loss.get("loss_mode", "vanilla")
+        return bool(name) and get_policy_loss_fn(name).__module__.startswith("verl.")
 
     def _find_rows(self) -> None:
         lengths = self.batch["input_ids"].offsets().diff()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from logitless.integrations.trl_gradients import Ways
+from logitless.integrations.token_gradients import Ways
 from logitless.integrations.trl_statistics import (
     Call,
     divergences,

@@ -91,6 +91,19 @@ def test_a_fused_and_adapted_model_is_fused(tmp_path):
     assert ll.is_fused(trainer.model), ll.is_fused(trainer.model)
 
 
+@pytest.mark.parametrize("name", ["SFT", "SFT, bf16", "DPO", "OnlineDPO"])
+def test_the_callback_fuses_and_adapts(name, tmp_path):
+    """As in axolotl and ms-swift: after accelerate has prepared the model."""
+    case = next(case for case in (*ADAPTED, *FUSED) if case.name == name)
+    want, trainer = run(case.trainer(tmp_path)), case.trainer(tmp_path)
+    trainer.add_callback(ll.hf.LogitlessCallback(trainer=trainer, workspace=WORKSPACE))
+    got = run(trainer)
+    assert far(got, want) <= case.tolerance
+    assert ll.is_fused(trainer.model)
+    # DPO's reference is not fused, and small logits of OnlineDPO's samples are plain.
+    assert name in ("DPO", "OnlineDPO") or got.widest <= LAZY
+
+
 def test_options_of_use_in_trl_take_precedence(tmp_path):
     trainer = ll.hf.use_in_trl(SFT.trainer(tmp_path, fused), workspace=1 << 30)
     assert run(trainer).widest > LAZY
@@ -255,7 +268,7 @@ class TestErrors:
 
     def test_trainer_without_the_head(self, tmp_path):
         case = next(case for case in FUSED if case.name == "OnlineDPO")
-        with pytest.raises(TypeError, match="got OnlineDPOTrainer, which calls the model's own"):
+        with pytest.raises(ll.hf.OnlyFuseNeededError, match="OnlineDPOTrainer, which calls the"):
             ll.hf.use_in_trl(case.trainer(tmp_path))
 
     def test_loss_that_does_not_call_the_head(self, tmp_path):

@@ -26,7 +26,7 @@ import_external_libs("logitless.integrations.verl")  # what HFModelConfig does w
 
 from logitless.integrations import verl as adapter
 from logitless.integrations.seams import NoEffectError
-from tests.support.trainer_runs import WORKSPACE, D, V, model, once
+from tests.support.trainer_runs import WORKSPACE, D, V, far, model, once
 
 pytestmark = pytest.mark.filterwarnings("default")
 WRITES = (
@@ -221,6 +221,32 @@ def test_inference_drops_prompts():
         found.append(output["model_output"]["log_probs"])
     torch.testing.assert_close(of_responses(found[1]), of_responses(found[0]))
     assert all((t[: n - 1] == 0).all() for t, n in zip(found[1].unbind(), PROMPTS, strict=True))
+
+
+def test_other_losses_get_the_log_probabilities_of_prompts(compare):
+    def loss(model_output, data, dp_group):
+        return model_output["log_probs"].values().sum(), {}
+
+    plain, fused = models()
+    found = [
+        once(module, lambda: engine_of(module).forward_step(batch_of(kernels), loss, False)[0])  # noqa: B023
+        for module, kernels in ((plain, False), (fused, True))
+    ]
+    compare("verl", "a loss of your own", WRITES, found[1], found[0])
+
+
+def test_your_own_policy_loss_is_called_once(monkeypatch):
+    calls = []
+
+    def own(*args, **kwargs):
+        calls.append(kwargs)
+        return POLICY_LOSS_REGISTRY["vanilla"](*args, **kwargs)
+
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, "own", own)
+    plain, fused = models()
+    want, got = train(plain, False, "own", True), train(fused, True, "own", True)
+    assert far(got, want) <= 2e-5
+    assert len(calls) == 2
 
 
 class TestRefusals:

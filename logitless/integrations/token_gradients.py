@@ -5,9 +5,9 @@ in memory, and four if they are known only in backward. So `TokenStatistics` tak
 on which the trainer's loss has not failed yet:
 
 - "sum": all tokens have the same gradient.
-- "rows", "sequences", "pairs": a rehearsal (trl_rehearsal.py) computes the gradients of some tokens
-  from the statistics of these tokens, of whole sequences, or of the sequences b and b + B/2. The
-  statistics of all other tokens are arbitrary constants.
+- "rows", "sequences", "pairs": a rehearsal of the loss (trl_rehearsal.py, verl.py) computes the
+  gradients of some tokens from the statistics of these tokens, of whole sequences, or of the
+  sequences b and b + B/2. The statistics of all other tokens are arbitrary constants.
 - "statistics": backward computes the gradients. Over a frozen head, this way takes only two GEMMs
   as long as the entropies need no gradient.
 
@@ -91,7 +91,7 @@ class Tokens(NamedTuple):
     half: Tensor | None  # (N,), log-probabilities at half the temperature
     how: dict[str, Any]  # temperature and softcap
     wants: dict[str, bool]  # entropy, total, argmax
-    step: Any = None  # a trl_rehearsal.Step, or None
+    step: Any = None  # has a method `loss`; None if the loss cannot be rehearsed
 
     def read(self, head: Head, gradient: tuple[str, ...] | None = None) -> Statistics:
         """Reads the statistics. `gradient` names those that get a gradient; None for all."""
