@@ -335,7 +335,8 @@ class made_once(dict, Generic[T]):
 
     def beside(self, t: Tensor, *key: Any) -> T:
         """Returns cache[key] for an operation with t. A fake t needs a constant that is fake."""
-        return self[key] if has_values(t) else self.make(*key)
+        real = has_values(t) and not torch._C._len_torch_dispatch_stack()
+        return self[key] if real else self.make(*key)
 
 
 def is_capturing() -> bool:  # a CUDA graph

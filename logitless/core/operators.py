@@ -4,17 +4,23 @@
 one for None, which an operator cannot return); `logitless::<name>_gradient` returns the gradient of
 the logits. The arguments are the fields of the loss and of its structs. For torch.func, each
 operator also has an autograd.Function. Losses over a head have others (heads/operators.py).
+
+The compiled backward of a loss without ids calls no operator: the compiler fuses the operations of
+`fusible_gradient` into one kernel, which overwrites logits that nothing else reads.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..contract import PRECISION, Pair, Reading, Slots
+from ..eager.stats_bwd import fusible_gradient
 from . import tensor_checks
+from .backend import Completed
 from .call import check_values, in_func
 from .choose_backend import backend_of
 from .invariant import refuse_operator
@@ -37,6 +43,9 @@ _FIELDS = {
     Slots: Slots._fields,
     Pair: Pair._fields,
 }
+
+# The backend of a compiled backward: an operator's gradient would be a tensor beside the logits.
+IN_GRAPH = Completed(SimpleNamespace(gradient=fusible_gradient))
 
 library = torch.library.Library("logitless", "DEF")
 
@@ -66,6 +75,12 @@ def loss_of(kind: type, arguments: Sequence):
             value._replace(wants=tuple(value.wants.split())) if struct is Reading else value
         )
     return kind(*values)
+
+
+def _is_traced() -> bool:
+    """Whether AOTAutograd traces a graph for a compiler."""
+    kind = torch._C._TorchDispatchModeKey.FUNCTIONAL  # pyright: ignore
+    return torch._C._get_dispatch_mode(kind) is not None  # pyright: ignore
 
 
 def outputs_of(loss) -> tuple[str, ...]:
@@ -139,8 +154,11 @@ class Operator:
         upstream, d_x = list(upstream[: ctx.outputs]), None
         if any(d is not None for d in upstream):
             args = (x, *arguments, *rest)
+            loss = loss_of(self.kind, arguments)
             if ctx.in_func:
                 d_x = self.gradient_in_func.apply(len(args), *args, *upstream)
+            elif loss.structs == ("reading",) and loss.reading.ids is None and _is_traced():
+                d_x = loss.backward(IN_GRAPH, x, args[-self.count :], tuple(upstream))
             else:
                 d_x = getattr(torch.ops.logitless, f"{self.name}_gradient")(*args, upstream)
         return d_x, *(None,) * len(arguments)

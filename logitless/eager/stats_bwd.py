@@ -170,3 +170,38 @@ def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy:
         d_logprob_t1 = torch.where(terms.has_label[rows], terms.d_logprob_t1[rows], 0.0)
         dy.scatter_add_(1, terms.label[rows], d_logprob_t1)
     return dy
+
+
+def fusible_gradient(
+    x: Tensor,
+    reading: Reading,
+    state: Tensor,
+    coefficients: Coefficients,
+    upstream: Tensor,
+    factor: Tensor | None = None,
+    into: Tensor | None = None,  # must be None
+) -> Tensor:
+    """`gradient` of a loss without ids, as operations that a compiler fuses into one kernel.
+
+    The kernel reads and writes one element at a time, so it can overwrite logits that nothing else
+    reads.
+    """
+    flat, live = x.reshape(-1, x.shape[-1]), live_rows(reading)
+    terms = _Terms(x, reading, state, coefficients, upstream, factor, 0)
+    y, slope = capped(flat, reading.softcap)
+    d = centred(y, terms.shift, terms.inv_t)
+    p = d.exp() * (-terms.log_s).exp()
+    dy = p * terms.a
+    if terms.b is not None:
+        dy = dy + torch.where(p > 0, p * (d - terms.log_s), 0.0) * terms.b
+    if terms.g_total is not None:
+        weight = reading.class_weight
+        dy = dy + terms.g_total * (1.0 if weight is None else weight)
+    if terms.g_label is not None:
+        columns = torch.arange(flat.shape[1], device=x.device)
+        dy = dy + torch.where(columns == terms.label, terms.g_label, 0.0)
+    if slope is not None:
+        dy = dy * slope
+    if live is not None:
+        dy = torch.where(live.unsqueeze(1), dy, 0.0)
+    return dy.to(x.dtype).view(x.shape)

@@ -1,10 +1,12 @@
 """The operators as PyTorch's compiler sees them: opcheck, whole graphs, dynamic shapes."""
 
+import re
 import shutil
 
 import pytest
 import torch
 import torch._inductor.config
+from torch._inductor.utils import run_and_get_code
 
 import logitless as ll
 from tests.support import oracle
@@ -267,9 +269,40 @@ def test_dynamic_shapes_compile_once(f, impl, device):
     assert counts == counts[:1] * 3
 
 
-@pytest.mark.skipif(
+inductor = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler"
 )
+# Vector instructions and precompiled headers would take most of a test's time.
+QUICK = {"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}
+
+
+@inductor
+@pytest.mark.parametrize("used", [False, True], ids=["dead logits", "logits that are returned"])
+def test_the_gradient_overwrites_logits_that_nothing_else_reads(used, device):
+    """As that of F.cross_entropy, so the backward allocates no tensor of their size."""
+    head, target = torch.randn(8, V, device=device), torch.tensor([3, -100, 36], device=device)
+    hidden = torch.randn(3, 8, device=device, requires_grad=True)
+
+    def f(hidden):
+        z = hidden @ head
+        loss = ll.cross_entropy(z, target, label_smoothing=0.1, z_loss=0.01, softcap=5.0)
+        return (loss, z) if used else (loss,)
+
+    def run(f):
+        loss, *logits = f(hidden)
+        return loss, *torch.autograd.grad(2 * loss, hidden), *logits
+
+    compiled = torch.compile(f, fullgraph=True)
+    with torch._inductor.config.patch(QUICK):
+        got, (*_, code) = run_and_get_code(lambda: run(compiled))
+    for a, b in zip(got, run(f), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
+    allocated = re.findall(r"empty_strided\w*\(\((\d+), (\d+)\)", code)
+    assert allocated
+    assert ((str(len(target)), str(V)) in allocated) is used
+
+
+@inductor
 def test_the_default_backend(device):
     """inductor, fusing what it likes around the operators, one of which overwrites its logits."""
     head = torch.randn(9, V, device=device)
@@ -281,9 +314,7 @@ def test_the_default_backend(device):
         kept = kept * ll.cross_entropy(x.cos() * 2, target, inplace=True, **how)
         return kept + ll.cross_entropy(ll.LinearLogits(x.sin(), head), target % 9)
 
-    # Vector instructions and precompiled headers would take most of the test's time.
-    options = {"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}
-    with torch._inductor.config.patch(options):
+    with torch._inductor.config.patch(QUICK):
         assert_compiled_is_plain(f, *make(device=device), backend="inductor")
 
 
