@@ -36,11 +36,14 @@ INSIDE_FUNCTIONS = {
 BOUNDARY = {
     "parallel/checks.py": "arguments of VocabShard",
     "parallel/dtensor.py": "arguments beside logits may be DTensors too",
-    "lazy/elementwise.py": "arguments beside lazy logits may be lazy too",
+    "lazy/by_rows.py": "an input of a formula may be a head",
+    "lazy/fused_head.py": "a head returns lazy logits, or whatever its own forward returns",
+    "lazy/logits.py": "PyTorch calls its functions with anything",
     "lazy/losses.py": "arguments beside lazy logits may be lazy too",
+    "lazy/ops.py": "arguments beside lazy logits may be lazy too",
+    "lazy/recipe.py": "an input of a formula may be a head",
+    "lazy/rows.py": "an index may be anything",
     "lazy/torch_functions.py": "PyTorch calls its functions with anything",
-    "lazy/values.py": "arguments beside lazy logits may be lazy too",
-    "lazy/views.py": "an index may be anything",
 }
 
 

@@ -106,7 +106,7 @@ RULES: dict[str, Callable[[Any], Any]] = {
     **{
         name: functools.partial(tensor_checks.yes_or_no, name)
         for name in (
-            "averaged", "drop_ignored", "lazy_inference", "mass", "rank", "remove_hits",
+            "averaged", "drop_ignored", "lazy_inference", "mass", "rank", "remove_hits", "scores",
             "renormalise", "sparse_grad", "symmetric", "tail", "trainable",
         )
     },

@@ -1,175 +1,206 @@
 """Lazy logits: a tensor whose values are not computed until they are needed.
 
-A fused head returns a `LazyLogits`, a tensor with a shape, a dtype and an autograd history that
-holds `hidden`, `weight` and `bias` instead of values. Losses, and functions that reduce over the
-vocabulary, such as argmax, are computed from it chunk by chunk (heads/); views, slices, casts and
-elementwise functions return lazy logits again (torch_functions.py); anything else materialises the
-logits. Only logits for inference can be written to (`Recipe.inference`, writes.py).
-
-The autograd graph is that of a plain tensor, one node each for the head, every view and the loss,
-so hooks, DDP and FSDP work as usual. Only the gradient differs: a loss computes those of `hidden`
-and `weight` and passes both on in a `LazyGradient`, which views re-index and the head reads.
+A fused head returns a `LazyLogits`. It holds the head's hidden states, weight, bias and adapters
+with their autograd history, and a formula over their product (recipe.py). A view of rows is the
+view of `hidden`, a slice of columns the slice of `weight`; a bias or an adapter is an ordinary sum
+(rows.py, head_changes.py); other functions extend the formula (elementwise.py). A loss brings the
+formula into normal form (formula.py) and is computed from the head, chunk by chunk, so gradients go
+straight to `hidden` and `weight` (history.py). Anything else reads the values (memory.py).
 """
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..contract import Reading
-from ..core import tensor_checks
-from ..core.call import check_values, in_func
 from ..core.capture import Capture, Captured
 from ..core.choose_backend import captured
-from ..core.evaluate import by_statistics, evaluate
+from ..core.evaluate import evaluate
 from ..core.loss import RowLoss
 from ..core.source import Source, teacher_rows
 from ..heads.head import Head
-from ..heads.linear import captured_of_head, takes_groups
+from ..heads.linear import captured_of_head
 from .compiled import leave_to_python
-from .deferred import Deferred, called, on_values, result_of, running, written
-from .gradient import LazyGradient, Like, aten, is_copy
-from .loss_nodes import LazyPerRowLoss, LazyReducedLoss
-from .nodes import LazyHead, LazyOp, Materialize, Op, anchor_of
-from .origin import Cell, Origin
-from .recipe import Recipe
+from .formula import HeadLogits
+from .history import Alias, Root, Sent, Shield, is_copy, product, tied
+from .memory import Cell, Shared, on_values, running, write, written
+from .recipe import Recipe, own, same
 from .report import note
-from .writes import write_values
+from .scores import Remembered
+from .weight_changes import Watch, versions
+
+T = Tensor
 
 
-class LazyLogits(Deferred, Source):
+class LazyLogits(Shared, Source):
     """Logits (..., V) of a head, usable like any other tensor; see the module's docstring."""
 
-    cell: Cell
-    origin: Origin
+    recipe: Recipe
+    sent: Sent
+    anchors: tuple["LazyLogits", ...]  # logits that backward must visit, for hooks of PyTorch
+    settled: bool  # whether the attributes below are known
+    used: bool  # whether a loss or other logits were computed from these, past their own node
+    # Whether the gradient passes these logits as a plain tensor, because a hook of the user or an
+    # autograd function of other code reads it.
+    opaque: bool
 
-    @classmethod
-    def of(cls, recipe: Recipe) -> "LazyLogits":
-        z = cls.blank(Like(recipe.shape, recipe.formula.dtype, recipe.device))
-        z.cell = Cell(recipe)
-        z.origin = Origin(z.cell)
+    @staticmethod
+    def of(recipe: Recipe, kind: type | None = None) -> "LazyLogits":
+        z = Shared.blank(kind or LazyLogits, recipe.shape, recipe.formula.dtype, recipe.device)
+        z.recipe, z.cell, z.sent, z.anchors = recipe, Cell(recipe), Sent(), ()
+        z.settled, z.used, z.opaque = False, False, False
+        if not recipe.formula.depth and recipe.axis is None:
+            recipe.base = weakref.ref(z)
         return z
 
-    def derived(
-        self,
-        recipe: Recipe,
-        function: Callable[..., Tensor] | None = None,
-        arguments: "tuple[LazyLogits, ...]" = (),
-        is_view: bool = False,
-    ) -> "LazyLogits":
-        """Lazy logits with another recipe and no autograd history.
+    def rooted(self, anchors: tuple["LazyLogits", ...] = ()) -> "LazyLogits":
+        """Gives new logits their autograd node."""
+        self.anchors, self.settled = anchors, True
+        new = [self, self.recipe, self.sent, anchors]
+        return Root.apply(new, *self.recipe.tensors, *anchors)  # pyright: ignore
 
-        `function` maps the values of `arguments`, by default (self,), to those of the result. If
-        `is_view` is true, they can share memory.
-        """
-        z = LazyLogits.of(recipe)
-        if function is not None:
-            z.origin.after(tuple(t.origin for t in arguments or (self,)), function, is_view)
-            if is_view and recipe.inference:
-                z.origin.register()
-        return z
+    def settle(self) -> "LazyLogits":
+        """Finds out how gradients pass these logits, which may be the result of other code."""
+        if self.settled:
+            return self
+        self.settled = True
+        if not self.requires_grad:
+            self.recipe = self.recipe.detached()
+            self.cell.recipe = self.cell.recipe.detached()
+            return self
+        with torch._C.DisableTorchFunctionSubclass():
+            node = self.grad_fn
+        if node is not None and node.name() in PASSES and self.recipe.has_history:
+            self.anchors = (self,)
+        else:
+            self.recipe, self.opaque = self.recipe.detached(), True
+        return self
 
-    @property
-    def recipe(self) -> Recipe:
-        return self.cell.recipe
+    def show_gradient(self, operation: str) -> None:
+        """From now on, the gradient passes these logits as a plain tensor, for `operation`."""
+        if self.requires_grad and not self.settle().opaque:
+            self.read(operation)
+            self.recipe, self.opaque = self.recipe.detached(), True
 
-    @property
-    def known_values(self) -> Tensor | None:
-        return self.cell.values
+    # --- where losses, functions and values come from
 
     @property
     def from_head(self) -> bool:
-        """Whether losses and functions are computed from the head instead of from the values.
-
-        Logits for inference use the values if they are small or already computed.
-        """
-        origin, recipe = self.origin, self.recipe
-        if origin.exposed:
+        """Whether losses and functions are computed from the head instead of from the values."""
+        if self.opaque or self.cell.exposed:
             return False
-        if recipe.inference:
-            return not recipe.small and not origin.known
-        return not (origin.known and recipe.stale())
-
-    @property
-    def in_memory(self) -> bool:
-        return self.recipe.inference and self.origin.known
+        if torch.is_grad_enabled() and self.requires_grad:
+            return not (self.known and self.recipe.stale())
+        return not self.known and not (self.recipe.inference and self.recipe.small)
 
     @property
     def views_stay_lazy(self) -> bool:
         """Whether views of these logits are lazy.
 
-        Those for inference are until the logits are read, even if small, because a write to a part
-        of one row, say, must also change the large logits from which the row was selected.
+        Small logits for inference are read rather than computed by our kernels, but their views
+        must share what is later written.
         """
-        unread = self.recipe.inference and self.cell.values is None
-        return self.from_head or (unread and not self.origin.exposed)
+        return self.from_head or not (self.opaque or self.cell.exposed or self.known)
+
+    @property
+    def sends(self) -> bool:
+        """Whether gradients go straight to the tensors of the head."""
+        return torch.is_grad_enabled() and self.requires_grad and not self.opaque
+
+    def values(self) -> Tensor:
+        if not self.known and not self.is_whole:
+            self.own = self.recipe.values()
+        return super().values()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all logits that share the memory of the cell."""
+        return not self.path or self.numel() == torch.Size(self.cell.recipe.shape).numel()
 
     def read(self, operation: str | None = None) -> Tensor:
-        """The values, materialised if needed, by `operation` or the PyTorch function that runs."""
-        self.note_if_unread(operation)
-        return self.origin.values()
-
-    def note_if_unread(self, operation: str | None = None) -> None:
-        if self.cell.values is None and not self.origin.reads_exposed:
+        if not self.known:
             note(self, operation or running())
+        return self.values()
 
-    def plain_values(self) -> Tensor:
-        return self.read()
+    def plain(self, operation: str | None = None) -> Tensor:
+        """The values as a plain tensor, with its history."""
+        values_only = not (torch.is_grad_enabled() and self.settle().requires_grad)
+        if values_only:
+            return self.read(operation)
+        if not self.known:
+            note(self, operation or running())
+        return self.with_history()
 
-    def expose(self) -> Tensor:
-        """The values, for a caller that can overwrite them. Later losses use what it wrote."""
-        self.note_if_unread()
-        return self.origin.expose()
+    def with_history(self, copy: bool = False) -> Tensor:
+        """The values with their history, as a tensor that nobody may write to, or as a copy."""
+        recipe, visited = self.recipe, any(z is self for z in self.anchors)
+        if self.opaque or self.known or visited or not recipe.formula.depth:
+            values = self.values() if self.known or not copy else recipe.values()
+            shared = not copy
+            values = values.clone() if copy and self.known else values
+            return Alias.apply(self, [values], shared)  # pyright: ignore
+        recipe.check()
+        with torch.inference_mode(False), recipe.in_memory():
+            t = recipe.of_product(self.head_logits())
+        if copy:
+            return t
+        if self.is_whole and not self.path:
+            self.cell.keep(t.detach())
+        else:
+            self.own = t.detach()
+        return Shield.apply(t)  # pyright: ignore
 
-    @property
-    def unwritable(self) -> str:  # pyright: ignore
-        if not self.recipe.inference:
-            return super().unwritable
-        return "parts of the logits that were read earlier would keep their old values"
-
-    @property
-    def lent(self) -> list[weakref.ref] | None:  # pyright: ignore
-        return self.origin.root.lent if self.recipe.inference else None
-
-    def lend(self) -> bool:
-        return self.recipe.inference and not self.requires_grad and self.origin.lend()
-
-    def write(self, func, args: tuple, kwargs: dict) -> Any:
-        result = write_values(self, func, args, kwargs)
-        return super().write(func, args, kwargs) if result is NotImplemented else result
-
-    def writable_values(self) -> Tensor | None:
-        if not self.recipe.inference:
-            return None
-        top = self.origin.top()
-        if not top.known:
-            note(self, running())
-        return self.origin.writable()
+    def head_logits(self) -> Tensor:
+        """The logits of the head, before the formula, with their history."""
+        base = None if self.recipe.base is None else self.recipe.base()
+        if base is not None and not base.cell.exposed:
+            return base.with_history()
+        return product(self.recipe, self.anchors)
 
     def materialize(self, rows=None) -> Tensor:
         """Returns the logits as a plain, differentiable tensor, or only `rows`, detached."""
-        if rows is None:
-            note(self, "materialize", warns=False)
-            return Materialize.apply(self)  # pyright: ignore[reportReturnType]
-        with self.recipe.in_memory():
-            return teacher_rows(self.as_teacher(), rows).clone()
+        if rows is not None:
+            with self.recipe.in_memory():
+                return teacher_rows(self.as_teacher(), rows).clone()
+        self.settle()
+        note(self, "materialize", warns=False)
+        if torch.is_grad_enabled() and self.requires_grad:
+            return self.with_history(copy=True)
+        return self.values().clone() if self.known else self.recipe.values()
 
-    def over(self, shard) -> "LazyLogits":
-        """The columns of all ranks, of which `self` has the part that `shard` describes."""
-        recipe = self.recipe.replace(shard=shard.over(None), answers=None, places=None)
-        sides = (shard.start, shard.vocab - shard.start - shard.width)
-        columns = slice(shard.start, shard.start + shard.width)
-        op = Op(lambda t: pad(t, sides), pull=lambda d: d[..., columns])
-        return kept(self, recipe, None, op)
+    def expose(self) -> None:
+        if not self.known:
+            note(self, running())
+        super().expose()
+
+    def why_read_only(self) -> str | None:
+        return "they need a gradient" if self.requires_grad else None
+
+    def shares_history(self) -> bool:
+        return torch.is_grad_enabled() and self.requires_grad
+
+    def hook(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Registers a hook. Who reads the gradient gets that of plain logits."""
+        if not is_of_pytorch(args[1] if len(args) > 1 else None):
+            if self.used and not self.opaque:
+                raise RuntimeError(LATE.format(func.__name__))
+            self.show_gradient(f"Tensor.{func.__name__}")
+        elif self.requires_grad and not self.settle().opaque:
+            self.anchors = (self,)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(self, *args[1:], **kwargs)
+
+    # --- a source of logits, for the losses of logitless
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        of_head = self.loss_of_head(loss)
-        if of_head is None:
-            return evaluate(self.differentiable(), loss, reduction, row_weight)
+        of_head = self.settle().loss_of_head(loss)
+        if isinstance(of_head, str):
+            return evaluate(self.plain(of_head), loss, reduction, row_weight)
         result = UnscaledLogits(self).evaluate(of_head, reduction, row_weight)
         if self.recipe.head.dtype != torch.float64 or self.dtype == torch.float64:
             return result
@@ -178,41 +209,36 @@ class LazyLogits(Deferred, Source):
         outputs = tuple(t.float() if t.is_floating_point() else t for t in outputs)
         return outputs if isinstance(result, tuple) else outputs[0]
 
-    def loss_of_head(self, loss: RowLoss) -> RowLoss | None:
-        """Rewrites a loss over scaled or capped logits as a loss over the head's own logits.
+    def loss_of_head(self, loss: RowLoss) -> RowLoss | str:
+        """The same loss over the head's own logits, before their scale and softcap.
 
-        Returns None, and notes it for `report`, if the values must be materialised instead.
+        If the values must be materialised instead, returns what `report` says about it.
         """
         if not self.from_head:
-            self.note_if_unread("a loss of logitless")
-            return None
+            return "a loss of logitless"
         recipe, softcap = self.recipe, loss.reading.softcap
-        cause, of_head = recipe.obstacle(softcap), None
+        cause = recipe.obstacle(softcap)
         if cause is None:
-            direct = recipe.formula
-            of_head = loss.fold_scale(direct.scale, direct.cap or softcap)  # pyright: ignore
+            direct: Any = recipe.direct
+            of_head = loss.fold_scale(direct.scale, direct.cap or softcap)
+            if of_head is not None:
+                return of_head
             cause = "scaled logits, with labels at temperature 1 or a teacher that is a tensor"
-        if of_head is None:
-            note(self, f"a loss of logitless over {cause}")
-        return of_head
-
-    def differentiable(self) -> Tensor:
-        """The logits as a read-only plain tensor, for use in a loss."""
-        known = not self.requires_grad and self.recipe.inference
-        return self.origin.values() if known else Materialize.apply(self)  # pyright: ignore
+        return f"a loss of logitless over {cause}"
 
     def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
-        direct = self.recipe.direct
+        direct = self.settle().recipe.direct
         if direct is None or self.recipe.obstacle(softcap) or not self.from_head:
-            return captured(self.read(capture.name), capture, temperature, softcap)
+            return captured(self.plain(capture.name).detach(), capture, temperature, softcap)
         reading = Reading(self.shape[-1], temperature=temperature)
         reading = reading.fold_scale(direct.scale, direct.cap or softcap)
         return UnscaledLogits(self).capture(capture, reading.temperature, reading.softcap)
 
     def as_teacher(self):
         """The logits without gradients, for use as a teacher in a loss."""
-        constant = self.recipe.obstacle(None) or not self.from_head
-        return self.read("a loss over a teacher") if constant else self.recipe.teacher()
+        if self.settle().recipe.obstacle(None) or not self.from_head:
+            return self.plain("a loss over a teacher").detach()
+        return self.recipe.teacher()
 
     def in_columns(self, shard) -> Source:
         return LazyColumns(self, shard)
@@ -220,103 +246,134 @@ class LazyLogits(Deferred, Source):
     def ranks_of_call(self):
         return None if self.recipe.shard is None else self.recipe.shard.ranks
 
-    def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __repr__(self, **_) -> str:  # pyright: ignore
         """Shows the values of logits for inference if they are small or already computed."""
         recipe = self.recipe
-        small = recipe.inference and recipe.small
-        if self.in_memory or (small and not recipe.stale()):
-            return repr(self.read("repr"))
-        return super().__repr__()
+        if recipe.inference and (self.known or (recipe.small and not recipe.stale())):
+            return repr(self.plain("repr"))
+        kind = type(self).__name__
+        return f"{kind}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def describe(self) -> str:
-        return f"lazy logits of {self.recipe.head.describe()}, {self.recipe.needs}"
+        needs = tuple(t is not None and t.requires_grad for t in self.recipe.head.tensors)
+        return f"lazy logits of {self.recipe.head.describe()}, {needs}"
+
+    # --- functions of PyTorch
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is Tensor.register_hook:
-            z, hook = args
-            args = (z, checked_hook(hook))
-        with called(func):
-            result = result_of(func, args, kwargs or {})
-        if result is not NotImplemented:
-            return result
+        kwargs, first = kwargs or {}, args[0] if args else None
+        if func in HOOKS and isinstance(first, LazyLogits):
+            return first.hook(func, args, kwargs)
+        if func in LEAVES and isinstance(first, LazyLogits):
+            first.settled = False
+        if func is torch.autograd.grad:
+            for z in args[1] if isinstance(args[1], (list, tuple)) else args[1:2]:
+                if isinstance(z, LazyLogits) and not z.settle().opaque:
+                    raise RuntimeError(NO_GRADIENT)
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        copied = args[0] if is_copy(func, args) else None
-        if copied is not None and not (func is aten.clone.default and copied.in_memory):
-            z = copied
-            copy = z.derived(z.recipe, torch.clone)
-            if func is not aten.clone.default:
-                copy.cell, copy.origin = z.cell, z.origin
-            elif z.origin.exposed:
-                copy.cell.values, copy.cell.exposed = z.origin.values().clone(), True
-            return copy
-        targets = written(func, args, kwargs)
-        if targets:
-            return targets[0].write(func, args, kwargs)
-        return on_values(func, args, kwargs)
+        if is_copy(func, args):
+            z, clone = args[0], func is torch.ops.aten.clone.default
+            if not clone or not (z.known or z.cell.exposed):
+                copy = LazyLogits.of(z.recipe, type(z))
+                for key in ("recipe", "sent") if clone else tuple(vars(z)):
+                    setattr(copy, key, vars(z)[key])
+                copy.settled = False
+                return copy
+        if written(func, args, kwargs):
+            return write(func, args, kwargs)
+        return on_values(func, args, kwargs, lambda t: t.read())
 
 
-leave_to_python(LazyLogits.__torch_function__, LazyLogits.__torch_dispatch__)
+# Autograd functions of PyTorch that pass a gradient on unchanged.
+PASSES = {
+    "BackwardHookFunctionBackward", "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward",
+}  # fmt: skip
+HOOKS = {T.register_hook, T.retain_grad}
+LEAVES = {T.requires_grad_, T.requires_grad.__set__}  # pyright: ignore
+LATE = (
+    "Tensor.{} of lazy logits must be called before anything is computed from them, because a loss"
+    " sends gradients straight to the head. Call it right after the forward, or use plain logits:"
+    " logits = logits.materialize() before the loss."
+)
+NO_GRADIENT = (
+    "the gradient of lazy logits must not be asked for, because a loss sends gradients straight to"
+    " the head. Use plain logits: logits = logits.materialize() before the loss."
+)
 
 
-def checked_hook(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """A hook that calls `hook`, and raises if it replaces an incomplete gradient."""
+def is_of_pytorch(hook: Any) -> bool:
+    """Whether PyTorch set this hook, to see that backward reaches the logits."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
 
-    @functools.wraps(hook)
-    def checked(g: Tensor) -> Any:
-        new = hook(g)
-        if new is not None and new is not g and isinstance(g, LazyGradient):
-            g.refuse_shared()
+
+def unchanged(z: LazyLogits, shares: bool) -> LazyLogits:
+    """A copy or, if it shares memory, an alias of z.
+
+    Without gradients it keeps the history too, because the forward of an autograd function may
+    return it, such as those of PyTorch that pass gradients on (PASSES).
+    """
+    if z.sends or not z.requires_grad or z.opaque:
+        return derived(z.recipe, z, view=same if shares else None)
+    copy = LazyLogits.of(z.recipe)
+    copy.sent, copy.used = z.sent, z.used
+    if shares:
+        copy.cell, copy.path, copy.own = z.cell, z.path, z.own
+    return copy
+
+
+def derived(
+    recipe: Recipe, *lazy: LazyLogits, view: Callable[[Tensor], Tensor] | None = None
+) -> LazyLogits:
+    """New logits that are computed from others. With `view`, they are a view of the first."""
+    new = LazyLogits.of(recipe)
+    if view is not None:
+        z = lazy[0]
+        z.cell.recipe = z.cell.recipe.detached()  # an alias must not keep the history of others
+        new.cell, new.path = z.cell, (*z.path, view)
+    sends = [z for z in lazy if z.sends]
+    if not sends:
+        new.recipe = new.recipe.detached()
         return new
+    for z in sends:
+        z.used = True
+    return new.rooted(anchors_of(sends))
 
-    return checked
 
-
-def kept(z: LazyLogits, recipe: Recipe, back: Callable | None, op: Op) -> LazyLogits:
-    """The result of `op` on z, as lazy logits with the given recipe (LazyOp)."""
-    anchor = None if op.linear else anchor_of(z)
-    return LazyOp.apply(recipe, back, op, anchor, z)  # pyright: ignore[reportReturnType]
+def anchors_of(lazy: list[LazyLogits]) -> tuple[LazyLogits, ...]:
+    return tuple({id(t): t for z in lazy for t in z.anchors}.values())
 
 
 class UnscaledLogits(Source):
     """The logits that the head computes, before the scale and softcap of the lazy logits."""
 
     def __init__(self, z: LazyLogits):
-        self.z, self.recipe = z, z.recipe
+        self.z, self.recipe = z.settle(), z.recipe
         self.shape = torch.Size((*z.recipe.lead, z.recipe.vocab))
-        self.device = z.device
-        self.dtype = z.recipe.head.hidden.dtype
+        self.device, self.dtype = z.recipe.device, z.recipe.head.hidden.dtype
         self.requires_grad = z.requires_grad
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        if in_func():
-            tensor_checks.no_head_in_func()
-        if self.recipe.shard is None:
-            check_values(loss)
-        else:
-            loss = self.recipe.shard.over(self).checked(loss, reduction, row_weight)
-        if self.recipe.answers is None:
-            return self.computed(loss, reduction, row_weight)
-        return self.recipe.answers.evaluate(self, loss, reduction, row_weight)
+        z, recipe = self.z, self.recipe
+        z.used = z.used or z.sends
+        source = recipe.source(recipe.oriented(z.sends))
 
-    def computed(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        grad = torch.is_grad_enabled()
-        head = None if loss.groups is None else self.recipe.constant_head(self.requires_grad)
-        if head is not None and not takes_groups(head, loss, reduction):
-            return by_statistics(UnscaledLogits.evaluate, self, loss, reduction)
-        if reduction != "none" and self.recipe.head.reduces(loss):
-            return LazyReducedLoss.apply(
-                self.z, row_weight, loss, reduction, grad, anchor_of(self.z), *loss.row_inputs
-            )
-        outputs = LazyPerRowLoss.apply(self.z, loss, anchor_of(self.z), grad, *loss.row_inputs)
-        return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
+        def computed(loss: RowLoss) -> Any:
+            result = source.evaluate(loss, reduction, row_weight)
+            return tied(result, z.anchors) if z.sends else result
+
+        if recipe.scores is None or recipe.direct is None or recipe.direct.negative:
+            return computed(loss)
+        return recipe.scores.evaluate(recipe, loss, computed, z.sends)
 
     def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
-        return captured_of_head(self.recipe.constant_head(), capture, temperature, softcap)
+        return captured_of_head(self.recipe.oriented(False), capture, temperature, softcap)
 
     def ranks_of_call(self):
         return self.z.ranks_of_call()
@@ -335,29 +392,49 @@ class LazyColumns(Source):
         self.requires_grad = z.requires_grad
 
     def whole(self) -> LazyLogits:
-        return self.z.over(self.shard.over(None, sums_hidden=False))
+        shard = self.shard.over(None, sums_hidden=False)
+        return derived(self.z.settle().recipe.replace(shard=shard), self.z)
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        if self.z.loss_of_head(loss) is not None:
-            return self.whole().evaluate(loss, reduction, row_weight)
-        return self.shard.over(self.z.differentiable()).evaluate(loss, reduction, row_weight)
+        of_head = self.z.settle().loss_of_head(loss)
+        if isinstance(of_head, str):
+            return self.shard.over(self.z.plain(of_head)).evaluate(loss, reduction, row_weight)
+        return self.whole().evaluate(loss, reduction, row_weight)
 
     def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
-        if self.z.recipe.obstacle(softcap) or not self.z.from_head:
-            columns = self.shard.over(self.z.read(capture.name)).whole()
+        if self.z.settle().recipe.obstacle(softcap) or not self.z.from_head:
+            columns = self.shard.over(self.z.plain(capture.name).detach()).whole()
             return columns.capture(capture, temperature, softcap)
         return self.whole().capture(capture, temperature, softcap)
 
 
 def lazy_logits_of(
-    head: Head, shard=None, kind: type[LazyLogits] = LazyLogits, inference: bool = False
+    head: Head,
+    shard=None,
+    kind: type[LazyLogits] = LazyLogits,
+    inference: bool = False,
+    scores: bool = False,
 ) -> LazyLogits:
-    """The lazy logits of a head (class Recipe explains `inference`).
+    """The lazy logits of a head. With `scores`, losses remember the scores of each row.
 
     With a shard, `head` holds only this rank's rows of the weight, but the logits have all columns.
     """
-    trains = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in head.tensors
-    )
+    if "torch._dynamo" in sys.modules:
+        leave_to_python(Shared, LazyLogits)
+    hidden = head.hidden
+    if hidden.is_inference():  # without a version counter that shows a later write
+        head = head.replace(hidden=own(hidden))
+    elif not hidden.is_contiguous():  # so that its views are views where those of logits are
+        head = head.replace(hidden=hidden.contiguous())
     tensors = head.tensors
-    return LazyHead.apply(*tensors, head, shard, kind, trains, inference)  # pyright: ignore[reportReturnType]
+    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    watch = Watch(head.weight, inference)
+    recipe = Recipe(
+        head, HeadLogits(head.dtype), watch, trains, inference, shard=shard,
+        versions=versions(*tensors), **(Remembered.of(head) if scores else {}),
+    )  # fmt: skip
+    z = LazyLogits.of(recipe if trains else recipe.detached(), kind)
+    z = z.rooted() if trains else z
+    if recipe.scores is not None:
+        recipe.scores.logits = weakref.ref(z)
+    return z

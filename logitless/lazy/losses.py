@@ -1,8 +1,9 @@
-"""Losses of torch.nn.functional over lazy logits, each in the dtype of PyTorch's own."""
+"""Losses of torch.nn.functional over lazy logits. Each loss has the dtype of PyTorch's own loss."""
 
 import functools
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +11,12 @@ from torch import Tensor
 
 from ..losses.cross_entropy import cross_entropy
 from ..losses.dense_teacher import kl_div, soft_cross_entropy
-from . import values, views
-from .elementwise import applied
-from .logits import LazyLogits, UnscaledLogits
-from .nodes import Op
+from .by_rows import by_rows, mean_by_rows
+from .formula import Formula
+from .logits import LazyLogits, UnscaledLogits, derived
+from .ops import applied
 from .reductions import dtype_of, sum
-from .row_function import by_rows, mean_by_rows
+from .rows import axis_of
 
 signature = functools.cache(inspect.signature)
 
@@ -25,8 +26,8 @@ def cross_entropy_loss(
     reduction="mean", label_smoothing=0.0,
 ):  # fmt: skip
     deprecated = size_average is not None or reduce is not None
-    second = views.axis_of(z) == min(z.dim() - 1, 1)  # PyTorch expects the classes in dimension 1
-    if not second or deprecated or not isinstance(target, Tensor) or type(target) is LazyLogits:
+    second = axis_of(z) == min(z.dim() - 1, 1)  # PyTorch expects the classes in dimension 1
+    if not second or deprecated or not isinstance(target, Tensor) or isinstance(target, LazyLogits):
         return NotImplemented
     options = {"weight": weight, "reduction": reduction, "label_smoothing": label_smoothing}
     if z.recipe.logits is None:
@@ -44,7 +45,10 @@ def cross_entropy_loss(
 
 
 def _mass(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """The divisor of PyTorch's mean: the number or total weight of targets that count."""
+    """The divisor of PyTorch's mean over the targets that are not ignored.
+
+    The divisor is the number of these targets, or the sum of their weights if `weight` is given.
+    """
     mass = target != ignore_index
     if weight is not None:
         mass = torch.where(mass, weight[target.clamp(0, len(weight) - 1)], 0.0)
@@ -52,7 +56,10 @@ def _mass(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
 
 
 def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction, **options):
-    """F.cross_entropy or F.nll_loss of lazy values such as probabilities, by PyTorch, in chunks."""
+    """Computes F.cross_entropy or F.nll_loss of lazy values such as probabilities.
+
+    PyTorch's own function runs on some rows at a time.
+    """
     plain = z.dim() == 2 and target.shape == z.shape[:1] and not target.is_floating_point()
     weight = options["weight"]
     needed = weight is not None and weight.requires_grad
@@ -76,7 +83,10 @@ def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction,
 
 
 def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
-    """F.cross_entropy for a target that holds class probabilities; "mean" is over all rows."""
+    """Computes F.cross_entropy for a target that holds class probabilities.
+
+    With reduction="mean", the mean is over all rows.
+    """
     known = type(probs) is Tensor and probs.shape == z.shape and probs.dtype == z.dtype
     if not known or probs.requires_grad or z.recipe.shard is not None or not probs.numel():
         return NotImplemented
@@ -87,8 +97,11 @@ def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
 
 
 def unlogged(z: LazyLogits) -> LazyLogits:
-    """Lazy log-probabilities as lazy logits, which they are too: log_softmax(z) equals z."""
-    return values.changed(z, Op(lambda t: t, pull=lambda d: d, projects=True), log=False)
+    """The logits y of lazy log-probabilities z = log_softmax(y)."""
+    formula: Any = z.recipe.formula
+    while formula.direct.log:
+        formula = next(t for t in formula.args if isinstance(t, Formula))
+    return derived(z.recipe.replace(formula=formula), z)
 
 
 def nll_loss(
@@ -109,7 +122,7 @@ def nll_loss(
 
 
 def loss_of_values(function: Callable):
-    """A version of an elementwise loss, such as F.kl_div, for lazy logits."""
+    """Returns a version of an elementwise loss, such as F.kl_div, for lazy logits."""
 
     def loss(*args, **kwargs):
         bound = signature(function).bind(*args, **kwargs)
@@ -136,9 +149,10 @@ def loss_of_values(function: Callable):
 
 
 def _lazy_kl_div(input: Tensor, target: Tensor, log_target: bool):
-    """F.kl_div with reduction="sum" for two lazy results of log_softmax, else NotImplemented.
+    """Computes F.kl_div with reduction="sum" for two lazy results of log_softmax.
 
-    Also NotImplemented if both `input` and `target` need a gradient.
+    In all other cases, the result is NotImplemented. The result is also NotImplemented if both
+    `input` and `target` need a gradient.
     """
     if not (isinstance(input, LazyLogits) and isinstance(target, LazyLogits)):
         return NotImplemented

@@ -1,7 +1,8 @@
 """Statistics of lazy logits: functions that reduce over the vocabulary. Losses are in losses.py.
 
-Results have the dtype that PyTorch would return. Some functions come from the row statistics that
-our losses use; for all others, PyTorch's own runs on some rows at a time (row_function.py).
+Each result has the dtype that PyTorch would return. Some functions are computed from the row
+statistics that our losses also use. For all other functions, PyTorch's own function runs on some
+rows at a time (row_function.py).
 """
 
 import math
@@ -11,17 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.call import reading_of
-from ..losses.statistics import Read, logsumexp, row_stats, token_logprobs
-from . import views
-from .entropy_formulas import expectation_of
+from ..losses.statistics import logsumexp, row_stats, token_logprobs
+from .by_rows import by_rows, mean_by_rows
 from .formula import Direct
 from .logits import LazyLogits, UnscaledLogits
-from .row_function import by_rows, mean_by_rows
+from .rows import axis_of
+from .scores import expected
 
 
 def dtype_of(z: LazyLogits, kinds: tuple[str, ...] = ("cuda",)) -> torch.dtype:
-    """The dtype that PyTorch would return, if autocast runs the function in fp32 on `kinds`."""
+    """The dtype that PyTorch's own function would return for z.
+
+    `kinds` lists the device types on which autocast runs PyTorch's own function in fp32.
+    """
     kind, half = z.device.type, z.dtype in (torch.float16, torch.bfloat16)
     cast = half and kind in kinds and torch.is_autocast_enabled(kind)
     return torch.float32 if cast else z.dtype
@@ -29,7 +32,7 @@ def dtype_of(z: LazyLogits, kinds: tuple[str, ...] = ("cuda",)) -> torch.dtype:
 
 def is_vocabulary(z: LazyLogits, dim: Any) -> bool:
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    return isinstance(dim, int) and dim in (views.axis_of(z), views.axis_of(z) - z.dim())
+    return isinstance(dim, int) and dim in (axis_of(z), axis_of(z) - z.dim())
 
 
 def log_sum_exp(z: LazyLogits, dim, keepdim=False):
@@ -74,30 +77,17 @@ def argmax(z: LazyLogits, dim=None, keepdim=False):
 
 
 def _total(z: LazyLogits, direct: Direct) -> Tensor:
-    """The sum of each row, in the precision of our row statistics."""
+    """The sum of each row over the vocabulary, in the precision of our row statistics."""
     stats = row_stats(UnscaledLogits(z), total=True, **direct.reads)
     total: Any = stats.total - z.shape[-1] * stats.lse if direct.log else stats.total
     return direct.factor * total
 
 
-def _expected(z: LazyLogits) -> Tensor | None:
-    """The row sums of p log p and the like, from statistics of an earlier loss, or None.
-
-    None if they are not known, or if the head has a bias: with a bias of -inf, p log p is NaN in
-    PyTorch, but our entropy is finite. Without one, p log p is NaN only if logits overflow.
-    """
-    recipe, found = z.recipe, expectation_of(z.recipe.formula)
-    differentiable = z.requires_grad and torch.is_grad_enabled()
-    if found is None or differentiable or recipe.answers is None or recipe.head.bias is not None:
-        return None
-    reads = {"softcap": None, **found.of.reads}
-    reading = reading_of(UnscaledLogits(z), **reads, wants=("lse", "entropy"))
-    known = recipe.answers.statistics(recipe, Read(reading))
-    return None if known is None else found.sum(*known)
-
-
 def _over(z: LazyLogits, dim: Any) -> tuple[int, ...] | None:
-    """The dimensions in `dim` without the vocabulary, or None if it is not among them."""
+    """The dimensions in `dim`, without the dimension of the vocabulary.
+
+    Returns None if `dim` is invalid or does not include the vocabulary.
+    """
     dims = range(z.dim()) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
     if not all(isinstance(d, int) and -z.dim() <= d < z.dim() for d in dims):
         return None
@@ -128,7 +118,7 @@ def _summed(z: LazyLogits, dim, keepdim, dtype, mean: bool):
     def of_rows(t: Tensor) -> Tensor:
         return t.sum(-1, dtype=in_dtype)
 
-    known = _expected(z)
+    known = expected(z) if direct is None else None
     if known is None and direct is None and len(rows) == z.dim() - 1 and not (keepdim or counts):
         total = mean_by_rows(z, of_rows)
         total = total if total is NotImplemented else total * math.prod(z.shape[:-1])
@@ -142,12 +132,12 @@ def _summed(z: LazyLogits, dim, keepdim, dtype, mean: bool):
         total = total.sum(rows, keepdim) if rows else total
     if total is NotImplemented or counts:
         return total
-    # Autocast casts sums to fp32, but not means.
+    # Autocast casts sums to fp32, but does not cast means.
     return (total / count).to(dtype or z.dtype) if mean else total.to(dtype or dtype_of(z))
 
 
 def reduced(function: Callable, outputs: type | None = None):
-    """A version of `function` that runs on some rows of lazy logits at a time.
+    """Returns a version of `function` that runs on some rows of lazy logits at a time.
 
     `outputs` is the type of PyTorch's result if the function returns several tensors.
     """
@@ -178,7 +168,11 @@ def reduced(function: Callable, outputs: type | None = None):
 
 
 def of_all(function: Callable, by_dim: Callable):
-    """A version of torch.any or torch.all for lazy logits: rows first, then all rows."""
+    """Returns a version of torch.any or torch.all for lazy logits.
+
+    Without `dim`, the function reduces each row to one value, and then reduces the values of all
+    rows to one result.
+    """
 
     def reduction(z: LazyLogits, *args, **kwargs):
         if args or kwargs:
@@ -190,9 +184,11 @@ def of_all(function: Callable, by_dim: Callable):
 
 
 class Attached(torch.autograd.Function):
-    """Returns `value`, the max or min of `rows`, which are those of each row.
+    """Returns `value`, and passes the gradient of `value` to `rows`.
 
-    Backward multiplies the gradient by `shares`, one number per row, and passes it to `rows`.
+    `rows` has the max or min of each row, and `value` is the max or min of `rows`. Backward
+    multiplies the gradient of `value` by `shares`, and passes the product to `rows`. `shares` has
+    one number per row.
     """
 
     @staticmethod
@@ -207,7 +203,7 @@ class Attached(torch.autograd.Function):
 
 
 def extreme(function: Callable, amax: Callable, by_dim: Callable):
-    """A version of torch.max or torch.min for lazy logits, with or without `dim`."""
+    """Returns a version of torch.max or torch.min for lazy logits, with or without `dim`."""
 
     def reduction(z: LazyLogits, *args, **kwargs):
         if args or kwargs:
@@ -225,8 +221,10 @@ def extreme(function: Callable, amax: Callable, by_dim: Callable):
         value = function(rows.detach())
         if not rows.requires_grad:
             return value
-        # PyTorch divides the gradient equally among all values equal to the result. So a row gets a
-        # share in proportion to the number of its own, which amax or amin then divides among them.
+        # torch.max and torch.min divide the gradient equally among all values that equal the
+        # result. `equal` is the number of these values in each row. So a row gets a part of the
+        # gradient in proportion to this number. The backward of torch.amax or torch.amin then
+        # divides this part equally among the row's largest or smallest values.
         equal = torch.where(rows == value, ties, 0).to(rows.dtype)
         return Attached.apply(rows, value, equal / equal.sum())
 

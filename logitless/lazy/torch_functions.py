@@ -1,8 +1,9 @@
 """The functions of PyTorch that keep logits lazy. Models call these functions before the loss.
 
-OPERATIONS maps each function to an operation in lazy/, which takes the lazy logits and the other
-arguments, and returns lazy logits, a loss, a statistic or NotImplemented. With NotImplemented, the
-logits are materialised and PyTorch's function is called.
+OPERATIONS maps each function of PyTorch to an operation in lazy/. The operation takes the lazy
+logits and the function's other arguments. The operation returns lazy logits, a loss, a statistic or
+NotImplemented. If the operation returns NotImplemented, the logits are materialised and PyTorch's
+function is called.
 """
 
 import functools
@@ -17,21 +18,30 @@ from torch.return_types import max as Max
 from torch.return_types import min as Min
 from torch.return_types import topk as TopK
 
-from . import losses, reductions, values, views
-from .deferred import keeps_lazy
-from .elementwise import applied
+from . import losses, ops, reductions, rows
 from .logits import LazyLogits
+from .memory import TABLE
+from .ops import applied
 
 T = Tensor
 
 
-@keeps_lazy
 def kept_lazy(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """The result of func, computed without materialising logits, or NotImplemented."""
+    found = False
+    for t in (*args, *kwargs.values()):
+        for one in t if isinstance(t, (list, tuple)) else (t,):
+            if isinstance(one, LazyLogits):
+                found = one.settle() is one
+    if not found:
+        return NotImplemented
     result = _operation(func, args, kwargs)
-    writes = "out" in kwargs or "inplace" in kwargs or (func is F.relu and len(args) > 1)
-    if result is NotImplemented and func in ELEMENTWISE and not writes:
+    if result is NotImplemented and func in ELEMENTWISE:
         return applied(func, args, kwargs)
     return result
+
+
+TABLE.append(kept_lazy)
 
 
 def _operation(func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -40,19 +50,25 @@ def _operation(func: Callable, args: tuple, kwargs: dict) -> Any:
     if func in LISTS and isinstance(first, (list, tuple)):
         first = first[0] if first else None
     operation = OPERATIONS.get(func)
-    if operation is not None and isinstance(first, LazyLogits):
-        lazy = first.views_stay_lazy if operation in VIEWS else first.from_head
-        if not lazy or (first.recipe.axis is not None and operation not in ANY_AXIS):
-            return NotImplemented
-        return operation(*args, **kwargs) if _fits(operation, args, kwargs) else NotImplemented
-    if func in SECOND and len(args) > 1 and isinstance(args[1], LazyLogits) and args[1].from_head:
-        operation = SECOND[func]
-        return operation(*args, **kwargs) if _fits(operation, args, kwargs) else NotImplemented
-    return NotImplemented
+    if operation is None or not isinstance(first, LazyLogits):
+        return _of_second(func, args, kwargs)
+    lazy = first.views_stay_lazy if operation in VIEWS else first.from_head
+    if not lazy or (first.recipe.axis is not None and operation not in ANY_AXIS):
+        return NotImplemented
+    return operation(*args, **kwargs) if _fits(operation, args, kwargs) else NotImplemented
+
+
+def _of_second(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """The result of a function whose second argument is lazy, such as a loss of two logits."""
+    second = args[1] if len(args) > 1 else None
+    operation = SECOND.get(func)
+    if operation is None or not isinstance(second, LazyLogits) or not second.from_head:
+        return NotImplemented
+    return operation(*args, **kwargs) if _fits(operation, args, kwargs) else NotImplemented
 
 
 def _with_first(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments, with the first by position, which callers can name `input` or `tensors`."""
+    """Returns the arguments, with the first argument passed by position."""
     if "axis" in kwargs:  # numpy's name for dim
         kwargs = {"dim" if key == "axis" else key: value for key, value in kwargs.items()}
     name = "tensors" if func in LISTS else "input"
@@ -65,7 +81,10 @@ _signature = functools.cache(inspect.signature)
 
 
 def _fits(operation: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether `operation` accepts these arguments; PyTorch may have more, such as `out`."""
+    """Whether `operation` accepts these arguments.
+
+    PyTorch's own function can have arguments that `operation` lacks, such as `out`.
+    """
     try:
         _signature(operation).bind(*args, **kwargs)
     except TypeError:
@@ -76,10 +95,8 @@ def _fits(operation: Callable, args: tuple, kwargs: dict) -> bool:
 def _log_softmax(z: LazyLogits, dim, dtype=None):
     if not reductions.is_vocabulary(z, dim):
         return NotImplemented
-    lazy = values.log_softmax(z, dtype or reductions.dtype_of(z))
-    if lazy is not NotImplemented:
-        return lazy
-    return applied(torch.log_softmax, (z, -1), {"dtype": dtype}, whole_rows=True)
+    dtype = dtype or reductions.dtype_of(z)
+    return applied(torch.log_softmax, (z, -1), {"dtype": dtype}, dtype=dtype)
 
 
 def _log_softmax_of_nn(z: LazyLogits, dim=None, _stacklevel=3, dtype=None):
@@ -89,19 +106,15 @@ def _log_softmax_of_nn(z: LazyLogits, dim=None, _stacklevel=3, dtype=None):
 def _softmax(z: LazyLogits, dim, dtype=None):
     if not reductions.is_vocabulary(z, dim):
         return NotImplemented
-    return applied(torch.softmax, (z, -1), {"dtype": dtype}, whole_rows=True)
+    return applied(torch.softmax, (z, -1), {"dtype": dtype})
 
 
 def _softmax_of_nn(z: LazyLogits, dim=None, _stacklevel=3, dtype=None):
     return _softmax(z, dim, dtype)
 
 
-def _second(operation: Callable) -> Callable:
-    return lambda other, z, **kwargs: operation(z, other, **kwargs)
-
-
-# Elementwise functions of torch, Tensor, torch.special and torch.nn.functional that are
-# deterministic and do not write to their arguments.
+# Names of elementwise functions in torch, Tensor, torch.special and torch.nn.functional. These
+# functions are deterministic and do not write to their arguments.
 NAMES = [
     "abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "asin", "asinh", "atan",
     "atan2", "atanh", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "copysign", "cos",
@@ -134,7 +147,6 @@ ELEMENTWISE |= {getattr(T, f"__{name}__") for name in OPERATORS if hasattr(T, f"
 _amax, _amin = reductions.reduced(torch.amax), reductions.reduced(torch.amin)
 _any, _all = reductions.reduced(torch.any), reductions.reduced(torch.all)
 
-PRODUCTS = {T.mul, T.__mul__, T.__rmul__, torch.mul}
 SUMS = {T.add, T.__add__, T.__radd__, torch.add}
 LOSSES_OF_VALUES = {
     function: losses.loss_of_values(function)
@@ -143,56 +155,59 @@ LOSSES_OF_VALUES = {
         F.binary_cross_entropy_with_logits,
     )
 }  # fmt: skip
+DETACHES = {T.detach, torch.detach, T.data.__get__}  # pyright: ignore
 CATS = {torch.cat, torch.concat, torch.concatenate}
 LISTS = {*CATS, torch.stack}
 SECOND: dict[Any, Callable] = {
-    **dict.fromkeys(PRODUCTS, _second(values.times)),
-    **dict.fromkeys(SUMS, _second(values.plus)),
+    **dict.fromkeys(SUMS, lambda other, z, **kwargs: ops.plus(z, other, **kwargs)),
     **LOSSES_OF_VALUES,
 }
 OPERATIONS: dict[Any, Callable] = {
     # values
-    T.float: lambda z: values.to(z, torch.float32),
-    T.double: lambda z: values.to(z, torch.float64),
-    T.half: lambda z: values.to(z, torch.float16),
-    T.bfloat16: lambda z: values.to(z, torch.bfloat16),
-    T.bool: lambda z: values.to(z, torch.bool),
-    T.int: lambda z: values.to(z, torch.int32),
-    T.long: lambda z: values.to(z, torch.int64),
-    T.to: values.to,
-    T.type_as: lambda z, other: values.to(z, other),
-    T.contiguous: values.same,
-    **dict.fromkeys(PRODUCTS, values.times),
-    **dict.fromkeys(
-        (T.div, T.__truediv__, T.true_divide, torch.div, torch.true_divide), values.divided
-    ),
-    **dict.fromkeys((T.neg, T.__neg__, torch.neg), lambda z: values.times(z, -1.0)),
-    **dict.fromkeys(SUMS, values.plus),
-    **dict.fromkeys((T.sub, T.__sub__, torch.sub), values.minus),
-    **dict.fromkeys((T.tanh, torch.tanh, F.tanh), values.tanh),
+    T.float: lambda z: ops.to(z, torch.float32),
+    T.double: lambda z: ops.to(z, torch.float64),
+    T.half: lambda z: ops.to(z, torch.float16),
+    T.bfloat16: lambda z: ops.to(z, torch.bfloat16),
+    T.bool: lambda z: ops.to(z, torch.bool),
+    T.int: lambda z: ops.to(z, torch.int32),
+    T.long: lambda z: ops.to(z, torch.int64),
+    T.to: ops.to,
+    T.type_as: lambda z, other: ops.to(z, other),
+    T.cpu: lambda z: ops.to(z, "cpu"),
+    T.cuda: lambda z: z if z.is_cuda else NotImplemented,
+    T.contiguous: ops.contiguous,
+    **{
+        function: lambda z, dims=dims: z if z.dim() >= dims else NotImplemented
+        for dims, function in enumerate((torch.atleast_1d, torch.atleast_2d, torch.atleast_3d), 1)
+    },
+    **dict.fromkeys((T.clone, torch.clone), ops.clone),
+    **dict.fromkeys(DETACHES, ops.detach),
+    **dict.fromkeys(SUMS, ops.plus),
+    **dict.fromkeys((T.sub, T.__sub__, torch.sub), ops.minus),
     F.log_softmax: _log_softmax_of_nn,
     **dict.fromkeys((T.log_softmax, torch.log_softmax), _log_softmax),
     F.softmax: _softmax_of_nn,
     **dict.fromkeys((T.softmax, torch.softmax), _softmax),
-    **dict.fromkeys((T.masked_fill, torch.masked_fill), values.masked_fill),
+    **dict.fromkeys((T.masked_fill, torch.masked_fill), ops.masked_fill),
     # rows and columns
-    **dict.fromkeys((T.view, T.reshape, torch.reshape), views.view),
-    **dict.fromkeys((T.flatten, torch.flatten), views.flatten),
-    **dict.fromkeys((T.squeeze, torch.squeeze), views.squeeze),
-    **dict.fromkeys((T.unsqueeze, torch.unsqueeze), views.unsqueeze),
-    **dict.fromkeys((T.transpose, torch.transpose), views.transpose),
-    **dict.fromkeys((T.swapaxes, torch.swapaxes, T.swapdims, torch.swapdims), views.transpose),
-    T.mT.__get__: lambda z: views.transpose(z, -2, -1),  # pyright: ignore
-    **dict.fromkeys((T.permute, torch.permute), views.permute),
-    **dict.fromkeys((T.movedim, torch.movedim, T.moveaxis, torch.moveaxis), views.movedim),
-    **dict.fromkeys((T.index_select, torch.index_select), views.index_select),
-    **dict.fromkeys((T.split, torch.split), views.split),
-    **dict.fromkeys((T.chunk, torch.chunk), views.chunk),
-    T.__getitem__: views.getitem,
-    **dict.fromkeys((T.narrow, torch.narrow), views.narrow),
-    **dict.fromkeys((T.unbind, torch.unbind), views.unbind),
-    **dict.fromkeys(CATS, views.cat),
-    torch.stack: views.stack,
+    **dict.fromkeys((T.view, T.reshape, torch.reshape), rows.view),
+    **dict.fromkeys((T.view_as, T.reshape_as), ops.view_as),
+    **dict.fromkeys((T.flatten, torch.flatten), rows.flatten),
+    **dict.fromkeys((T.squeeze, torch.squeeze), rows.squeeze),
+    **dict.fromkeys((T.unsqueeze, torch.unsqueeze), rows.unsqueeze),
+    **dict.fromkeys((T.transpose, torch.transpose), rows.transpose),
+    **dict.fromkeys((T.swapaxes, torch.swapaxes, T.swapdims, torch.swapdims), rows.transpose),
+    T.mT.__get__: lambda z: rows.transpose(z, -2, -1),  # pyright: ignore
+    **dict.fromkeys((T.permute, torch.permute), rows.permute),
+    **dict.fromkeys((T.movedim, torch.movedim, T.moveaxis, torch.moveaxis), rows.movedim),
+    **dict.fromkeys((T.index_select, torch.index_select), rows.index_select),
+    **dict.fromkeys((T.split, torch.split), rows.split),
+    **dict.fromkeys((T.chunk, torch.chunk), rows.chunk),
+    T.__getitem__: rows.getitem,
+    **dict.fromkeys((T.narrow, torch.narrow), rows.narrow),
+    **dict.fromkeys((T.unbind, torch.unbind), rows.unbind),
+    **dict.fromkeys(CATS, rows.cat),
+    torch.stack: rows.stack,
     # losses
     F.cross_entropy: losses.cross_entropy_loss,
     F.nll_loss: losses.nll_loss,
@@ -222,9 +237,11 @@ VIEWS = {  # operations that return a view of a plain tensor
     *(OPERATIONS[f] for f in (T.view, T.flatten, T.squeeze, T.unsqueeze, T.transpose, T.permute)),
     *(OPERATIONS[f] for f in (T.movedim, T.narrow, T.split, T.chunk, T.unbind, T.__getitem__)),
     OPERATIONS[T.mT.__get__],  # pyright: ignore
+    OPERATIONS[T.detach],
 }
 ANY_AXIS = {  # operations that accept the vocabulary in any dimension
-    *(OPERATIONS[f] for f in (T.float, T.to, T.type_as, T.contiguous, T.mul, T.div, T.neg, T.tanh)),
+    *(OPERATIONS[f] for f in (T.float, T.to, T.type_as, T.contiguous, T.clone, T.detach)),
     *(OPERATIONS[f] for f in (T.transpose, T.permute, T.movedim, T.mT.__get__)),  # pyright: ignore
     *(OPERATIONS[f] for f in (F.cross_entropy, F.nll_loss, F.log_softmax, T.log_softmax)),
+    *(OPERATIONS[f] for f in (F.softmax, T.softmax)),
 }

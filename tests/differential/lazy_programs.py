@@ -23,22 +23,21 @@ from torch import Tensor
 
 import logitless as ll
 from logitless.heads.linear import checked_head
-from logitless.lazy.deferred import Deferred
 from logitless.lazy.logits import lazy_logits_of
+from logitless.lazy.memory import Shared
 
 from . import lazy_steps
 from .lazy_steps import run
 
 REFUSALS = re.compile(
-    r"must not be written to|read-only|must not be differentiated twice|before the step, or keep"
-    r"|must not be changed, because|view was created inside a custom Function"
-    r"|log-probabilities of lazy logits must not be read|lazy argument of .* must not be changed"
-    r"|must not be modified in place before the result is used"
+    r"must not be written to|must be called before anything is computed|before the step, or keep"
+    r"|the gradient of lazy logits is not computed|view was created inside a custom Function"
+    r"|must not be modified in place before the result is used|must not be differentiated twice"
 )
 # Errors of plain logits that depend on what PyTorch's functions save, and how they lay out memory.
 UNLUCKY = re.compile(
     "more than one element of the written-to tensor|view size is not compatible"
-    "|modified by an inplace operation"
+    "|modified by an inplace operation|a function that returns multiple views"
 )
 # Writes that autograd does not see, after which PyTorch's own gradients may be wrong.
 UNSEEN = re.compile(r"numpy|\.data\b|dlpack")
@@ -70,7 +69,12 @@ class Program(NamedTuple):
 
 # --- drawing and running
 
-KINDS = (lazy_steps.views, lazy_steps.values, lazy_steps.reductions, lazy_steps.writes)
+WRITES = 1.5  # how often a step writes, against 4 for a view
+
+KINDS = (
+    lazy_steps.views, lazy_steps.values, lazy_steps.reductions, lazy_steps.writes,
+    lazy_steps.hooks,
+)  # fmt: skip
 
 
 def drawn(seed: int) -> Program:
@@ -87,7 +91,7 @@ def drawn(seed: int) -> Program:
         t = tensors[at]
         if t.dim() == 0 or not t.numel() or not t.is_floating_point() or t.numel() > 500:
             continue
-        kind = r.choices(KINDS, (4, 4, 1, 1.5))[0]
+        kind = r.choices(KINDS, (4, 4, 1, WRITES, 0.3))[0]
         text = r.choice(kind(r, t.shape))
         try:
             result = run(text, t)
@@ -176,7 +180,8 @@ def outcome(p: Program, lazy: bool, until: str | None = None) -> Outcome:
             total = total + end.double().sum() / (i + 1)
         values, gradients = [*map(read, tensors), read(total)], None
         if total.requires_grad:
-            wanted = [*leaves, *([z] if z.requires_grad and z.grad_fn is not None else [])]
+            # Only logits with a hook have a gradient of their own.
+            wanted = [*leaves, *([z] if p.hook and z.grad_fn is not None else [])]
             found = guarded("gradients", lambda: gradients_of(total, wanted, p.second))
             gradients = guarded("reading gradients", lambda: [*map(read, found)])
         return Outcome(values, gradients, None, None, layout(tensors))
@@ -187,7 +192,7 @@ def outcome(p: Program, lazy: bool, until: str | None = None) -> Outcome:
 
 
 def layout(tensors: list[Tensor]) -> list:
-    return [None if isinstance(t, Deferred) else t.stride() for t in tensors]
+    return [None if isinstance(t, Shared) else t.stride() for t in tensors]
 
 
 def depends_on_layout(lazy: Outcome, plain: Outcome) -> bool:
@@ -204,7 +209,8 @@ def gradients_of(total: Tensor, wanted: list[Tensor], second: bool) -> list:
     first = next((g for g in found if g is not None and g.requires_grad), None)
     if not second or first is None:
         return list(found)
-    again = torch.autograd.grad(first.square().sum(), wanted[:-1], allow_unused=True)
+    leaves = [t for t in wanted if t.is_leaf]
+    again = torch.autograd.grad(first.square().sum(), leaves, allow_unused=True)
     return [*found, *again]
 
 

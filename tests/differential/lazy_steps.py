@@ -137,6 +137,21 @@ def writes(r: random.Random, shape) -> list[str]:
     ]  # fmt: skip
 
 
+def hooks(r: random.Random, shape) -> list[str]:
+    return ["hooked(t, 2.0)", "hooked(t, -0.5)", "hooked(t, None)"]
+
+
+def hooked(t: Tensor, factor: float | None) -> Tensor:
+    """t, whose gradient a hook multiplies, or only reads."""
+
+    def hook(g: Tensor) -> Tensor | None:
+        return None if factor is None else g * factor + g.sum() * 0
+
+    if t.requires_grad:
+        t.register_hook(hook)  # pyright: ignore
+    return t
+
+
 def ids(shape, n: int) -> Tensor:
     return torch.arange(rows([*shape, 1])).mul(7).add(3).remainder(max(n, 1)).view(shape)
 
@@ -148,6 +163,7 @@ def probs(shape) -> Tensor:
 
 NAMES: dict[str, Any] = {
     "torch": torch, "F": F, "ll": ll, "ids": ids, "probs": probs, "write": lambda t: t,
+    "hooked": hooked,
     "ll_materialize": lambda t: t.materialize() if hasattr(t, "materialize") else t.clone(),
 }  # fmt: skip
 

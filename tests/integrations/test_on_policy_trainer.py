@@ -108,7 +108,7 @@ class TestTrainer:
             how = {"support": support, "k": 8, "on_policy": 1.0}
             found = trainer(tmp_path, student_model(), {"max_steps": 1}, **how)
             with monkeypatch.context() as patch:
-                patch.setattr(lazy.LazyLogits, "plain_values", made)
+                patch.setattr(lazy.LazyLogits, "plain", made)
                 found.train()
             assert len(logged(found, "on_policy_kd_loss")) == 1
             assert not logged(found, "ce_loss")

@@ -169,7 +169,7 @@ class TestTrainer:
         for how in ({"store": captured}, {"teacher": teacher_model(), "k": K}):
             found = trainer(tmp_path, student_model(), {"max_steps": 1, "logging_steps": 1}, **how)
             with monkeypatch.context() as patch:
-                patch.setattr(lazy.LazyLogits, "plain_values", made)
+                patch.setattr(lazy.LazyLogits, "plain", made)
                 found.train()
 
     def test_parts_are_those_of_the_step(self, captured, tmp_path):

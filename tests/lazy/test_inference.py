@@ -1,11 +1,9 @@
 """Lazy logits without gradients: everything that reads or writes them acts as with plain logits."""
 
 import copy
-import gc
 import io
 import itertools
 import pickle
-import weakref
 
 import numpy as np
 import pytest
@@ -107,9 +105,9 @@ def test_only_rows_that_are_read_are_computed(x):
     z, plain = pair(x)
     last = z[:, -1]
     torch.testing.assert_close(last.cumsum(-1), plain[:, -1].cumsum(-1))
-    assert last.known_values.shape == (B, V)
+    assert last.own.shape == (B, V)
     torch.testing.assert_close(z[0, 2, 1:3].clone(), plain[0, 2, 1:3])
-    assert z.known_values is None
+    assert not z.known
 
 
 class Largest(TorchDispatchMode):
@@ -183,7 +181,7 @@ def test_small_logits_are_plain(x, monkeypatch):
     assert type(row / 2) is torch.Tensor
     torch.testing.assert_close(row.softmax(-1), plain[:, -1].softmax(-1))
     assert torch.equal(row.argmax(-1), plain[:, -1].argmax(-1))
-    assert z.known_values is None
+    assert not z.known
     ll.report()
     torch.testing.assert_close(ll.entropy(z[:, 0]), ll.entropy(plain[:, 0]))
     assert [r.operation for r in ll.report()] == ["a loss of logitless"]
@@ -253,32 +251,31 @@ def test_a_write_changes_what_it_changes_in_plain_logits(where, limit, x, monkey
     assert done > enough or where in ("a column of rows", "bits", "an expansion")
 
 
-def test_writes_that_would_be_lost_raise(x):
-    z, _ = pair(x)
+def test_views_share_a_write_after_their_logits_are_gone(x):
+    z, plain = pair(x)
     a, b = z[:, 1:], z[:, :-1]
+    want_a, want_b = plain[:, 1:], plain[:, :-1]
     del z
-    for t in (a, b):  # the logits of which both are views no longer exist
-        with pytest.raises(RuntimeError, match=r"must not be written to.*materialize\(\)"):
-            t.add_(1)
+    for t, want in ((a, want_a), (b, want_b)):
+        t.add_(1)
+        want.add_(1)
+    torch.testing.assert_close([a.clone(), b.clone()], [want_a, want_b])
     with pytest.raises(RuntimeError, match="must not be written to"), torch.enable_grad():
         a.mul_(torch.ones((), dtype=a.dtype, requires_grad=True))
 
 
 @MODES
 @pytest.mark.parametrize("read", [lambda row: row.view(-1), lambda row: row.numpy()])
-def test_a_view_of_a_part_that_was_read_prevents_a_write(read, mode, x):
-    """The part has memory of its own, so that the view would keep the old values."""
+def test_a_part_that_was_read_sees_a_write(read, mode, x):
+    """A part in memory of its own becomes a view of what is written."""
     z, plain = pair(x.cpu(), mode)
     with mode():
-        for _ in range(2):
-            view = read(z[0])
-        with pytest.raises(RuntimeError, match="parts of the logits that were read earlier"):
-            z.add_(1)
-        got = view.clone() if torch.is_tensor(view) else torch.tensor(view)
-        torch.testing.assert_close(got, plain[0].view(got.shape))
-        del view
-        assert len(z.lent) <= 2
-        torch.testing.assert_close(z.add_(1).clone(), plain + 1)
+        part = read(z[0])
+        z.add_(1)
+        want = (plain + 1)[0]
+        got = part.clone() if torch.is_tensor(part) else torch.tensor(part)
+        torch.testing.assert_close(got, want.view(got.shape))
+        torch.testing.assert_close(z.clone(), plain + 1)
 
 
 @pytest.mark.parametrize("write", ["in place", "data"])
@@ -311,30 +308,13 @@ def test_a_write_to_the_hidden_states(mode, x):
             torch.testing.assert_close(z.cumsum(-1), want.cumsum(-1))
 
 
-def test_values_replace_the_hidden_states(x):
-    """Once computed, logits keep neither hidden states nor the weight in memory."""
-    z, plain = pair(x)
-    hidden, weight, bias, _ = z.recipe.head.tensors
-    held = [weakref.ref(t.untyped_storage()) for t in (hidden, weight, bias)]
-    del hidden, weight, bias
-    part = z[:, 1:]
-    part.cumsum(-1)
-    z.cumsum(-1)
-    gc.collect()
-    assert [storage() for storage in held] == [None] * 3
-    assert torch.equal(z.cumsum(-1), plain.cumsum(-1))
-    torch.testing.assert_close(part.clone(), plain[:, 1:])
-    assert F.cross_entropy(z.view(-1, V), IDS.view(-1).to(z.device)).isfinite()
-    assert ll.entropy(z).shape == (B, T)
-
-
 def test_a_teacher_needs_no_context(x):
     """Under no_grad, a teacher's logits stay lazy in our losses."""
     z, plain = pair(x)
     student = model(True, x.device)
     got, want = (ll.kl_div(student(x), t, direction="forward") for t in (z, plain))
     torch.testing.assert_close(got, want)
-    assert z.known_values is None
+    assert not z.known
     assert not ll.report()
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import logitless as ll
 from logitless.lazy import report
 from logitless.lazy.logits import LazyLogits
-from logitless.lazy.recipe import Computation
+from logitless.lazy.recipe import Recipe
 from tests.support.laws import error
 from tests.support.lazy_models import B, T, V, assert_same, model
 
@@ -63,7 +63,7 @@ def test_functions_of_the_shape_read_no_values(x):
     z = model(True, x.device)(x)
     made = [torch.rand_like(z), torch.zeros_like(z), torch.full_like(z, 2), z.new_ones(3)]
     made += [torch.empty_like(z, dtype=torch.int64), z.new_empty(z.shape), torch.ones_like(z[:1])]
-    assert z.known_values is None
+    assert not z.known
     assert all(type(t) is torch.Tensor and t.is_contiguous() for t in made)
     assert torch.equal(made[2], torch.full(z.shape, 2.0).to(z))
 
@@ -92,8 +92,8 @@ def chained(z, mask):
 def test_values_are_computed_once(loss, x, monkeypatch):
     """One product in forward, none in backward."""
     products, mask = [], torch.rand(B, T, 1).to(x)
-    start = Computation.start
-    monkeypatch.setattr(Computation, "start", lambda self: products.append(1) or start(self))
+    product = Recipe.product
+    monkeypatch.setattr(Recipe, "product", lambda self: products.append(1) or product(self))
     loss(model(True, x.device)(x), mask).backward()
     assert len(products) == 1
     assert_same(x, lambda z: loss(z, mask))

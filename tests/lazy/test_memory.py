@@ -1,11 +1,14 @@
 """How long lazy logits keep hidden states and values in memory."""
 
 import gc
+import sys
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
 from tests.support.lazy_models import V, model
@@ -19,7 +22,6 @@ FEWER = {
     "a function of rows": lambda z: z.softmax(-1)[[0]],
     "rows of a function": lambda z: (z[[0]] * 2).softmax(-1),
     "selected": lambda z: (z / 2).index_select(1, torch.tensor([0, 3], device=z.device)),
-    "negative": lambda z: -z,
     "masked columns": lambda z: z.masked_fill(torch.arange(V, device=z.device) < 2, 0.5)[[1]],
     "joined": lambda z: torch.cat([z, z])[[0]],
 }
@@ -47,7 +49,106 @@ def test_values_live_as_long_as_those_of_plain_logits(x, t):
     z = model(True, x.device)(x)
     p = z.softmax(-1)
     F.cross_entropy(p.flip(-1).view(-1, V), t.view(-1)).backward()
-    values = [weakref.ref(logits.known_values) for logits in (z, p)]
+    values = [weakref.ref(logits.cell.memory) for logits in (z, p)]
     del z, p
     gc.collect()
     assert [value() for value in values] == [None, None]
+
+
+KEPT = {
+    "the logits": lambda z: z,
+    "detached": lambda z: z.detach(),
+    "a view": lambda z: z[:, -1],
+    "a detached view": lambda z: z.detach()[:, -1],
+    "a function": lambda z: z.float(),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_logits_keep_no_activation_of_the_body(name, x, t):
+    """After backward, which frees what autograd saved; detached ones keep none without it."""
+    held = []
+
+    class Body(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, h):
+            activation = h * 2
+            held.append(weakref.ref(activation))
+            ctx.save_for_backward(activation)
+            return h.sin()
+
+        @staticmethod
+        def backward(ctx, g):
+            ctx.saved_tensors  # noqa: B018 - read, as a layer does
+            return g
+
+    body, head = model(True, x.device)
+    z = head(Body.apply(body(x)))
+    kept = KEPT[name](z)
+    loss = F.cross_entropy(z.view(-1, V), t.view(-1))
+    loss.backward()
+    del z, loss
+    gc.collect()
+    assert held[0]() is None
+    assert kept.shape[-1] == V
+    z = head(Body.apply(body(x)))
+    kept = KEPT[name](z)
+    del z
+    gc.collect()
+    assert (held[1]() is None) == ("detached" in name)
+
+
+class Largest(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for t in pytree.tree_leaves(result):
+            if type(t) is torch.Tensor and t.is_floating_point():
+                self.size = max(self.size, t.untyped_storage().nbytes() // t.element_size())
+        return result
+
+
+class Visited(torch.nn.Module):
+    """Sets a node of PyTorch on the logits, as DDP does."""
+
+    def __init__(self, m):
+        super().__init__()
+        self.m = m
+        self.register_full_backward_hook(lambda *_: None)
+
+    def forward(self, x):
+        return self.m(x)
+
+
+@pytest.mark.parametrize("visited", [False, True])
+def test_two_losses_over_the_same_logits_allocate_nothing_of_their_size(visited, device):
+    rows, v, d = 48, 231, 1
+    m = torch.nn.Sequential(torch.nn.Linear(3, d), torch.nn.Linear(d, v)).to(device)
+    m = ll.fuse(m, head="1", workspace=5 * v * 4)
+    x = torch.randn(rows, 3, device=device, requires_grad=True)
+    t = torch.randint(v, (rows,), device=device)
+    with Largest() as seen:
+        z = (Visited(m) if visited else m)(x)
+        (F.cross_entropy(z, t) + F.cross_entropy(z[::2], t[::2]) + z.logsumexp(-1).sum()).backward()
+    assert seen.size <= 5 * v
+    assert not z.known
+
+
+def test_the_weight_is_neither_copied_nor_watched_by_many(device):
+    m = ll.fuse(
+        torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, V)).to(device), head="1"
+    )
+    x = torch.randn(2, 3, device=device)
+    weight = m[1].weight
+    before = sys.getrefcount(weight)
+    for _ in range(50):
+        z = m(x)
+        assert z.recipe.head.weight is weight
+        z.logsumexp(-1).sum().backward()
+    del z
+    gc.collect()
+    assert sys.getrefcount(weight) == before
+    assert not weight._backward_hooks

@@ -49,10 +49,9 @@ LOSSES = {
 }
 
 
-REFUSED = {
-    "log_softmax", "tanh", "tanh, a sum", "softmax", "exp", "entropy", "entropy, materialised",
-    "a square", "cross_entropy", "by row", "ours", "gather", "logsumexp", "topk",
-    "softmax, gathered", "kl_div", "kl_div by value", "masked",
+REFUSED = {  # losses and statistics of our kernels
+    "cross_entropy", "by row", "ours", "gather", "logsumexp", "topk", "softmax, gathered", "kl_div",
+    "entropy", "exp", "tanh, a sum", "a square",
 }  # fmt: skip
 
 
@@ -77,14 +76,3 @@ def test_second_derivatives(name, beside, t):
         return
     for a, b in zip(second(ll.LinearLogits(h, w).lazy()), want, strict=True):
         assert error(a, b) < 1e-9
-
-
-def test_of_the_gradient_of_the_logits(t):
-    """A gradient that can be read cannot be differentiated again in silence."""
-    h = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    z = ll.LinearLogits(h, torch.randn(V, 6, dtype=torch.float64)).lazy()
-    for logits in (z, z[:2], z * 2):
-        loss = F.cross_entropy(logits, t.flatten()[2 : 2 + len(logits)].clamp(min=0).cpu())
-        (g,) = torch.autograd.grad(loss + logits.square().sum(), logits, create_graph=True)
-        with pytest.raises(RuntimeError, match="twice"):
-            torch.autograd.grad(g.square().sum(), (logits, h), allow_unused=True)

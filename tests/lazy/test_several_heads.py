@@ -94,7 +94,7 @@ def assert_trains_as_plain(fused, plain, ids, lazy=NAMES, **how):
     names = how.get("only", NAMES)
     found = [name for name, z in zip(names, logits, strict=True) if type(z) is LazyLogits]
     assert found == [name for name in names if name in lazy]
-    assert all(z.known_values is None for z in logits if type(z) is LazyLogits)
+    assert all(not z.known for z in logits if type(z) is LazyLogits)
     want = trained(plain, ids, **how)[1]
     assert got.keys() == want.keys()
     for name, value in want.items():

@@ -1,4 +1,4 @@
-"""Writing to lazy logits raises at once, and no function reaches memory that does not exist."""
+"""All aliases of lazy logits share what is written. A write that would need a gradient raises."""
 
 import ctypes
 
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import logitless as ll
 from logitless.lazy.logits import LazyLogits
+from tests.support.laws import error
 from tests.support.lazy_models import V, model
 from tests.support.lazy_writes import WHERE, WRITES
 
@@ -21,45 +22,51 @@ def teacher(x):
         return model(True, x.device)(x), model(False, x.device)(x)
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_every_write_raises_at_once(where, x, t):
-    z, plain = teacher(x)
-    part = WHERE[where](z)
-    for write in WRITES.values():
-        with pytest.raises(RuntimeError, match=r"must not be written to.*materialize\(\)"):
-            write(part)
-    assert torch.equal(z.materialize(), plain)
-
-
 @pytest.mark.parametrize("where", ["the logits", "the last row", "a column", "a view"])
-def test_a_write_in_training_raises_too(where, x, t):
-    """With a history, under no_grad or not."""
+def test_a_write_in_training_raises_at_once(where, x, t):
+    """If it needs a gradient. Under no_grad, a part needs none, and all aliases see the write."""
     z = model(True, x.device)(x)
-    for enabled in (True, False):
-        with torch.set_grad_enabled(enabled), pytest.raises(RuntimeError, match="written to"):
-            WHERE[where](z)[..., 0] = -20.0
+    for write in ("[...]", "add_", "+=", "copy_", "masked_fill_", "_foreach", "nn.init"):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"written to.*materialize\(\)"):
+            WRITES[write](z)
+        if write == "nn.init":  # under no_grad
+            continue
+        with pytest.raises(RuntimeError, match=r"written to.*materialize\(\)|custom Function"):
+            WRITES[write](WHERE[where](z) if where != "a view" else z.view(-1, V))
     assert torch.isfinite(ll.cross_entropy(z, t))
 
 
-def test_an_array_is_read_only(x):
-    """A view in numpy cannot change the logits."""
+def test_a_detached_alias_may_be_written_to(x, t):
+    """As in PyTorch, the logits with a history then have the values that were written."""
+    found = []
+    for fused in (True, False):
+        m = model(fused, x.device)
+        z = m(x)
+        early = z * 2
+        z.detach()[..., 3] = -1.0
+        z.data[0] += 1
+        loss = F.cross_entropy(z.view(-1, V), t.view(-1)) + early.logsumexp(-1).sum()
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in m.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert error(a, b) < 1e-11
+
+
+def test_an_array_shares_the_memory_of_all_aliases(x):
     x = x.cpu()
     z, plain = teacher(x)
-    for array in (z.numpy(), z.__array__(), z[..., 3].numpy(), z.view(-1, V).numpy()):
-        with pytest.raises(ValueError, match="read-only"):
-            array[..., 0] = 1
-    assert np.array_equal(z.numpy(), plain.numpy())
-    assert np.array_equal(z[..., 3].numpy(), plain[..., 3].numpy())
-    assert torch.equal(torch.from_dlpack(z, copy=True), plain)
-    with pytest.raises(RuntimeError, match="written to"):
-        np.from_dlpack(z)
+    rows, want = z[1:], plain[1:]
+    for array, value in ((z.numpy(), 1.0), (z[..., 3].numpy(), 2.0), (np.from_dlpack(z), 3.0)):
+        array[..., 0] = value
+    plain.numpy()[..., 0], plain[..., 3].numpy()[..., 0] = 1.0, 2.0
+    plain[..., 0] = 3.0
+    assert torch.equal(z.clone(), plain)
+    assert torch.equal(rows.clone(), want)
+    assert torch.equal(ll.entropy(z), ll.entropy(plain))
     with pytest.raises(RuntimeError, match="requires grad"):
         model(True, x.device)(x).numpy()
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-        torch.utils.dlpack.to_dlpack(z)
-    # PyTorch 2.9 has no as_subclass of such tensors. Later versions return the values.
-    with pytest.raises((ValueError, RuntimeError), match=r"read-only|already associated"):
-        z.as_subclass(torch.Tensor).numpy()[..., 0] = 1
+        torch.utils.dlpack.to_dlpack(teacher(x)[0])
 
 
 def test_no_function_reads_memory_that_is_not_there(x):
@@ -72,8 +79,6 @@ def test_no_function_reads_memory_that_is_not_there(x):
             assert torch.equal(found.to(want.device) + 0, want)
         assert lazy.tolist() == want.tolist()
         assert lazy.is_shared() == want.is_shared()  # which is True on a GPU
-        assert not hasattr(type(lazy), "__dlpack_c_exchange_api__")
-        assert lazy.stride() == want.stride()
 
 
 def overwritten(t):
@@ -91,7 +96,7 @@ def test_a_kernel_that_overwrites_the_logits(x, t):
     overwritten(z)
     overwritten(plain)
     assert torch.equal(z.materialize(), plain)
-    assert torch.equal(z.clone().materialize(), plain)
+    assert torch.equal(z.clone(), plain)
     torch.testing.assert_close(ll.cross_entropy(z, t), ll.cross_entropy(plain, t))
     torch.testing.assert_close(
         F.cross_entropy(z.view(-1, V), t.view(-1)), F.cross_entropy(plain.view(-1, V), t.view(-1))
@@ -136,29 +141,6 @@ def test_views_share_what_a_kernel_overwrites(through, known, x, t):
         assert torch.equal(lazy[name].materialize(), want[name]), name
         torch.testing.assert_close(ll.entropy(lazy[name]), ll.entropy(want[name]))
         torch.testing.assert_close(lazy[name].exp().sum(), want[name].exp().sum())
-
-
-@pytest.mark.parametrize("through", ["some steps", "transposed", "some columns"])
-def test_a_part_that_is_not_contiguous_is_a_copy(through, x):
-    """Its strides say so, and code that takes addresses copies such a part itself."""
-    z, plain = teacher(x.cpu())
-    part = VIEWS[through](z)
-    assert part.is_contiguous()
-    overwritten(part)
-    assert torch.equal(z.materialize(), plain)
-    want = VIEWS[through](plain).contiguous()
-    overwritten(want)
-    assert torch.equal(part.materialize(), want)
-
-
-def test_a_view_keeps_no_logits_in_memory_for_its_address(x):
-    """If no other tensor can read the logits, an address of some rows computes only these."""
-    z, plain = teacher(x.cpu())
-    rows = z[1:]
-    del z
-    rows.data_ptr()
-    assert rows.known_values.untyped_storage().nbytes() == rows.nbytes
-    assert torch.equal(rows.materialize(), plain[1:])
 
 
 def test_a_hook_that_writes_is_told_what_to_do(x):
@@ -207,24 +189,3 @@ def test_a_weight_with_nan_is_not_a_changed_weight(x):
     with torch.no_grad():
         m[1].weight[0] = torch.nan
     assert type(m(x)[1:]) is LazyLogits
-
-
-# --- gradients
-
-
-def test_a_part_of_a_gradient_says_how_to_copy_it(x, t):
-    """A write to a part of the gradient raises, and names the gradient instead of the logits."""
-    z = model(True, x.device)(x)
-    (g,) = torch.autograd.grad(F.cross_entropy(z.view(-1, V), t.view(-1)), z)
-    told = "^parts of gradients of lazy logits must not .*copy instead: gradient.materialize.., and"
-    for part in (g[..., 3], g.view(-1), g[:1][..., 2:], g.transpose(0, 1)):
-        with pytest.raises(RuntimeError, match=told):
-            part.zero_()
-    with pytest.raises(RuntimeError, match=r"^parts of lazy logits .*: logits.materialize\(\), "):
-        z.detach()[..., 3].zero_()
-    before, copy, part = g.tolist(), g.materialize(), g[..., 3].clone()
-    for plain in (copy[..., 3], part):
-        assert torch.equal(plain.zero_(), torch.zeros(z.shape[:-1]).to(x))
-    assert g.tolist() == before
-    g[..., 3] = 0
-    assert torch.equal(g + 0, copy)

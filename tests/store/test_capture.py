@@ -87,7 +87,7 @@ class TestCapture:
         def made(*_):
             raise AssertionError("logits were materialised")
 
-        monkeypatch.setattr(lazy.LazyLogits, "plain_values", made)
+        monkeypatch.setattr(lazy.LazyLogits, "plain", made)
         model, documents = Teacher(), texts(5, 9)
         model.head.register_forward_hook(lambda *args: outputs.append(args[2]))
         outputs = []

@@ -186,11 +186,7 @@ def checked(name: str) -> Outcome:
     silence = next((t for t in said.values() if isinstance(t, str)), "")
     made = [re.search("materialised by (.+?), at ", str(w.message)) for w in seen]
     by = sorted({m[1] for m in made if m})
-    if (
-        by
-        or not logits
-        or any(type(z) is not LazyLogits or z.known_values is not None for z in logits)
-    ):
+    if by or not logits or any(type(z) is not LazyLogits or z.known for z in logits):
         cause = ", ".join(by) or "the head is not called"
         return Outcome("materialised", cause, generates, silence)
     return Outcome("fused", "", generates, silence)

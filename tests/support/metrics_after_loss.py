@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 
 def pair(device, **how) -> tuple[nn.Module, nn.Module]:
-    return Model(**how).to(device), ll.fuse(Model(**how).to(device))
+    return Model(**how).to(device), ll.fuse(Model(**how).to(device), scores=True)
 
 
 def labels_of(ids):

@@ -1,4 +1,4 @@
-"""Metrics of lazy logits after a loss: no further GEMMs, and the values of plain logits."""
+"""fuse(scores=True): metrics after a loss cost no further GEMM, and equal those of plain logits."""
 
 import gc
 import weakref
@@ -6,10 +6,11 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import logitless as ll
 from logitless.core import call
-from logitless.lazy import recipe
+from logitless.lazy import recipe, scores
 from logitless.lazy.logits import LazyLogits
 from tests.support.metrics_after_loss import (
     LOSSES,
@@ -37,17 +38,16 @@ def ids(device):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_from_the_second_step_on_metrics_cost_no_gemm(name, ids):
-    """Loss, gradients and metrics equal those of plain logits in every step."""
+def test_metrics_cost_no_gemm(name, ids):
+    """Loss, gradients and metrics equal those of plain logits. Else, metrics take GEMMs."""
     plain, fused = pair(ids.device)
     want, _ = step(plain, ids, LOSSES[name])
-    first, gemms = step(fused, ids, LOSSES[name])
+    got, gemms = step(fused, ids, LOSSES[name])
+    assert not any(gemms.values()), gemms
+    assert_equal(got, want)
+    got, gemms = step(ll.fuse(fused), ids, LOSSES[name])
     assert all(sum(rows) >= B * (T - 1) for rows in gemms.values())
-    assert_equal(first, want)
-    for _ in range(2):
-        later, gemms = step(fused, ids, LOSSES[name])
-        assert not any(gemms.values()), gemms
-        assert_equal(later, want)
+    assert_equal(got, want)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,6 @@ def test_dtypes(dtype, impl, ids):
     exact = Model(torch.float64).to(ids.device)
     exact.load_state_dict({k: p.double() for k, p in plain.state_dict().items()})
     with ll.impl(impl):
-        step(fused, ids, shifted, {"argmax": METRICS["argmax"]})
         got, gemms = step(fused, ids, shifted)
     assert not any(gemms.values())
     want, _ = step(plain, ids, shifted)
@@ -78,8 +77,7 @@ def test_ties_have_the_lowest_index(ids):
     plain, fused = pair(ids.device)
     for model in (plain, fused):
         model.lm_head.weight.data[10:20] = model.lm_head.weight.data[:10]
-    for _ in range(2):
-        got, _ = step(fused, ids, causal, {"argmax": METRICS["argmax"]})
+    got, _ = step(fused, ids, causal, {"argmax": METRICS["argmax"]})
     want = plain(ids)[:, :-1].argmax(-1)
     assert (want < 10).any()  # columns 0 to 9 equal columns 10 to 19
     assert torch.equal(got[-1], want)
@@ -105,8 +103,7 @@ def test_options_of_the_softmax(name, ids):
         return {k: lambda z, ids, f=f: f(change(z), ids) for k, f in some.items()}
 
     for metrics, free in ((under(option), True), (some, False)):
-        for _ in range(2):
-            got, gemms = step(fused, ids, loss, metrics)
+        got, gemms = step(fused, ids, loss, metrics)
         want, _ = step(plain, ids, loss, metrics)
         assert_equal(got, want)
         assert any(gemms.values()) is not free, gemms
@@ -125,11 +122,8 @@ def test_ignored_rows_are_computed_once(metric, ids):
     labels, function = ignoring(ids), METRICS[metric]
     count = int((labels == -100).sum())
     assert count == T + 1 + 2
-    for turn in range(2):
-        z = fused(ids)
-        F.cross_entropy(z.flatten(0, 1), labels.flatten())
-        if turn == 0:
-            z.argmax(-1)
+    z = fused(ids)
+    F.cross_entropy(z.flatten(0, 1), labels.flatten())
     want = function(plain(ids).detach(), ids)
     with torch.no_grad(), Gemms() as seen:
         assert_equal([function(z, ids)], [want])
@@ -150,10 +144,8 @@ def test_log_probabilities_of_other_ids(ids):
 
     other = labels.clamp_min(0)
     other[0, 3] = (other[0, 3] + 1) % V
-    for _ in range(2):
-        z = fused(ids)
-        causal(z.double(), ids)
-        z.detach().argmax(-1)
+    z = fused(ids)
+    causal(z.double(), ids)
     for index in (other, other.flip(0), other):
         assert_equal([metric(z, index)], [metric(plain(ids), index)])
     z = fused(ids)
@@ -171,10 +163,8 @@ def test_an_id_out_of_range_is_nan_where_values_are_not_checked(ids, monkeypatch
     """On a GPU, ids are not checked. The id -1 of an ignored row must not look like a known row."""
     _, fused = pair(ids.device)
     labels = ignoring(ids)
-    for _ in range(2):
-        z = fused(ids)
-        F.cross_entropy(z.flatten(0, 1), labels.flatten())
-        z.detach().argmax(-1)
+    z = fused(ids)
+    F.cross_entropy(z.flatten(0, 1), labels.flatten())
     monkeypatch.setattr(call, "reads_values", lambda t: False)
     got = ll.token_logprobs(z.detach(), labels.masked_fill(labels == -100, -1), ignore_index=None)
     assert torch.equal(got.isnan(), labels == -100)
@@ -185,11 +175,8 @@ def test_repeated_rows_with_different_labels(ids):
     plain, fused = pair(ids.device)
     places = torch.tensor([0, 5, 5, 5, 2, 0], device=ids.device)
     labels = torch.tensor([1, 2, 3, -100, 5, 6], device=ids.device)
-    for _ in range(2):
-        z = fused(ids).view(-1, V)
-        F.cross_entropy(z[places], labels)
-        with torch.no_grad():
-            z[places].argmax(-1)
+    z = fused(ids).view(-1, V)
+    F.cross_entropy(z[places], labels)
     for ask in (labels.clamp_min(0), labels.clamp_min(0).flip(0)):
         got = ll.token_logprobs(z.detach()[places], ask)
         want = ll.token_logprobs(plain(ids).detach().view(-1, V)[places], ask)
@@ -199,7 +186,6 @@ def test_repeated_rows_with_different_labels(ids):
 def test_no_rows(ids):
     """A loss over no rows, or over ignored rows only, and a batch without rows."""
     plain, fused = pair(ids.device)
-    step(fused, ids, causal)
     for labels in (ids[:0], torch.full_like(ids, -100)):
         z = fused(ids)
         F.cross_entropy(z[: len(labels)].flatten(0, 1), labels.flatten(), reduction="sum")
@@ -215,17 +201,14 @@ def test_evaluation(mode, ids, monkeypatch):
     """An evaluation with labels, and preprocess_logits_for_metrics=argmax."""
     monkeypatch.setattr(recipe, "SMALL", 0)
     plain, fused = pair(ids.device)
-    for turn in range(3):
-        with mode():
-            z = fused.eval()(ids)
-            assert type(z) is LazyLogits
-            loss = shifted(z, ids)
-            with Gemms() as seen:
-                predictions = z[:, :-1].argmax(-1)
-            assert bool(seen.rows) is (turn == 0)
-            assert_equal(
-                [loss, predictions], [shifted(plain(ids), ids), plain(ids)[:, :-1].argmax(-1)]
-            )
+    with mode():
+        z = fused.eval()(ids)
+        assert type(z) is LazyLogits
+        loss = shifted(z, ids)
+        with Gemms() as seen:
+            predictions = z[:, :-1].argmax(-1)
+        assert not seen.rows
+        assert_equal([loss, predictions], [shifted(plain(ids), ids), plain(ids)[:, :-1].argmax(-1)])
     with mode():  # a write after the loss changes the metrics
         z = fused(ids)
         shifted(z, ids)
@@ -234,35 +217,42 @@ def test_evaluation(mode, ids, monkeypatch):
         assert (z[:, :-1].argmax(-1) == 4).all()
 
 
-def test_training_and_evaluation_are_counted_separately(ids, monkeypatch):
-    monkeypatch.setattr(recipe, "SMALL", 0)
+def test_the_host_waits_once_for_the_same_rows(ids, monkeypatch):
     _, fused = pair(ids.device)
-    for _ in range(2):
-        with torch.no_grad():
-            z = fused(ids)
-            causal(z, ids)
-            z.argmax(-1)
-    assert z.recipe.places is not None
-    assert fused(ids).recipe.places is None
-
-
-def test_few_rows_do_not_change_the_loss(ids):
-    """Reading some rows, or metrics without a loss, never makes losses compute scores."""
-    _, fused = pair(ids.device)
+    waits, missing = [], scores.missing
+    monkeypatch.setattr(scores, "missing", lambda *a: waits.append(a) or missing(*a))
+    z = fused(ids)
+    shifted(z, ids)
+    assert not waits
+    rows = z.detach()[:, :-1]
     for _ in range(3):
-        z = fused(ids)
-        z.detach().argmax(-1)
-        causal(z, ids)
-        z[0, :2].detach().argmax(-1)
-    assert fused(ids).recipe.places is None
+        rows.argmax(-1)
+        rows.logsumexp(-1)
+    assert len(waits) == 1
+
+
+def test_a_head_that_must_not_wait_or_gather(ids):
+    """The option drop_ignored=False, and an FSDP module, whose ranks gather the weight together."""
+    model = ll.fuse(Model().to(ids.device), scores=True, drop_ignored=False)
+    _, gemms = step(model, ids, shifted)
+    assert all(gemms.values())
+
+    class Sharded(nn.Linear):
+        def unshard(self):
+            raise AssertionError("the weight is in memory")
+
+    model = Model()
+    model.lm_head = Sharded(D, V, bias=False).double()
+    model = ll.fuse(model.to(ids.device), scores=True)
+    assert model(ids).recipe.scores is None
+    assert ll.fuse(Model().to(ids.device))(ids).recipe.scores is None
 
 
 def warm(ids, **how):
     plain, fused = pair(ids.device, **how)
-    step(fused, ids, causal)
     z = fused(ids)
     causal(z, ids).backward()
-    assert z.recipe.answers.tables
+    assert z.recipe.scores.tables
     return plain, fused, z
 
 
@@ -278,15 +268,14 @@ def test_after_a_step_of_the_optimiser(asked, ids):
             metric()
 
 
-def test_after_a_write_to_hidden(device):
-    head = ll.nn.FusedHead(D, V).to(device)
-    for _ in range(2):
-        hidden = torch.randn(B, D, device=device)
-        z = head(hidden)
-        F.cross_entropy(z, torch.arange(B, device=device))
-        z.argmax(-1)
-    assert z.recipe.answers.tables
-    hidden.mul_(2)
+def test_after_a_write_to_hidden(ids):
+    _, fused = pair(ids.device)
+    hidden = []
+    fused.lm_head.register_forward_hook(lambda _, args, out: hidden.append(args[0]))
+    z = fused(ids)
+    causal(z, ids)
+    with torch.no_grad():
+        hidden[0].mul_(2)
     with pytest.raises(RuntimeError, match="must not be modified in place"):
         z.argmax(-1)
 
@@ -322,19 +311,17 @@ def test_a_bias_of_minus_infinity(ids):
     for model in (plain, fused):
         model.lm_head.bias.data[3] = -torch.inf
     target = torch.zeros_like(ids)
-    for _ in range(2):
-        z = fused(ids)
-        F.cross_entropy(z.flatten(0, 1), target.flatten())
-        with torch.no_grad():
-            assert torch.equal(z.argmax(-1), plain(ids).argmax(-1))
-            assert trl_entropy(z, ids).isnan().all()
+    z = fused(ids)
+    F.cross_entropy(z.flatten(0, 1), target.flatten())
+    with torch.no_grad():
+        assert torch.equal(z.argmax(-1), plain(ids).argmax(-1))
+        assert trl_entropy(z, ids).isnan().all()
 
 
 def test_gradients_flow_through_metrics(ids):
     """A statistic with a gradient is computed from the head, with the gradient of plain logits."""
     plain, _, z = warm(ids)
     _, fused = pair(ids.device)
-    step(fused, ids, causal)
     z = fused(ids)
     causal(z, ids)
     weight, wanted = fused.lm_head.weight, plain.lm_head.weight
@@ -354,11 +341,10 @@ def test_invariant_metrics_are_invariant(ids):
 
 def test_scores_live_as_long_as_the_logits(ids):
     _, fused = pair(ids.device)
-    step(fused, ids, causal)
     z = fused(ids)
     loss = causal(z, ids)
     z.argmax(-1)
-    answers = weakref.ref(z.recipe.answers)
+    answers = weakref.ref(z.recipe.scores)
     assert answers().tables
     del z
     gc.collect()

@@ -1,44 +1,30 @@
-"""Keeps the scores that a loss over lazy logits computes, so that later metrics need no GEMM.
+"""`fuse(model, scores=True)`: the scores that a loss computes beside its value, for later metrics.
 
 A trainer computes its loss, and then metrics such as accuracy and entropy from the same logits,
 each of which takes one GEMM, a third of a loss with its gradients. A loss that also computes the
 scores of each row, its entropy, logsumexp, argmax and the log-probability of its label, takes only
-1.016 times as long (benchmarks/results/h200/loss-and-scores.md). So losses compute scores for heads
-whose metrics are read:
-
-1. At first, they compute none. `Answers` counts, per call of the head, the rows that losses and
-   later metrics read. If metrics read at least half as many, the head is added to `_READ`.
-2. From then on, losses store scores in a `Table`, from which metrics of these logits and of their
-   views are read. The first metric computes the scores of the rows that the loss ignored.
-
-Training and evaluation are counted separately, because many trainers read metrics only in the
-latter.
+1.016 times as long (benchmarks/results/h200/loss-and-scores.md). Metrics of these logits and of
+their rows are then read from a `Table`. The first metric computes the scores of the rows that the
+loss ignored.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..contract import Reading, has_values
+from ..core.call import reading_of
 from ..core.loss import RowLoss, ignored_value
 from ..heads.head import Head
 from ..heads.linear import HeadLogits
 from ..losses.cross_entropy import CrossEntropy, ScoredCrossEntropy
 from ..losses.statistics import NO_CLASS, SCORES, Read, Scores, score
+from .formula import PRODUCTS, Applied, Direct, Formula
 from .recipe import Recipe
 
-# The heads whose metrics are read after a loss, in training (True) and in evaluation, and the
-# number of head calls since a metric last used the scores.
-_READ: dict[bool, "weakref.WeakKeyDictionary[nn.Module, int]"] = {
-    True: weakref.WeakKeyDictionary(),
-    False: weakref.WeakKeyDictionary(),
-}
-# After this many calls of a head without a read, losses stop computing scores: 16 of them cost
-# about as much as one metric from the head.
-PATIENCE = 16
 UNKNOWN = -1  # the label of rows without scores
 
 
@@ -83,65 +69,42 @@ class Table:
         self.scores = Scores(*(torch.where(new, t[at], old) for t, old in pairs))
 
 
-class Answers:
+class Remembered:
     """The scores of all logits that are derived from one call of a head."""
 
-    def __init__(self, head: Head, trains: bool):
-        self.module, self.trains, self.rows = weakref.ref(head.module), trains, head.rows
+    def __init__(self, rows: int):
+        self.rows = rows
         self.tables: dict[Options, Table] = {}
-        self.losses: dict[Options, int] = {}  # number of rows in losses that compute no scores
-        self.read: dict[Options, int] = {}  # number of rows that metrics read after these losses
-        self.cell: Any = lambda: None  # a weak reference to the cell of the head's own logits
+        self.logits: Any = lambda: None  # a weak reference to the lazy logits of all rows
 
     @staticmethod
-    def of(head: Head, trains: bool) -> "tuple[Answers | None, Tensor | None]":
-        """(answers, places) for the logits of one call of a head, or (None, None).
+    def of(head: Head) -> dict[str, Any]:
+        """Fields of the Recipe of a head's logits.
 
-        `places` (class Recipe) is None if losses over these logits compute no scores. A head has no
-        `Answers` with drop_ignored=False, because the host would have to wait for the number of
-        rows without scores; as an FSDP module, because computing missing scores would gather its
-        weight, and other ranks may have none missing; and with deterministic algorithms, because
-        computing scores can change the last bits of a loss.
+        There are no scores with drop_ignored=False, because the host would have to wait for the
+        number of rows without scores, nor of an FSDP module, because computing missing scores would
+        gather its weight, and other ranks may have none missing.
         """
-        module, device = head.module, head.device
-        if module is None or hasattr(type(module), "unshard") or not head.drop_ignored:
-            return None, None
-        if not may_wait(head.hidden) or torch.are_deterministic_algorithms_enabled():
-            return None, None
-        unread = _READ[trains].pop(module, PATIENCE)
-        if unread == PATIENCE:
-            return Answers(head, trains), None
-        _READ[trains][module] = unread + 1
-        places = torch.arange(head.rows, device=device)
-        return Answers(head, trains), places.view(*head.lead, 1)
+        gathers = head.module is not None and hasattr(type(head.module), "unshard")
+        if gathers or not head.drop_ignored or not may_wait(head.hidden):
+            return {}
+        places = torch.arange(head.rows, device=head.device).view(*head.lead, 1)
+        return {"scores": Remembered(head.rows), "places": places}
 
-    def evaluate(self, source: Any, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        recipe: Recipe = source.recipe
-        if isinstance(loss, CrossEntropy):
-            scored = self.scored(recipe, loss)
-            if scored is not None:
-                value, *scores = source.computed(scored, reduction, row_weight)
-                self.keep(recipe, scored.reading, scores)
-                return value
-        elif isinstance(loss, Read) and not (source.requires_grad and torch.is_grad_enabled()):
+    def evaluate(
+        self, recipe: Recipe, loss: Any, evaluate: Callable[[RowLoss], Any], grad: bool
+    ) -> Any:
+        """The result of a loss over the head's logits."""
+        if isinstance(loss, Read) and not grad:
             known = self.statistics(recipe, loss)
-            if known is not None:
-                return known
-        return source.computed(loss, reduction, row_weight)
-
-    # --- losses
-
-    def scored(self, recipe: Recipe, loss: Any) -> RowLoss | None:
-        """A version of `loss` that also computes scores, or None to compute none."""
-        options = Options.of(loss.reading)
-        if type(loss) is not CrossEntropy or options is None:
-            return None
-        if recipe.places is None:
-            self.losses[options] = self.losses.get(options, 0) + recipe.lead.numel()
-            return None
+            return evaluate(loss) if known is None else known
+        if type(loss) is not CrossEntropy or Options.of(loss.reading) is None:
+            return evaluate(loss)
         wants = tuple(dict.fromkeys((*loss.reading.wants, *SCORES)))
         reading = loss.reading._replace(wants=wants)
-        return ScoredCrossEntropy(reading, loss.label_smoothing, loss.z_loss)
+        value, *scores = evaluate(ScoredCrossEntropy(reading, loss.label_smoothing, loss.z_loss))
+        self.keep(recipe, reading, scores)
+        return value
 
     def keep(self, recipe: Recipe, reading: Reading, scores: Sequence[Tensor]) -> None:
         options, label = Options.of(reading), reading.label
@@ -155,26 +118,20 @@ class Answers:
             self.tables[options] = Table(self.rows, flat)
         self.tables[options].put(places_of(recipe), label.reshape(-1), reading.vocab, flat)
 
-    # --- metrics
-
     def statistics(self, recipe: Recipe, loss: Read) -> tuple[Tensor, ...] | None:
         """The statistics of `loss` from the `Table`, or None if this is not possible."""
         reading, options = loss.reading, Options.of(loss.reading)
         scored = set(reading.wants) <= set(SCORES) and reading.ids_per_row <= 1
-        if not scored or options is None or not may_wait(recipe.head.hidden):
-            return None
-        table = self.tables.get(options)
-        if table is None:
-            self.count(options, recipe.lead.numel())
+        table = None if options is None else self.tables.get(options)
+        if not scored or table is None or not may_wait(recipe.head.hidden):
             return None
         recipe.check()
-        self.remember()
         ids, ignored = reading.ids, reading.ignored_rows()
         if ids is not None:
             ids = ids[..., 0]
         elif "logprob" in reading.wants:
             ids = reading.label
-        known, at, computed = self.complete(table, recipe, options, ids, ignored)
+        known, at, computed = self.complete(table, recipe, options, ids, ignored)  # pyright: ignore
         places, outputs = places_of(recipe), []
         for name in reading.wants:
             t = getattr(known, name)[places]
@@ -185,19 +142,6 @@ class Answers:
                 t = torch.where(ignored, ignored_value(t.dtype), t)
             outputs.append(t[..., None] if name == "logprob" and reading.ids is not None else t)
         return tuple(outputs)
-
-    def count(self, options: Options, rows: int) -> None:
-        module = self.module()
-        if options not in self.losses or module is None:
-            return
-        self.read[options] = self.read.get(options, 0) + rows
-        if 2 * self.read[options] >= self.losses[options]:
-            _READ[self.trains][module] = 0
-
-    def remember(self) -> None:
-        module = self.module()
-        if module is not None:
-            _READ[self.trains][module] = 0
 
     def complete(
         self, table: Table, recipe: Recipe, options: Options, ids: Tensor | None, ignored: Any
@@ -221,10 +165,11 @@ class Answers:
             table.seen = weakref.ref(recipe.places)
         if not len(at):
             return known, None, None
-        cell = self.cell() if ids is None and 2 * recipe.lead.numel() < self.rows else None
-        if cell is None or cell.recipe.answers is not self or cell.recipe.changed():
+        few = ids is None and 2 * recipe.lead.numel() < self.rows
+        logits = self.logits() if few else None
+        if logits is None or logits.recipe.scores is not self or logits.recipe.changed():
             return known, at, fill(table, recipe, options, at, ids)
-        fill(table, cell.recipe, options, missing(table, cell.recipe, None, None), None)
+        fill(table, logits.recipe, options, missing(table, logits.recipe, None, None), None)
         table.complete = True
         return table.scores, None, None
 
@@ -268,3 +213,58 @@ def may_wait(hidden: Tensor) -> bool:
     if torch.compiler.is_compiling() or not has_values(hidden):
         return False
     return not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+# --- p log p and p y, whose row sums follow from the scores of a row
+
+
+NEGATIONS = (torch.neg, torch.negative, Tensor.neg, Tensor.negative, Tensor.__neg__)
+EXPONENTIALS = (torch.exp, Tensor.exp)
+
+
+def expected(z: Any) -> Tensor | None:
+    """The row sums of p log p or p y, p = softmax(y), from the scores of an earlier loss, or None.
+
+    Trainers compute the entropy as -(logp.exp() * logp).sum(-1), or as the logsumexp of y minus
+    (p * y).sum(-1). None too if the head has a bias: with a bias of -inf, p log p is NaN in
+    PyTorch, but our entropy is finite. Without one, p log p is NaN only if logits overflow.
+    """
+    recipe = z.recipe
+    if recipe.scores is None or recipe.head.bias is not None or z.sends:
+        return None
+    product, sign = positive(recipe.formula)
+    if not calls(product, PRODUCTS, 2):
+        return None
+    for p, y in (product.args, product.args[::-1]):
+        p, sign_of_p = positive(p)
+        of = y.direct if isinstance(y, Formula) else None
+        if of is None or of.negative or not is_softmax(p, of):
+            continue
+        reads = {"softcap": None, **of.reads}
+        reading = reading_of(HeadLogits(recipe.constant_head()), **reads, wants=("lse", "entropy"))
+        known = recipe.scores.statistics(recipe, Read(reading))
+        if known is None:
+            return None
+        lse, entropy = known
+        return sign * sign_of_p * of.factor * (-entropy if of.log else lse - entropy)
+    return None
+
+
+def calls(formula: Any, functions: tuple, arguments: int) -> bool:
+    called = isinstance(formula, Applied) and formula.function in functions
+    return called and len(formula.args) == arguments and not formula.kwargs
+
+
+def positive(formula: Any) -> tuple[Any, float]:
+    """The formula without its minus sign, and the sign."""
+    return (formula.args[0], -1.0) if calls(formula, NEGATIONS, 1) else (formula, 1.0)
+
+
+def is_softmax(p: Any, of: Direct) -> bool:
+    """Whether p is softmax(y) or exp(log_softmax(y)); `of` is the normal form of y or log p."""
+    softmax = isinstance(p, Applied) and p.function is torch.softmax
+    if not softmax and not calls(p, EXPONENTIALS, 1):
+        return False
+    y = p.args[0].direct
+    right = y is not None and not y.negative and y.reads == of.reads and y.log != softmax
+    return right and (softmax or y.factor == 1)
