@@ -41,7 +41,7 @@ STATISTICS_COST = 0.15
 # A split by columns must save at least MIN_GAIN GEMMs.
 MIN_GAIN = 0.1
 
-# Most bytes of logits of a small head (small.py).
+# Most bytes of logits of a small head (run.py).
 SMALL = {"cuda": 512 << 20, "cpu": 1 << 20}
 # And most rows · V · (D + READ_WIDTH): there, a GPU takes about 2 ms for the loss, and the host at
 # least as long. Reading and writing logits takes as long as three GEMMs with D = READ_WIDTH.

@@ -77,15 +77,10 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
         )  # fmt: skip
     if kept:
         work = work._replace(merges=False, narrow=False)
-    cut = (
-        Cut(work.rows, whole=True)
-        if kept
-        else (choose_cut.forced or choose_cut.choose)(work, head.workspace, kind)
-    )
-    rows, columns = (
-        choose_cut.chunk_rows(work.rows, cut),
-        min(cut.columns or work.vocab, work.vocab),
-    )
+    choose = choose_cut.forced or choose_cut.choose
+    cut = Cut(work.rows, whole=True) if kept else choose(work, head.workspace, kind)
+    rows = choose_cut.chunk_rows(work.rows, cut)
+    columns = min(cut.columns or work.vocab, work.vocab)
     chunks, blocks = -(-work.rows // rows), -(-work.vocab // columns)
     if cut.columns is None:
         units, _ = choose_cut.layout(rows, cut.rows, work.wide)

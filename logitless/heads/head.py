@@ -177,15 +177,7 @@ class Head:
             return steady_hidden_gradient(backend, dz, weight, low_rank, self.skips_first, out)
         return hidden_gradient(dz, weight, low_rank, self.skips_first, out)
 
-    def work(
-        self,
-        merges: bool = False,
-        *,
-        gemms: int = 0,
-        sums: bool = False,
-        keeps: bool = False,
-        ids: int = 0,
-    ) -> Work:
+    def work(self, merges: bool = False, *, gemms=0, sums=False, keeps=False, ids=0) -> Work:
         """Returns a `Work`, which holds the sizes and properties of a loss over this head.
 
         The arguments are fields of `Work`.
@@ -209,17 +201,13 @@ class Head:
         An invariant head is computed in chunks of whole rows. With the eager backend, each chunk of
         an invariant head is one row.
         """
-        if not self.invariant:
-            return (choose_cut.forced or choose_cut.choose)(
-                work, self.workspace, self.hidden.device.type
-            )
-        if computes_single_rows(self.backend()):
-            return Cut(1)
-        work = work._replace(merges=False, narrow=False)
-        cut = (choose_cut.forced or choose_cut.choose)(
-            work, self.workspace, self.hidden.device.type
-        )
-        return Cut(cut.rows)
+        if self.invariant:
+            if computes_single_rows(self.backend()):
+                return Cut(1)
+            work = work._replace(merges=False, narrow=False)
+        choose = choose_cut.forced or choose_cut.choose
+        cut = choose(work, self.workspace, self.hidden.device.type)
+        return Cut(cut.rows) if self.invariant else cut
 
     def is_small(self) -> bool:
         """Whether all logits are computed at once: they are few, and IN_PIECES has no reason."""
@@ -233,7 +221,7 @@ class Head:
         return choose_cut.is_small(rows, vocab, width, size, self.workspace, device)
 
     def reduces(self, loss: RowLoss) -> bool:
-        """Whether a mean or sum computes its gradient in forward (total.py).
+        """Whether a mean or sum computes its gradient in forward.
 
         Otherwise, results per row are reduced: in fp16, a gradient of unknown size can underflow
         before the upstream gradient is known, and a unit (core/evaluate.py) depends on the batch.

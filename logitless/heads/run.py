@@ -48,6 +48,7 @@ from .gemms import (
 from .gradient_sums import HeadGradients, Needs, RowInputGradients
 from .head import Head, Rows, steady_teacher
 from .on_chip import chunks_of
+from .quantized import PLAIN
 
 
 class Call(NamedTuple):
@@ -414,7 +415,8 @@ _plans: dict[tuple, Plan | None] = {}
 def plan_of(head: Head) -> Plan | None:
     """The plan of a small head, or None for a head that is computed in pieces."""
     hidden, weight = head.hidden, head.weight
-    if head.signature is None or choose_cut.forced is not None or not has_values(hidden):
+    kept = head.signature is not None and choose_cut.forced is None
+    if not kept or type(weight) not in PLAIN or not has_values(hidden):
         return _plan(head)
     key = (
         head.signature, hidden.shape, hidden.stride(), hidden.dtype, hidden.data_ptr() % 16,
