@@ -239,7 +239,7 @@ def kept_logits_read_twice():
     return mock.patch.object(run.Kept, "overwritten", never)
 
 
-@found_by("heads/test_low_rank.py")
+@found_by("heads/test_run.py")
 def adapter_columns():
     """The columns of an adapter begin one too early."""
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import logitless as ll
 from logitless.heads import choose_cut
 from logitless.heads.choose_cut import Cut
-from tests.support.heads import LOSSES, V, assert_same, leaves, make, result
+from tests.support.heads import V, leaves, make
 
 N = 21
 CUTS = [Cut(N, 8), Cut(N, 8, kept=True), Cut(8, 16)]  # the last has groups of rows, not even ones
@@ -23,17 +23,6 @@ def cut(monkeypatch):
         )
 
     return set_to
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_as_if_materialised(name, cut, device):
-    for how, bias in zip(CUTS, (True, False, True), strict=True):
-        cut(how)
-        hidden, weight, b, target = make(bias=bias, lead=(3, 7), device=device)
-        for reduction in ("mean", "none"):
-            want = result(LOSSES[name], leaves(hidden, weight, b), target, reduction=reduction)
-            got = result(LOSSES[name], leaves(hidden, weight, b), target, 1, reduction=reduction)
-            assert_same(got, want, rtol=1e-9, atol=1e-9)
 
 
 def smoothed(z, target, ids):
@@ -134,29 +123,6 @@ def test_rows_that_count_alone_are_computed(reduction, count, cut, device):
     assert not got[0].grad[~live].any()
     for a, b in zip(got[1:], want[1:], strict=True):
         torch.testing.assert_close(a.grad, b.grad)
-
-
-def test_a_second_backward_main_grad_and_what_needs_no_gradient(cut, device):
-    cut(Cut(N, 8, kept=True))
-    hidden, weight, _, target = make(torch.float32, device, lead=(N,))
-    plain = leaves(hidden, weight, None)
-    F.cross_entropy(F.linear(*plain), target).backward()
-    for needs in ((True, False, True), (False, True, True)):
-        parts = leaves(hidden, weight, None, needs)
-        loss = ll.cross_entropy(ll.LinearLogits(*parts, workspace=1), target)
-        for _ in range(2):
-            loss.backward(retain_graph=True)
-        for part, need, want in zip(parts[:2], needs, plain, strict=False):
-            assert (part.grad is not None) == need
-            if need:
-                torch.testing.assert_close(part.grad, 2 * want.grad)
-    for reduction in ("mean", "none"):
-        W, main_grad = weight.clone().requires_grad_(), torch.ones_like(weight)
-        source = ll.LinearLogits(hidden, W, workspace=1, main_grad=main_grad)
-        loss = ll.cross_entropy(source, target, reduction=reduction).sum()
-        (loss if reduction == "mean" else loss / (target != -100).sum()).backward()
-        assert W.grad is None
-        torch.testing.assert_close(main_grad, 1 + plain[1].grad)
 
 
 @pytest.mark.usefixtures("nobody_looks")

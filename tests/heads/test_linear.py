@@ -1,7 +1,4 @@
-"""A head that is never materialised gives what the materialised one gives."""
-
-import functools
-import itertools
+"""Tensors, options and modes of a LinearLogits; test_run.py has the laws of all losses."""
 
 import pytest
 import torch
@@ -9,8 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import logitless as ll
-from logitless.heads import choose_cut
-from logitless.heads.choose_cut import Cut
 from tests.support import calls
 from tests.support.calls import TARGET, TEACHER
 from tests.support.heads import (  # noqa: F401 - both_ways is a fixture
@@ -29,82 +24,6 @@ from tests.support.refusals import refuses
 from tests.support.sizes import DEVICE
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", LOSSES)
-def test_as_if_materialised(name, reduction, device):
-    loss = functools.partial(LOSSES[name], reduction=reduction)
-    for bias, lead in ((True, (N,)), (False, (N, 1))):
-        hidden, weight, b, target = make(bias=bias, lead=lead, device=device)
-        want = result(loss, leaves(hidden, weight, b), target)
-        for chunk in (1, 3, 7, 100):  # rows at once
-            got = result(
-                LOSSES[name], leaves(hidden, weight, b), target, chunk, reduction=reduction
-            )
-            assert_same(got, want, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3))[1:])
-def test_exactly_what_requires_a_gradient_gets_one(needs, reduction, device):
-    """A frozen input with a trainable head, and every other subset."""
-    hidden, weight, bias, target = make(device=device)
-    loss = LOSSES["cross_entropy"]
-    want = result(loss, leaves(hidden, weight, bias, needs), target, reduction=reduction)
-    got = result(loss, leaves(hidden, weight, bias, needs), target, 3, reduction=reduction)
-    assert_same(got, want, rtol=1e-9, atol=1e-9)
-
-
-def test_a_second_backward_is_right(device):
-    hidden, weight, bias, target = make(device=device)
-    for reduction in ("mean", "none"):
-        parts = leaves(hidden, weight, bias)
-        source = ll.LinearLogits(*parts, workspace=3 * V * 8)
-        loss = ll.cross_entropy(source, target, reduction=reduction).sum() * 3
-        first = torch.autograd.grad(loss, parts, retain_graph=True)
-        kept = [t.clone() for t in first]
-        second = torch.autograd.grad(
-            loss, parts, torch.tensor(2.0, dtype=torch.float64, device=device)
-        )
-        for a, b, c in zip(first, kept, second, strict=True):
-            assert torch.equal(a, b)
-            torch.testing.assert_close(c, 2 * b)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_all_ignored_or_no_rows(reduction, device):
-    hidden, weight, bias, target = make(device=device)
-    for n, to in ((N, -100), (0, 0)):
-        parts = leaves(hidden[:n], weight, bias)
-        loss = ll.cross_entropy(
-            ll.LinearLogits(*parts), torch.full_like(target[:n], to), reduction=reduction
-        )
-        assert loss.shape == ((n,) if reduction == "none" else ())
-        loss.sum().backward()
-        assert not loss.any()
-        for t in parts:
-            assert t.grad is not None
-            assert not t.grad.any()
-
-
-@pytest.mark.parametrize("in_chunks", ["chunks"], indirect=True)  # `override` forces chunks
-@pytest.mark.parametrize("drop_ignored", [True, False])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("cut", [Cut(2), Cut(3, 8), Cut(7, 8, kept=True)])
-def test_ignored_rows_may_hold_nan(cut, reduction, drop_ignored, device):
-    hidden, weight, bias, target = make(device=device)
-    hidden[target == -100] = torch.nan
-    parts = leaves(hidden, weight, bias)
-    source = ll.LinearLogits(*parts, workspace=2 * V * 8, drop_ignored=drop_ignored)
-    with choose_cut.override(lambda work: cut):
-        ll.cross_entropy(source, target, reduction=reduction).sum().backward()
-    live = target != -100
-    want = leaves(hidden[live], weight, bias)
-    ll.cross_entropy(F.linear(*want), target[live], reduction=reduction).sum().backward()
-    assert not parts[0].grad[~live].any()
-    torch.testing.assert_close(parts[0].grad[live], want[0].grad)
-    torch.testing.assert_close(parts[1].grad, want[1].grad)
-
-
 def test_row_weights_get_gradients(device):
     hidden, weight, bias, target = make(device=device)
     for reduction in ("mean", "none"):
@@ -120,20 +39,6 @@ def test_row_weights_get_gradients(device):
             ll.cross_entropy(z, target, row_weight=own, reduction=reduction).sum().backward()
             grads.append(own.grad)
         torch.testing.assert_close(*grads)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype, device):
-    hidden, weight, bias, target = make(dtype, device)
-    want = result(
-        LOSSES["cross_entropy"], leaves(hidden.float(), weight.float(), bias.float()), target
-    )
-    got = result(LOSSES["cross_entropy"], leaves(hidden, weight, bias), target, 3)
-    assert got[0].dtype == torch.float32
-    torch.testing.assert_close(got[0], want[0], rtol=2e-2, atol=2e-2)
-    for a, b in zip(got[1], want[1], strict=True):
-        assert a.dtype == dtype
-        torch.testing.assert_close(a.float(), b, rtol=5e-2, atol=2e-2)
 
 
 def test_weights_of_any_strides(device):

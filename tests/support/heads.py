@@ -1,4 +1,4 @@
-"""Heads of a few classes, and every loss over them."""
+"""Heads of a few classes, with and without an adapter, and every loss over them."""
 
 import pytest
 import torch
@@ -6,8 +6,30 @@ import torch.nn.functional as F
 
 import logitless as ll
 from logitless.heads import choose_cut
+from logitless.heads.choose_cut import Cut
 
-N, D, V = 7, 6, 23
+N, D, V, R = 7, 6, 23, 3
+
+
+SMALL = dict(choose_cut.SMALL)  # conftest.py replaces choose_cut.SMALL in each test
+# All logits at once, chunks of rows, blocks of columns, some of them kept, and groups of rows.
+CUTS = {
+    "small": None,
+    "rows": Cut(3),
+    "columns": Cut(N, 8),
+    "kept": Cut(N, 8, kept=True),
+    "rows and columns": Cut(3, 8),
+}
+
+
+def cut_like(way, monkeypatch):
+    """Heads are cut like CUTS[way] from here on, for every loss that can be."""
+    how = CUTS[way]
+    if how is None:
+        monkeypatch.setattr(choose_cut, "SMALL", SMALL)
+    else:
+        choose = lambda work, *_: how if work.merges else Cut(3)  # noqa: E731
+        monkeypatch.setattr(choose_cut, "forced", choose)
 
 
 @pytest.fixture(autouse=True, params=["chunks", "small"], name="in_chunks")
@@ -102,3 +124,43 @@ def assert_same(got, want, **tolerance):
         assert (a is None) == (b is None)
         if a is not None:
             torch.testing.assert_close(a, b, **tolerance)
+
+
+def tensors(dtype=torch.float64, device="cpu", lead=(N,), bias=True, needs=(True,) * 5, pair=True):
+    """The leaves [hidden, weight, bias, *low_rank], without the last two if not `pair`; targets."""
+    hidden, weight, b, target = make(dtype, device, bias, lead)
+    g = torch.Generator().manual_seed(9)
+    both = [torch.randn(*s, R, generator=g, dtype=torch.float64) for s in (lead, (V,))]
+    found = (hidden, weight, b, *(t.to(device, dtype) for t in both if pair))
+    pairs = zip(found, needs, strict=False)
+    return [None if t is None else t.clone().requires_grad_(need) for t, need in pairs], target
+
+
+def materialised(leaves):
+    hidden, weight, bias, *pair = leaves
+    z = F.linear(hidden, weight, bias)
+    return z + F.linear(*pair) if pair else z
+
+
+def lazily(leaves, **options):
+    hidden, weight, bias, *pair = leaves
+    return ll.LinearLogits(hidden, weight, bias, low_rank=tuple(pair) or None, **options)
+
+
+def outcome(loss, z, leaves):
+    """The loss and the gradients of all leaves, under a random upstream gradient."""
+    value = loss(z)
+    g = torch.Generator().manual_seed(3)
+    upstream = torch.randn(value.shape, generator=g, dtype=torch.float64).to(value)
+    value.backward(upstream)
+    return value.detach(), [None if t is None else t.grad for t in leaves]
+
+
+def assert_as_materialised(loss, **how):
+    """`loss` of the logits and the targets has the values and gradients of plain logits."""
+    (want, target), (got, _) = tensors(**how), tensors(**how)
+    want, got = (
+        outcome(lambda z: loss(z, target), f(t), t)
+        for f, t in ((materialised, want), (lazily, got))
+    )
+    assert_same(got, want, rtol=1e-9, atol=1e-9)

@@ -1,6 +1,8 @@
-"""Results per row over a head, and checkpoints around one."""
+"""The laws of losses over a head; results per row, frozen heads, and checkpoints around a head."""
 
 import contextlib
+import functools
+import itertools
 
 import pytest
 import torch
@@ -13,60 +15,156 @@ import logitless as ll
 from logitless.heads import choose_cut
 from tests.support import calls
 from tests.support.calls import CALLS, made, outcome
-from tests.support.heads import D, N, V, both_ways, leaves, make  # noqa: F401 - a fixture
+from tests.support.heads import (
+    CUTS,
+    LOSSES,
+    D,
+    N,
+    V,
+    assert_as_materialised,
+    cut_like,
+    lazily,
+    leaves,
+    make,
+    materialised,
+    tensors,
+)
+from tests.support.heads import (
+    outcome as outcome_of,
+)
 from tests.support.sizes import DEVICE
 
 
-@pytest.mark.parametrize("chunk", [2, 100])
-class TestReads:
-    """What gives numbers a row."""
+@pytest.fixture(params=CUTS)
+def cut(request, monkeypatch):
+    """Runs a test with each way to cut a head."""
+    cut_like(request.param, monkeypatch)
+    return request.param
 
-    def test_row_stats_and_the_rest(self, chunk, device):
-        hidden, weight, bias, target = make(device=device)
+
+@pytest.fixture(params=[False, True], ids=["plain", "adapter"])
+def pair(request):
+    """Runs a test with a plain head, and with a second weight."""
+    return request.param
+
+
+class TestLaws:
+    """What holds for every head, however it is cut."""
+
+    @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+    @pytest.mark.parametrize("name", LOSSES)
+    def test_as_if_materialised(self, name, reduction, cut, pair, device):
+        loss = functools.partial(LOSSES[name], reduction=reduction)
+        for bias, lead in ((True, (N,)), (False, (N, 1)), (True, (1, N))):
+            assert_as_materialised(loss, device=device, bias=bias, lead=lead, pair=pair)
+
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    @pytest.mark.parametrize("needs", [*itertools.product([False, True], repeat=3)][1:])
+    @pytest.mark.parametrize("of_pair", [(True, True), (False, True)])
+    def test_exactly_what_requires_a_gradient_gets_one(
+        self, of_pair, needs, reduction, cut, pair, device
+    ):
+        loss = functools.partial(ll.cross_entropy, reduction=reduction)
+        assert_as_materialised(loss, device=device, needs=(*needs, *of_pair), pair=pair)
+
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_a_second_backward(self, reduction, cut, pair, device):
+        leaves, target = tensors(device=device, pair=pair)
+        loss = ll.cross_entropy(lazily(leaves), target, reduction=reduction).sum()
+        first = torch.autograd.grad(loss, leaves, retain_graph=True)
+        kept = [t.clone() for t in first]
+        second = torch.autograd.grad(3 * loss, leaves)
+        for a, b, c in zip(first, kept, second, strict=True):
+            assert torch.equal(a, b)
+            torch.testing.assert_close(c, 3 * b)
+
+    @pytest.mark.parametrize("drop_ignored", [True, False])
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_ignored_rows_may_hold_nan(self, reduction, drop_ignored, cut, pair, device):
+        leaves, target = tensors(device=device, pair=pair)
+        live, of_rows = target != -100, (leaves[0], *leaves[3:4])
+        with torch.no_grad():
+            for t in of_rows:
+                t[~live] = torch.nan
+        loss = ll.cross_entropy(
+            lazily(leaves, drop_ignored=drop_ignored), target, reduction=reduction
+        )
+        found = torch.autograd.grad(loss.sum(), leaves)
+        plain = materialised([t[live] if len(t) == N else t for t in leaves])
+        want = torch.autograd.grad(
+            ll.cross_entropy(plain, target[live], reduction=reduction).sum(), leaves
+        )
+        torch.testing.assert_close(found, want)
+
+    @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+    def test_all_ignored_or_no_rows(self, reduction, cut, pair, device):
+        for n, to in ((N, -100), (0, 0)):
+            leaves, target = tensors(device=device, pair=pair)
+            z = lazily([t[:n] if len(t) == N else t for t in leaves])
+            loss = ll.cross_entropy(z, torch.full_like(target[:n], to), reduction=reduction)
+            assert loss.shape == ((n,) if reduction == "none" else ())
+            assert not loss.any()
+            loss.sum().backward()
+            for t in leaves:
+                assert not t.grad.any()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("wide", [False, True])
+    def test_other_dtypes(self, dtype, wide, cut, pair, device):
+        """The error against fp64 is at most twice the error of plain logits."""
+        options = {"logits_dtype": torch.float32} if wide and dtype != torch.float32 else {}
+        truth, target = tensors(dtype, device, pair=pair)
+        truth = [t.detach().double().requires_grad_() for t in truth]
+        plain, got = (tensors(dtype, device, pair=pair)[0] for _ in range(2))
+        loss = lambda z: ll.cross_entropy(z, target)  # noqa: E731
+        exact = outcome_of(loss, materialised(truth), truth)
+        near = outcome_of(loss, materialised(plain), plain)
+        ours = outcome_of(loss, lazily(got, **options), got)
+        assert [t.dtype for t in ours[1]] == [dtype] * len(got)
+        for e, p, o in zip(
+            (exact[0], *exact[1]), (near[0], *near[1]), (ours[0], *ours[1]), strict=True
+        ):
+            floor = torch.finfo(dtype).eps * e.abs().max()
+            assert (o - e).abs().max() <= 2 * (p - e).abs().max() + floor
+
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_main_grad(self, reduction, cut, pair, device):
+        """Only the gradient of the weight goes to main_grad, by every backward."""
+        (want, target), (got, _) = (tensors(torch.float32, device, pair=pair) for _ in range(2))
+        main_grad = torch.ones_like(want[1])
+        z = lazily(got, main_grad=main_grad)
+        loss = ll.cross_entropy(z, target, reduction=reduction).sum()
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+        ll.cross_entropy(materialised(want), target, reduction=reduction).sum().backward()
+        assert got[1].grad is None
+        torch.testing.assert_close(main_grad - 1, 2 * want[1].grad)
+        for i in {*range(len(got))} - {1}:
+            torch.testing.assert_close(got[i].grad, 2 * want[i].grad)
+
+    def test_a_teacher(self, cut, pair, device):
+        teacher = [t.detach() * 1.5 for t in tensors(device=device, pair=pair)[0]]
+        for given in (lazily(teacher), materialised(teacher)):
+            assert_as_materialised(
+                lambda z, _, given=given: ll.kl_div(z, given, direction="reverse"),
+                device=device, pair=pair,
+            )  # fmt: skip
+
+    def test_statistics_and_topk(self, cut, pair, device):
+        leaves, target = tensors(device=device, pair=pair)
+        how, found = {"entropy": True, "total": True, "argmax": True}, []
         ids = torch.randint(0, V, (N, 3), device=device)
-        parts, again = leaves(hidden, weight, bias), leaves(hidden, weight, bias)
-        source, logits = ll.LinearLogits(*parts, workspace=chunk * V * 8), F.linear(*again)
-        outs = []
-        for z in (source, logits):
-            stats = ll.row_stats(z, ids, entropy=True, total=True, argmax=True)
+        for z in (lazily(leaves), materialised(leaves)):
+            stats = ll.row_stats(z, ids, **how)
             numbers = [*stats[:4], ll.token_logprobs(z, ids), ll.entropy(z), ll.logsumexp(z)]
             numbers += ll.score(z, target)[:3]
-            outs.append([*numbers, stats.argmax])
-            sum((t.sin()).sum() for t in numbers).backward()
-        for a, b in zip(*outs, strict=True):
-            torch.testing.assert_close(a, b)
-        for a, b in zip(parts, again, strict=True):
-            torch.testing.assert_close(a.grad, b.grad)
-
-    def test_capture_topk(self, chunk, device):
-        hidden, weight, bias, _ = make(device=device)
-        got = ll.capture_topk(ll.LinearLogits(hidden, weight, bias, workspace=chunk * V * 8), 4)
-        want = ll.capture_topk(F.linear(hidden, weight, bias), 4)
-        assert torch.equal(got.ids, want.ids)
-        torch.testing.assert_close(got.logprobs, want.logprobs)
-        torch.testing.assert_close(got.tail, want.tail)
-
-    def test_a_teacher_s_head(self, chunk, device):
-        hidden, weight, bias, _ = make(device=device)
-        other = make(device=device, scale=0.5)[:3]
-        source = ll.LinearLogits(hidden, weight, bias, workspace=chunk * V * 8)
-        got = ll.kl_div(source, ll.LinearLogits(*other), direction="reverse")
-        want = ll.kl_div(source.materialize(), F.linear(*other), direction="reverse")
-        torch.testing.assert_close(got, want)
+            d = torch.autograd.grad(sum(t.sin().sum() for t in numbers), leaves)
+            topk = ll.capture_topk(z, 4)
+            found.append([*numbers, *d, stats.argmax, topk.ids, topk.logprobs, topk.tail])
+        torch.testing.assert_close(*found)
 
 
-def test_every_upstream_gradient_is_used(device):
-    """reduction="none" with per-token weights: right dW and dbias."""
-    hidden, weight, bias, target = make(device=device)
-    per_token = torch.randn(N, dtype=torch.float64, device=device)
-    got, want = leaves(hidden, weight, bias), leaves(hidden, weight, bias)
-    source = ll.LinearLogits(*got, workspace=2 * V * 8)
-    (ll.cross_entropy(source, target, reduction="none") * per_token).sum().backward()
-    (ll.cross_entropy(F.linear(*want), target, reduction="none") * per_token).sum().backward()
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-
-
+@pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize(
     "name", ["score", "cross_entropy", "cross_entropy, none", "row_stats", "row_loss"]
 )
