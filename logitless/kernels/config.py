@@ -153,8 +153,10 @@ def pair_split_fwd(vocab: int, itemsize: int) -> Config:
     return cut._replace(block_v=max(cut.block_v, 16))
 
 
-def pair_bwd(vocab: int, itemsize: int) -> Config:
-    return overridden(Config(min(1024 if itemsize == 2 else 512, ceil_pow2(vocab)), 1))
+def pair_bwd(vocab: int, itemsize: int, heavy: bool = False) -> Config:
+    """`heavy`: a skewed KL beside a softcap, for which a long block takes too many registers."""
+    block = 1024 if itemsize == 2 and not heavy else 512
+    return overridden(Config(min(block, ceil_pow2(vocab)), 1))
 
 
 # (kernel, bytes per element) -> D, padded to a power of two -> (rows, columns, warps, stages), and

@@ -48,15 +48,16 @@ from .stats_split_fwd import aligned
 def _write_tile(
     DX, both, state, g, cols, mask, DZ: tl.constexpr, TWICE: tl.constexpr, PROBS: tl.constexpr
 ):  # fmt: skip
-    y, slope = capped(load(both.X, cols, mask), both.softcap)
     log_q, log_p = bits(state.s_q), bits(state.s_p)
+    g = tl.where(state.s_q == 0, 0.0, g * both.inv_t)
+    y, slope = capped(load(both.X, cols, mask), both.softcap)
     q = from_shift(y, state.m_q, state.s_q, log_q, both.rate)
     if PROBS:
-        p = Side(None, target(both, cols, mask), state.s_p, log_p, 0.0, 1.0)
+        p = Side(None, target(both, cols, mask), None, state.s_p, log_p, 0.0, 1.0)
     else:
         t = load(both.T, cols, mask).to(tl.float32)
         p = from_shift(t, state.m_p, state.s_p, log_p, both.rate)
-    dz, gain = DZ(q, p, state.c, g * both.inv_t, both)
+    dz, gain = DZ(q, p, state.c, g, both)
     if TWICE:
         gain += 0.0 * (log_q + log_p)
     # a row that is all -inf has no distribution, and the gradient 0
@@ -165,10 +166,11 @@ def pair_gradient(
     upstream, step_u = numbers(upstream)
     factor, step_f = numbers(factor)
     tensor, number = temperature_of(reading)
+    heavy = reading.softcap is not None and LOSSES[pair.kind].heavy
     launch = _plan(
         rows, t_rows, d_rows, (step_u, step_f), number, reading.softcap, pair.blend,
         reading.vocab, reading.ignore_index, pair.kind,
-        config.pair_bwd(rows.vocab, rows.itemsize),
+        config.pair_bwd(rows.vocab, rows.itemsize, heavy),
     )  # fmt: skip
     weight = aligned(reading.class_weight)
     launch(source, teacher, weight, label, contiguous(state), upstream, factor, output, *tensor)

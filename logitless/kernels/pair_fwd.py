@@ -68,8 +68,8 @@ def _finish(c, state, both, FINISH: tl.constexpr, TWICE: tl.constexpr):
     log_q, log_p = None, None
     if TWICE:
         log_q, log_p = bits(state.s_q), bits(state.s_p)
-    q = Side(None, None, state.s_q, log_q, None, None)
-    p = Side(None, None, state.s_p, log_p, None, None)
+    q = Side(None, None, None, state.s_q, log_q, None, None)
+    p = Side(None, None, None, state.s_p, log_p, None, None)
     value, mean = FINISH(c, q, p, both)
     if TWICE:
         # `bits` is inf for a row that is all -inf, and 0 · inf makes the loss NaN

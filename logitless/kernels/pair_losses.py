@@ -138,26 +138,20 @@ def _mixture(log_q, log_p, gap, beta, IN: tl.constexpr):
 
 
 @triton.jit
-def _log2_probabilities(q, p, how):
-    return q.d * how.rate - q.log_s, p.d * how.rate - p.log_s
-
-
-@triton.jit
 def _jsd_fold(sums, q, p, how):
-    log_q, log_p = _log2_probabilities(q, p, how)
-    q, log_q_m, p, log_p_m = _mixture(log_q, log_p, None, how.blend, how.X.dtype.element_ty)
-    return Sums(sums.a + p * log_p_m, sums.b + q * log_q_m, sums.c)
+    IN: tl.constexpr = how.X.dtype.element_ty
+    q, log_q_m, p, log_p_m = _mixture(q.log_p, p.log_p, None, how.blend, IN)
+    return Sums(sums.a + q * log_q_m, sums.b + p * log_p_m, sums.c)
 
 
 @triton.jit
 def _jsd_finish(sums, q, p, how):
-    return _positive(((1.0 - how.blend) * sums.b + how.blend * sums.a) * LN2), sums.b
+    return _positive(((1.0 - how.blend) * sums.a + how.blend * sums.b) * LN2), sums.a
 
 
 @triton.jit
 def _jsd_dz(q, p, mean, gain, how):
-    log_q, log_p = _log2_probabilities(q, p, how)
-    q, g, _, _ = _mixture(log_q, log_p, None, how.blend, how.X.dtype.element_ty)
+    q, g, _, _ = _mixture(q.log_p, p.log_p, None, how.blend, how.X.dtype.element_ty)
     return q * (g - mean), gain * (1.0 - how.blend) * LN2
 
 
@@ -176,7 +170,7 @@ def _skewed(q, p, how, FORWARD: tl.constexpr):
     IN: tl.constexpr = how.X.dtype.element_ty
     alpha = how.blend
     gap = (q.d - p.d) * how.rate - (q.log_s - p.log_s)
-    log_q, log_p = _log2_probabilities(q, p, how)
+    log_q, log_p = q.log_p, p.log_p
     if FORWARD:
         _, mu, _, share, more = _mixed(log_q, log_p, gap, alpha)
         q, _, p, log_p_m = _mixture(log_q, log_p, gap, alpha, IN)
@@ -200,7 +194,7 @@ def _skewed_sums(sums, of_q, how):
     mass = sums.c
     if how.X.dtype.element_ty == tl.float32:
         mass += q
-    return Sums(sums.a + term, sums.b + q * g, mass)
+    return Sums(sums.a + q * g, sums.b + term, mass)
 
 
 @triton.jit
@@ -217,7 +211,7 @@ def _skewed_reverse_fold(sums, q, p, how):
 def _skewed_finish(sums, q, p, how):
     # All q share the rounding error of one normaliser, so Σ q is not exactly 1. For fp32 logits,
     # dividing by it removes this error from q (g - mean).
-    return _positive(sums.a), sums.b / tl.where(sums.c == 0, 1.0, sums.c)
+    return _positive(sums.b), sums.a / tl.where(sums.c == 0, 1.0, sums.c)
 
 
 @triton.jit
@@ -273,6 +267,7 @@ class PairLoss(NamedTuple):
     fold: JITFunction
     finish: JITFunction
     dz: JITFunction
+    heavy: bool = False  # whether `dz` needs shorter blocks beside a softcap (`config.pair_bwd`)
 
 
 LOSSES = {
@@ -280,8 +275,8 @@ LOSSES = {
     "reverse": PairLoss(_reverse_fold, _reverse_finish, _reverse_dz),
     "soft": PairLoss(_soft_fold, _soft_finish, _soft_dz),
     "jsd": PairLoss(_jsd_fold, _jsd_finish, _jsd_dz),
-    "skewed_forward": PairLoss(_skewed_forward_fold, _skewed_finish, _skewed_forward_dz),
-    "skewed_reverse": PairLoss(_skewed_reverse_fold, _skewed_finish, _skewed_reverse_dz),
+    "skewed_forward": PairLoss(_skewed_forward_fold, _skewed_finish, _skewed_forward_dz, True),
+    "skewed_reverse": PairLoss(_skewed_reverse_fold, _skewed_finish, _skewed_reverse_dz, True),
     "tvd": PairLoss(_tvd_fold, _tvd_finish, _tvd_dz),
 }
 

@@ -84,13 +84,13 @@ def dz(q, p, distance, gain, _):
 
 
 @triton.jit
-def root(side, how):
-    return tl.exp2(0.5 * (side.d * how.rate - side.log_s))
+def root(side):
+    return tl.exp2(0.5 * side.log_p)
 
 
 @triton.jit
 def fold_tile(sums, q, p, how):
-    apart = root(q, how) - root(p, how)
+    apart = root(q) - root(p)
     return Sums(sums.a + apart * apart, sums.b, sums.c)
 
 
@@ -101,7 +101,7 @@ def finish_row(sums, q, p, how):
 
 @triton.jit
 def dz_of_tile(q, p, distance, gain, how):
-    root_q, root_p = root(q, how), root(p, how)
+    root_q, root_p = root(q), root(p)
     return root_q * (root_q - root_p - root_q * distance), 0.5 * gain
 
 
