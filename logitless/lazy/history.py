@@ -13,12 +13,14 @@ to carry the gradient of logits that do not exist. The nodes here serve the rest
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.autograd import Node
 from ..heads.gemms import plain_weight, times_weight, two_parts, without_autocast
 from ..heads.unshard import in_memory
 from .formula import HeadLogits
+from .recipe import raise_changed
+from .weight_changes import versions
 
 aten = torch.ops.aten
 
@@ -106,7 +108,11 @@ class Root(Node):
         ctx.set_materialize_grads(False)
         ctx.recipe, ctx.count = recipe.blank(), len(tensors) - len(anchors)
         ctx.anchors = [Like.of(t) for t in anchors]
-        ctx.save_for_backward(*tensors[: ctx.count])
+        # Parameters outlive the graph, so hooks of saved tensors need not copy or move them.
+        own = tensors[: ctx.count]
+        ctx.parameters = [t if isinstance(t, nn.Parameter) else None for t in own]
+        others = zip(own, ctx.parameters, strict=True)
+        ctx.save_for_backward(*(t if p is None else None for t, p in others))
         return z
 
     @staticmethod
@@ -118,7 +124,11 @@ class Root(Node):
         g = g.rest if isinstance(g, Absent) else g
         found: Any = (None,) * ctx.count
         if g is not None:
-            recipe = ctx.recipe.rebuild(ctx.saved_tensors)
+            for p, version in zip(ctx.parameters, ctx.recipe.versions, strict=True):
+                if p is not None and versions(p) != (version,):
+                    raise_changed()
+            saved = zip(ctx.saved_tensors, ctx.parameters, strict=True)
+            recipe = ctx.recipe.rebuild([t if p is None else p for t, p in saved])
             found = gradients_of(recipe, g, ctx.needs_input_grad[1:5])
             found = (*found, *(None,) * (ctx.count - 4))
         return None, *found, *map(Absent.of, ctx.anchors)

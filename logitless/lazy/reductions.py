@@ -2,7 +2,7 @@
 
 Each result has the dtype that PyTorch would return. Some functions are computed from the row
 statistics that our losses also use. For all other functions, PyTorch's own function runs on some
-rows at a time (row_function.py).
+rows at a time (by_rows.py).
 """
 
 import math

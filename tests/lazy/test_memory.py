@@ -152,3 +152,23 @@ def test_the_weight_is_neither_copied_nor_watched_by_many(device):
     gc.collect()
     assert sys.getrefcount(weight) == before
     assert not weight._backward_hooks
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+def test_parameters_pass_no_hooks_of_saved_tensors(x):
+    """Such as save_on_cpu, which would copy the weight once per operation on the logits."""
+    packed = []
+    m = model(True, x.device)
+
+    def pack(t):
+        packed.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        z = m[1](x.new_ones(2, 6).requires_grad_())
+        loss = z[1:].float().flip(-1).square().sum()
+    assert not any(t is p for t in packed for p in m[1].parameters())
+    with torch.no_grad():
+        m[1].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="must not be modified in place"):
+        loss.backward()
