@@ -21,6 +21,7 @@ from logitless.lazy import report as reports
 V, D = 211, 32  # V is a prime, so that no other dimension of a tensor has this size
 ROWS = 5  # rows of fp32 logits that fit into the workspace
 WORKSPACE = ROWS * V * 4
+GRADIENT = 1e-3  # gradients with a larger entry are compared relative to it
 LAZY = 2 * ROWS  # the largest number of rows in one tensor: the workspace in bf16
 TIMES = ("runtime", "per_second", "step_time")  # logged names that contain these words are times
 
@@ -33,6 +34,7 @@ class Run(NamedTuple):
     widest: int  # the largest number of rows of logits in one tensor
     materialised: list[str]  # the operations of `ll.report`
     warnings: set[str]
+    floor: float = 1.0  # differences of larger tensors are relative to their largest entry
 
 
 def model(name: str = "Llama", seed: int = 0, **fields) -> nn.Module:
@@ -111,7 +113,7 @@ def run(trainer: Any, evaluates: bool = False) -> Run:
 
 
 def far(got: Run, want: Run) -> float:
-    """The largest difference of a logged number or a weight, relative to numbers above 1."""
+    """The largest difference of a number or a tensor, relative to what is above the floor."""
     assert [entry.keys() for entry in got.logs] == [entry.keys() for entry in want.logs]
     assert got.weights.keys() == want.weights.keys()
     pairs = [
@@ -121,7 +123,7 @@ def far(got: Run, want: Run) -> float:
     ]
     found = [abs(a - b) / max(1.0, abs(b)) for a, b in pairs if not (a == b or (a != a and b != b))]
     for name, value in want.weights.items():
-        scale = max(1.0, float(value.abs().max()))
+        scale = max(want.floor, float(value.abs().max()))
         found.append(float((got.weights[name] - value).abs().max()) / scale)
     assert not any(math.isnan(number) for number in found)
     return max(found)
@@ -150,4 +152,5 @@ def once(module: nn.Module, compute: Callable[[], Any], width: int = D) -> Run:
         loss, logs = loss if isinstance(loss, tuple) else (loss, {})
         loss.backward()
     gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-    return Run([{"loss": float(loss.detach()), **logs}], gradients, **vars(found))
+    logs = [{"loss": float(loss.detach()), **logs}]
+    return Run(logs, gradients, **vars(found), floor=GRADIENT)

@@ -58,23 +58,14 @@ def rows_of(found: environments.Environment):
 def run(found: environments.Environment, expression: str) -> int:
     files = [f"tests/trainers/{file}" for file in FILES[found.trainer]]
     workers = ("-n", "2", "--dist", "worksteal") if found.trainer == "trl" else ()
-    command = [
-        found.python,
-        "-m",
-        "pytest",
-        "-q",
-        "-W",
-        "default",
-        *workers,
-        *files,
-        "-k",
-        expression,
-    ]
+    options = ("-q", "-W", "default", *workers, "-k", expression)
     offline = {
         "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
         "WANDB_MODE": "disabled", "LOGITLESS_TRAINERS": str(rows_of(found)),
     }  # fmt: skip
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **offline}).returncode
+    return subprocess.run(
+        [found.python, "-m", "pytest", *options, *files], cwd=ROOT, env={**os.environ, **offline}
+    ).returncode
 
 
 if __name__ == "__main__":
