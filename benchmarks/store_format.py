@@ -21,7 +21,7 @@ from torch import Tensor
 import logitless as ll
 from benchmarks.store_timing import arguments, write
 from logitless.store import Header, Writer
-from logitless.store.rows import decoded, encoded
+from logitless.store.codes import decoded, encoded
 
 VOCAB, ROWS = 151_936, 1000
 POWERS = (0.7, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
@@ -63,7 +63,7 @@ def bytes_per_token(path: Path, k: int, values: str, length: int, documents: int
     with Writer(path, vocab_size=VOCAB, k=k, values=values) as writer:
         for _ in range(documents):
             writer.add(torch.randint(0, VOCAB, (length,)), rows)
-    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in path.glob("*.shard"))
     return size / (length * documents)
 
 

@@ -174,7 +174,7 @@ def captured(model: Transformer, documents: Tensor, path: Path, plan: Plan) -> d
         capture(model, batches, writer, head="head", progress=lambda n: advance(n, tokens=n))
     seconds = time.perf_counter() - begin
     store = Store(path)
-    size = sum(shard.bytes for shard in store.shards)
+    size = sum(shard.size for shard in store.shards)
     report = store.verify()
     inside = 1 - store[0][1].tail.exp().mean()
     return {

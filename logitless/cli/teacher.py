@@ -1,13 +1,12 @@
 """`logitless teacher`: captures a teacher's top-k distributions into a store.
 
-    capture       runs a Transformers model over documents
-    import        reads the output of vLLM or SGLang
-    verify        checks a store
-    info          describes a store
-    merge         joins several stores into one
-    to-parquet    writes a store as parquet files, for dataset viewers
-    from-parquet  reads the files of to-parquet into a store
-    size          computes how large a store will be
+    capture     runs a Transformers model over documents
+    import      reads the output of vLLM or SGLang
+    verify      checks a store
+    info        describes a store
+    merge       joins several stores into one
+    to-parquet  writes a store as parquet files, for dataset viewers
+    size        computes how large a store will be
 
 Under torchrun, every rank captures a part of the documents. Running the same command again resumes
 a capture that was stopped.
@@ -118,10 +117,6 @@ def add_parser(subparsers) -> None:
     to_parquet.add_argument("store", type=_store, help=STORE)
     to_parquet.add_argument("out", type=Path, help="folder of the parquet files")
 
-    from_parquet = commands.add_parser("from-parquet", help="read the files of `to-parquet`")
-    from_parquet.add_argument("out", type=Path, help="folder of the store")
-    from_parquet.add_argument("files", type=Path, nargs="+", help="parquet files")
-
     size = commands.add_parser("size", help="how large a store will be")
     add = size.add_argument
     add("--tokens", type=_tokens, required=True, help="number of tokens, such as 1e9")
@@ -202,13 +197,13 @@ def capture(args: argparse.Namespace) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from logitless import store
-    from logitless.store import file_checks, upload
+    from logitless.store import checks, remote
 
     # All arguments are checked before the model is loaded and the folder is created.
     _data.are_files(args.data)
-    file_checks.folder(args.out)
+    checks.folder(args.out)
     if args.upload is not None:
-        upload.destination(args.upload)
+        remote.destination(args.upload)
     device, dtype = _device(args.device), _dtype(args.dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     end = tokenizer.eos_token_id if args.eos else None
@@ -242,7 +237,7 @@ def capture(args: argparse.Namespace) -> None:
         generator = None
         if args.sample:
             # Ranks and resumed runs have different seeds, so that their random draws differ.
-            seed = (args.seed or 0) + 1_000_003 * writer.rank + len(writer)
+            seed = (args.seed or 0) + 1_000_003 * writer.part + len(writer)
             generator = torch.Generator(device).manual_seed(seed)
         pace = _Pace(header, amount, world)
 
@@ -361,16 +356,9 @@ def to_parquet(args: argparse.Namespace) -> None:
     print(f"{documents} documents in {args.out}")
 
 
-def from_parquet(args: argparse.Namespace) -> None:
-    from logitless.store import from_parquet
-
-    _data.are_files(args.files)
-    print(f"{from_parquet(args.files, args.out)} documents in {args.out}")
-
-
 ACTIONS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "capture": capture, "import": import_, "verify": verify, "info": info, "merge": merge,
-    "to-parquet": to_parquet, "from-parquet": from_parquet, "size": size,
+    "to-parquet": to_parquet, "size": size,
 }  # fmt: skip
 
 

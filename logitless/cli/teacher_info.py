@@ -19,7 +19,7 @@ def print_info(path: Path | str, plot: Path | None) -> None:
     """
     store = Store(path)
     statistics = summary(store)
-    size = sum(shard.bytes for shard in store.shards)
+    size = sum(shard.size for shard in store.shards)
     table = Table("", "", title=str(path), show_header=False)
     rows = {"documents": f"{len(store):,}", "tokens": f"{store.tokens:,}"}
     rows |= {

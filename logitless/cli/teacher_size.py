@@ -21,7 +21,7 @@ from .report import bytes_text, table
 
 SIZES = (16, 32, 64, 128, 256)  # the default of --k in the command `size`
 SAMPLE = 200  # number of texts that are tokenised for the estimate
-PER_DOCUMENT = 80  # assumed extra bytes per document, for example for the index; usually 60 to 100
+PER_DOCUMENT = 100  # bytes of a document besides its tokens: two entries, lookup, checksum
 
 
 class Expected(NamedTuple):
@@ -129,7 +129,7 @@ def size(args: argparse.Namespace) -> None:
             f"{args.tokens:.3g} tokens": bytes_text(per_token * args.tokens),
         })  # fmt: skip
     print(table(rows))
-    print(f"V = {args.vocab:,}, values = {values}; plus 60 to 100 bytes per document")
+    print(f"V = {args.vocab:,}, values = {values}; plus about 100 bytes per document")
     if args.sample:
         share = "0.3 n" if args.distinct is None else f"{args.distinct:g}"
         print(f"if the draws of a token have {share} distinct ids; --distinct sets this number")

@@ -25,7 +25,7 @@ from ..core import option_checks as _option_checks
 from ..lazy.fuse import fuse, is_fused
 from ..losses.capture import capture_topk
 from ..losses.cross_entropy import cross_entropy
-from ..store import file_checks, training_checks
+from ..store import checks
 from ..store.capture import lazy_head
 from ..store.reader import Store
 from ..store.tokenizer import tokenizer_hash
@@ -69,9 +69,10 @@ class DistillTrainer(Trainer):
 
     The teacher is a model, passed as `teacher`, whose `k` largest logits per token each step
     captures, or `store`, a `Store` or its path. Each sample of the dataset must then be a document
-    of the store, or its beginning. The heads of student and teacher are fused, so that no logits
-    are materialised. `divergence` and `support` are required (see docs/distillation.md).
-    `temperature` applies to both, and must be that at which a store was captured.
+    of the store, or its beginning, and can have its number there as `document`. The heads of
+    student and teacher are fused, so that no logits are materialised. `divergence` and `support`
+    are required (see docs/distillation.md). `temperature` applies to both, and must be that at
+    which a store was captured.
 
     With a teacher model and support="whole", the divergence is computed over the whole vocabulary,
     and `k` has no effect. Then `divergence` can also be a mapping from names to weights, such as
@@ -112,8 +113,8 @@ class DistillTrainer(Trainer):
         eval_teacher: bool = True,
         **kwargs: Any,
     ):
-        training_checks.one_teacher(store, teacher)
-        training_checks.live_teacher(store, support, on_policy, generation_config)
+        checks.one_teacher(store, teacher)
+        checks.live_teacher(store, support, on_policy, generation_config)
         self.loss_options = {
             "ce_weight": ce_weight, "kd_weight": kd_weight, "temperature": temperature,
             "beta": beta,
@@ -122,15 +123,15 @@ class DistillTrainer(Trainer):
         self.loss_options |= {"t_squared": t_squared, "divergence": divergence}
         self.whole = support == "whole"
         if self.whole:
-            training_checks.divergences(divergence)
+            checks.divergences(divergence)
         else:
-            training_checks.sparse_options(divergence, support)
+            checks.sparse_options(divergence, support)
             self.loss_options["support"] = support
         self.on_policy = on_policy
         self.generation_config = checked_config(generation_config) if on_policy else None
         self.teacher, self.k, self.eval_teacher = teacher, k, eval_teacher
-        training_checks.own_loss(kwargs.pop("compute_loss_func", None))
-        training_checks.trainer_arguments(kwargs.get("args", args[1] if len(args) > 1 else None))
+        checks.own_loss(kwargs.pop("compute_loss_func", None))
+        checks.trainer_arguments(kwargs.get("args", args[1] if len(args) > 1 else None))
         super().__init__(*args, compute_loss_func=self._loss, **kwargs)
         self._fuse_student()
         self.store = None if store is None else self._opened(store, temperature)
@@ -139,7 +140,7 @@ class DistillTrainer(Trainer):
         if teacher is not None:
             teacher.to(self.args.device).eval().requires_grad_(False)
         if self.whole:
-            training_checks.whole_vocabulary(_vocabulary_of(self.model), _vocabulary_of(teacher))
+            checks.whole_vocabulary(_vocabulary_of(self.model), _vocabulary_of(teacher))
             if not is_fused(teacher):
                 fuse(teacher)
         if on_policy:
@@ -162,12 +163,12 @@ class DistillTrainer(Trainer):
 
     def _opened(self, store: Store | str | os.PathLike, temperature: float) -> Store:
         store = store if isinstance(store, Store) else Store(store)
-        training_checks.support_of_store(self.loss_options["support"], store.info.sampled)
-        file_checks.same_temperature(store.path, store.info.temperature, temperature)
-        file_checks.vocabulary(store.path, store.info.vocab_size, self._vocabulary())
+        checks.support_of_store(self.loss_options["support"], store.info.sampled)
+        checks.same_temperature(store.path, store.info.temperature, temperature)
+        checks.vocabulary(store.path, store.info.vocab_size, self._vocabulary())
         if hasattr(self.processing_class, "get_vocab"):
             tokenizer = tokenizer_hash(self.processing_class)
-            file_checks.same_tokenizer(store.path, store.info.tokenizer, tokenizer)
+            checks.same_tokenizer(store.path, store.info.tokenizer, tokenizer)
         return store
 
     def _vocabulary(self) -> int | None:
@@ -193,11 +194,17 @@ class DistillTrainer(Trainer):
             sampled = sample(model, batch, generation_config=self.generation_config, seed=seed)
         return sampled | {"on_policy": True}
 
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keeps the column `document` of a dataset, which the collator reads."""
+        super()._set_signature_columns_if_needed()
+        if "document" not in self._signature_columns:
+            self._signature_columns = [*self._signature_columns, "document"]
+
     def get_eval_dataloader(self, *args: Any, **kwargs: Any):
         """The evaluation batches, without targets from the store with `eval_teacher=False`."""
         collator = self.data_collator
         if not self.eval_teacher and isinstance(collator, Collator):
-            self.data_collator = collator.inner
+            self.data_collator = collator.without_targets
         try:
             return super().get_eval_dataloader(*args, **kwargs)
         finally:
@@ -211,7 +218,7 @@ class DistillTrainer(Trainer):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any):
         inputs = dict(inputs)
-        training_checks.batch_of_trainer(inputs)
+        checks.batch_of_trainer(inputs)
         self._is_sampled = inputs.pop("on_policy", False)
         targets = inputs.pop("targets", None)
         if model.training or self.eval_teacher:

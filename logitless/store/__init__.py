@@ -10,7 +10,7 @@ from .documents import Documents, pad_documents
 from .format import Header
 from .importers import from_sglang, from_vllm
 from .merge import merge
-from .parquet import from_parquet, to_parquet
+from .parquet import to_parquet
 from .reader import Store
 from .tokenizer import tokenizer_hash
 from .training import Collator, DistillLosses, batch_targets, distill_loss
@@ -28,7 +28,6 @@ __all__ = [
     "batch_targets",
     "capture",
     "distill_loss",
-    "from_parquet",
     "from_sglang",
     "from_vllm",
     "merge",

@@ -17,7 +17,7 @@ from ..lazy.fuse import fuse, guards_of, unfuse
 from ..lazy.fused_head import lazy_logits
 from ..losses.capture import capture_sampled, capture_topk
 from . import checks
-from .rows import Table, encoded
+from .codes import encoded
 from .writer import Writer
 
 Item = TypeVar("Item")
@@ -105,7 +105,7 @@ def lazy_head(model: nn.Module, name: str | None = None) -> Iterator[None]:
 
 class _Pending(NamedTuple):
     documents: list[tuple[Tensor, Tensor]]  # each document's tokens, and its row indices in `rows`
-    rows: Table  # rows of all tokens of the batch, including padding
+    rows: Tensor  # rows of all tokens of the batch, including padding
     copied: Any  # CUDA event at the end of the copy to the host; None on the CPU
 
 
@@ -178,8 +178,7 @@ def _launch(
         targets = capture_sampled(logits, header.k, **how)
     else:
         targets = capture_topk(logits, k or header.k, temperature=header.temperature)
-    rows = encoded(targets.reshape(-1), header, sorted_=True)
-    rows = {name: t.to("cpu", non_blocking=True) for name, t in rows.items()}
+    rows = encoded(targets.reshape(-1), header, sorted_=True).to("cpu", non_blocking=True)
     copied = None
     if ids.is_cuda:
         copied = torch.cuda.Event()
@@ -198,11 +197,12 @@ def _write(pending: _Pending | None, writer: Writer, progress: Callable | None) 
     for tokens, places in pending.documents:
         contiguous = int(places[-1] - places[0]) + 1 == len(places)
         where = slice(int(places[0]), int(places[-1]) + 1) if contiguous else places
-        rows = {name: t[where] for name, t in pending.rows.items()}
-        checks.rows_of_teacher(rows)
+        rows, header = pending.rows[where], writer.header
+        of_rows = header.field(rows, "draws" if header.sampled else "top")
+        checks.rows_of_teacher(of_rows, header.sampled)
         # `_new_documents` removes only documents that the writer has, so one may still occur twice
         # in this batch, or in this batch and the previous one; `append` adds it once.
-        added += writer.append(checks.tokens(tokens, writer.header.vocab_size), rows)
+        added += writer.append(checks.tokens(tokens, header.vocab_size), rows)
         if progress is not None:
             progress(len(tokens))
     return added

@@ -1,12 +1,16 @@
-"""Rows of sampled targets (values="counts"), in memory and in a shard.
+"""Sampled targets (values="counts"), in memory and on disk.
 
 `capture_sampled` draws n ids per row, and the weight of an id is count / n. The n draws of a row
-are sorted by id, and bit j of the column `draws` is 1 if draw j is the first of its id: a row has
+are sorted by id, and bit j of the field `draws` is 1 if draw j is the first of its id: a row has
 as many ids as bits that are 1, and the count of an id is the distance from its bit to the next, or
-to n. All bits of a row without slots are 0.
+to n. Bit j is bit j mod 8, from the lowest, of byte floor(j / 8). All bits of a row without slots
+are 0.
 
-In memory, each row of the column `ids` has n numbers, the distinct ids and then zeros. A shard
-stores only the distinct ids, one row after the other (`compact` and `expand`).
+In memory, a row has n ids, the distinct ones and then zeros. On disk, a document of T tokens is
+
+    token   U32 (T)
+    draws   U8  (T, n / 8)
+    ids.W   (S · W / 8)     the distinct ids of all rows, ascending within a row, packed together
 """
 
 import functools
@@ -17,11 +21,11 @@ from torch.nn.functional import pad
 
 from ..eager.sampled import logprobs_of_counts
 from ..targets.sparse import SparseTargets, unchecked
-from . import file_checks
-from .format import Header, Table, pack
+from . import checks
+from .format import Header, bytes_of, pack, packed_length, unpack, widths
 
 
-def encoded_counts(targets: SparseTargets, header: Header) -> Table:
+def encoded_counts(targets: SparseTargets, header: Header) -> Tensor:
     """Encodes sampled targets (T,), on their device. Rows of NaN have no slots afterwards."""
     n = header.k
     counts = counts_of(targets, n)
@@ -31,9 +35,10 @@ def encoded_counts(targets: SparseTargets, header: Header) -> Table:
     first = (counts.cumsum(-1) - counts).clamp_max(n - 1)  # the first draw of each id
     bits = torch.zeros_like(counts).scatter_add_(-1, first, (counts > 0).long())
     bits = pad(bits, (0, -n % 8)).unflatten(-1, (-1, 8))
-    draws = (bits << torch.arange(8, device=bits.device)).sum(-1)
-    ids = torch.where(counts > 0, ids, 0)
-    return {"ids": ids.to(header.id_dtype), "draws": draws.to(torch.uint8)}
+    rows = torch.zeros(len(ids), header.row_bytes, dtype=torch.uint8, device=ids.device)
+    header.field(rows, "ids").copy_(torch.where(counts > 0, ids, 0))
+    header.field(rows, "draws").copy_((bits << torch.arange(8, device=bits.device)).sum(-1))
+    return rows
 
 
 def counts_of(targets: SparseTargets, n: int) -> Tensor:
@@ -44,33 +49,15 @@ def counts_of(targets: SparseTargets, n: int) -> Tensor:
     return (weights * n).round().long()
 
 
-class CountsDecoding:
-    """Decodes rows of sampled targets part by part, like `Decoding` (store/rows.py)."""
-
-    def __init__(self, rows: int, header: Header):
-        self.header, self.rows = header, 0
-        shape = (rows, header.k)
-        self.ids = torch.empty(shape, dtype=header.id_dtype)
-        self.logprobs = torch.empty(shape, dtype=torch.float32)
-        self.mask = torch.empty(shape, dtype=torch.bool)
-
-    def add(self, table: Table) -> None:
-        begin, end = self.rows, self.rows + len(table["draws"])
-        self.rows = end
-        file_checks.ids_in_vocabulary(table["ids"], self.header.vocab_size)
-        bits = bits_of(table["draws"], self.header.k)
-        slot = bits.cumsum(-1)  # slot number of each draw; slots are numbered from 1
-        # In a row without slots, `slot` is 0 for all draws: column 0 counts them, and is dropped.
-        counts = torch.zeros(len(bits), self.header.k + 1, dtype=torch.int64)
-        counts = counts.scatter_add_(-1, slot, torch.ones_like(slot))[:, 1:]
-        self.ids[begin:end] = table["ids"]
-        self.logprobs[begin:end] = _logprobs(self.header.k).index_select(
-            0, counts.flatten()
-        ).view(counts.shape)  # fmt: skip
-        torch.gt(counts, 0, out=self.mask[begin:end])
-
-    def targets(self) -> SparseTargets:
-        return unchecked(self.ids, self.logprobs, None, self.mask)
+def decoded_counts(rows: Tensor, header: Header) -> SparseTargets:
+    ids = header.field(rows, "ids").clone()
+    bits = _bits(header.field(rows, "draws"), header.k)
+    slot = bits.cumsum(-1)  # slot number of each draw; slots are numbered from 1
+    # In a row without slots, `slot` is 0 for all draws: column 0 counts them, and is dropped.
+    counts = torch.zeros(len(bits), header.k + 1, dtype=torch.int64)
+    counts = counts.scatter_add_(-1, slot, torch.ones_like(slot))[:, 1:]
+    logprobs = _logprobs(header.k).index_select(0, counts.flatten()).view(counts.shape)
+    return unchecked(ids, logprobs, None, counts > 0)
 
 
 @functools.lru_cache
@@ -79,7 +66,7 @@ def _logprobs(n: int) -> Tensor:
     return logprobs_of_counts(torch.arange(n + 1), n).float()
 
 
-def bits_of(draws: Tensor, n: int) -> Tensor:
+def _bits(draws: Tensor, n: int) -> Tensor:
     """The first n bits of each row of `draws`, as int64 (T, n)."""
     bits = draws.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1
     return bits.flatten(-2)[..., :n].long()
@@ -99,31 +86,45 @@ def _inside(slots: Tensor, k: int) -> Tensor:
     return torch.arange(k) < slots[:, None]
 
 
-def compact(rows: Table, starts: Tensor, header: Header) -> Table:
-    """Converts rows in memory to the columns of a shard. `starts` also holds the number of rows."""
-    slots = slots_of(rows["draws"])
-    flat = rows["ids"][_inside(slots, header.k)]
-    ends = pad(slots.cumsum(0), (1, 0))
-    columns = {f"ids.{width}": field for width, field in pack(flat, header.bits).items()}
-    return {"draws": rows["draws"], "slots": ends[starts], **columns}
+def packed(rows: Tensor, header: Header) -> bytes:
+    """The bytes of a document on disk."""
+    draws = header.field(rows, "draws")
+    ids = header.field(rows, "ids")[_inside(slots_of(draws), header.k)].long()
+    parts = [header.field(rows, "token"), draws, *pack(ids, header.bits).values()]
+    return b"".join(map(bytes_of, parts))
 
 
-def expand(draws: Tensor, ids: Tensor, header: Header) -> Table:
-    """Inverts `compact`. `ids` holds the distinct ids of all rows."""
-    padded = torch.zeros(len(draws), header.k, dtype=header.id_dtype)
-    padded[_inside(slots_of(draws), header.k)] = ids.to(header.id_dtype)
-    return {"ids": padded, "draws": draws}
+def unpacked(where: str, data: bytes, n: int, header: Header) -> Tensor:
+    """Inverts `packed`, for n rows."""
+    token, size = 4 * n, -(-header.k // 8)
+    rows = torch.zeros(n, header.row_bytes, dtype=torch.uint8)
+    whole = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    header.column(rows, "token").copy_(whole[:token].view(torch.int32))
+    draws, at = whole[token : token + n * size].view(n, size), token + n * size
+    header.field(rows, "draws").copy_(draws)
+    slots, parts = slots_of(draws), {}
+    total = int(slots.sum())
+    for width, dtype in widths(header.bits):
+        kind = dtype or torch.uint8
+        end = at + packed_length(total, width) * kind.itemsize
+        parts[width], at = whole[at:end].clone().view(kind), end
+    if at != len(data):
+        checks.refuse(where, f"have documents of {at} bytes for their draws", str(len(data)))
+    ids = torch.empty(total, dtype=torch.int64)
+    unpack(parts, ids)
+    header.field(rows, "ids")[_inside(slots, header.k)] = ids.to(header.id_dtype)
+    return rows
 
 
-def damaged_rows(table: Table, header: Header) -> Tensor:
+def damaged_rows(rows: Tensor, header: Header) -> Tensor:
     """A mask of the invalid rows.
 
     In a valid row, the distinct ids ascend, the bits after the last draw are 0, and the first bit
     is 1 or all bits are 0.
     """
-    draws, ids = table["draws"], table["ids"]
+    draws, ids = header.field(rows, "draws"), header.field(rows, "ids")
     slots = slots_of(draws)
-    bits = bits_of(draws, 8 * draws.shape[-1])
+    bits = _bits(draws, 8 * draws.shape[-1])
     bad = (slots > 0) & (bits[:, 0] == 0)
     bad |= bits[:, header.k :].any(-1)
     falls = (ids[:, 1:] <= ids[:, :-1]) & _inside(slots, header.k)[:, 1:]

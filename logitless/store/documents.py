@@ -52,7 +52,7 @@ class Documents(IterableDataset):
     ):
         rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
-        checks.documents(seed, mixed, rank, world)
+        checks.share_of_documents(seed, mixed, rank, world)
         self.store, self.seed, self.mixed = store, seed, mixed
         self.rank, self.world = rank, world
         # The epoch of the next iteration, in shared memory, so that `set_epoch` reaches workers

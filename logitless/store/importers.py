@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..targets.sparse import SparseTargets, unchecked
-from . import server_checks as checks
+from . import checks
 from .device import on_cpu
 
 # Entry of one token in a server's output: {id: log-probability}, or None if there is no entry.

@@ -1,178 +1,166 @@
-"""The file store.index, which lists the shards of a store and the starts of their documents.
+"""The files store.json and store.index: what a store is, and which documents it has.
 
-A writer that closes lists all shards in its folder, so that any static server can serve the folder.
-A reader opens a remote store with this file alone, and fetches store-HASH.lookup at the first
-lookup by tokens. Both are safetensors files. The tensors of store.index are:
+store.json holds the header (store/format.py), the version of the format and a random id, which also
+stands in each shard. store.index has one line per shard, and the documents of a store are numbered
+in the order of its lines, so that a number stays the same when documents are added. A line is
 
-    files    U8   JSON with the store's header, and with the name, the size and the SHA-256 of each
-                  shard and of the lookup file; each shard also has its number of documents, its
-                  number of index entries, and the SHA-256 of its columns (store/shard.py)
-    starts   I64  the column `starts` of each shard, one shard after the other   (store/format.py)
+    CRC {"shard": "0-000000", "size": ..., "documents": ..., "tokens": ..., "crc": ..., "runs": ..}
 
-The metadata of store.index holds a SHA-256 of both. The lookup file has the tensors `index.hash`
-and `index.doc` of all shards, one shard after the other (store/index.py), and HASH is the first 16
-digits of their SHA-256: a new lookup file does not replace the one that an older store.index lists.
+where `crc` is the CRC-32 of the shard's table, `runs` are the files of the lookup (store/lookup.py)
+from this line on, and CRC is the CRC-32 of the JSON, continued from the line before: a line that
+was changed or removed makes all that follow wrong. Lines are only appended, after the files that
+they list are on the disk. Files that no line lists do not belong to the store yet.
 """
 
-import hashlib
 import json
+import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+import uuid
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TypeVar
 
-import torch
-from torch import Tensor
-
-from ..targets import safetensors
-from . import file_checks
-from . import remote_checks as checks
-from .device import on_cpu
-from .folder import LOOKUP, SHARD, shard_files
-from .format import Header
+from ..targets.safetensors import sync
+from . import checks
+from .format import FORMAT, VERSION, Header
 from .lock import Lock
-from .remote import Listed
-from .shard import Shard, digest_of
+from .lookup import Run
+from .shard import Listed
 
-INDEX, FORMAT, VERSION = "store.index", "logitless.index", "1"
-PIECE = 1 << 22  # number of bytes that are hashed at once
-SHA256 = re.compile("[0-9a-f]{64}")
-Hashed = tuple[str, Listed]  # the SHA-256 in a shard's metadata, and the shard's file
-
-
-class ListedShard(NamedTuple):
-    file: Listed
-    documents: int
-    entries: int  # number of index entries
-    digest: str  # the SHA-256 in the shard's metadata
-    starts: Tensor
+Result = TypeVar("Result")
+STORE, INDEX = "store.json", "store.index"
+RECOVER = "For a local store, call ll.store.recover with its folder"
+SHARD = re.compile(r"((0|[1-9][0-9]*)-([0-9]{6}|[1-9][0-9]{6,}))\.shard")
+JOURNAL = re.compile(r"(0|[1-9][0-9]*)\.journal")
 
 
-@dataclass(frozen=True)
 class Listing:
-    header: Header
-    shards: Sequence[ListedShard]
-    lookup: Listed
+    """The lines of a store.index, as far as `read` has read them."""
 
-    @property
-    def hashed(self) -> list[Hashed]:
-        return [(shard.digest, shard.file) for shard in self.shards]
+    def __init__(self, where: str | Path):
+        self.where, self.shards, self.runs = where, [], []
+        self.size, self.crc = 0, 0  # the lines that were read, and the CRC of the last
+        self.shards: list[Listed]
+        self.runs: list[Run]
 
-    @staticmethod
-    def of_bytes(where: str, data: bytes) -> "Listing":
-        file, tensors = safetensors.from_bytes(where, data)
-        checks.index_format(where, file.metadata, FORMAT, VERSION)
-        checks.index_digest(where, digest_of(tensors) == file.metadata.get("sha256"))
-        fields = _fields(where, tensors)
-        header = Header.from_json(where, json.dumps(fields["header"]))
-        shards, first = [], 0
-        for name, size, sha256, documents, entries, digest in fields["shards"]:
-            starts = tensors["starts"][first : first + documents + 1]
-            checks.index_content(where, len(starts) == documents + 1 > 1)
-            file_checks.shard_starts(f"{where} for {name}", starts, int(starts[-1]))
-            file = Listed(name, size, sha256)
-            shards.append(ListedShard(file, documents, entries, digest, starts))
-            first += documents + 1
-        checks.index_content(where, first == len(tensors["starts"]))
-        return Listing(header, shards, Listed(*fields["lookup"]))
+    def read(self, data: bytes) -> None:
+        """Reads the lines after the last that was read. `data` are all bytes that follow it."""
+        lines = data.split(b"\n")
+        if lines.pop():
+            checks.refuse(self.where, "end with a whole line", f"a part of a line. {RECOVER}")
+        for line in lines:
+            crc, _, text = line.partition(b" ")
+            self.crc = zlib.crc32(text, self.crc)
+            if crc != b"%08x" % self.crc:
+                rule = f"have the checksum of line {len(self.shards) + 1} that it was written with"
+                checks.refuse(self.where, rule, f"another. {RECOVER}")
+            fields = json.loads(text)
+            self.runs = [Run(*run) for run in fields.pop("runs")]
+            self.shards.append(Listed(**fields))
+            self.size += len(line) + 1
 
-    def write(self, path: Path) -> None:
-        fields = {
-            "header": asdict(self.header),
-            "shards": [[*s.file, *s[1:4]] for s in self.shards],
-            "lookup": list(self.lookup),
-        }
-        text = bytearray(json.dumps(fields).encode())
-        starts = [torch.empty(0, dtype=torch.int64), *(shard.starts for shard in self.shards)]
-        tensors = {"starts": torch.cat(starts), "files": torch.frombuffer(text, dtype=torch.uint8)}
-        metadata = {"format": FORMAT, "version": VERSION, "sha256": digest_of(tensors)}
-        safetensors.write(path / INDEX, tensors, metadata, durable=True)
+    def line(self, shard: Listed, runs: Sequence[Run]) -> bytes:
+        text = json.dumps({**shard._asdict(), "runs": runs}).encode()
+        return b"%08x %s\n" % (zlib.crc32(text, self.crc), text)
 
+    def read_file(self) -> None:
+        with open(self.where, "rb") as file:
+            file.seek(self.size)
+            self.read(file.read())
 
-def _fields(where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    kinds = {name: (t.dtype, t.dim()) for name, t in tensors.items()}
-    wanted = {"starts": (torch.int64, 1), "files": (torch.uint8, 1)}
-    checks.index_content(where, kinds == wanted)
-    try:
-        fields = json.loads(bytes(safetensors.buffer(tensors["files"])))
-    except (ValueError, RecursionError):
-        fields = None
-    right = isinstance(fields, dict) and fields.keys() == {"header", "shards", "lookup"}
-    checks.index_content(where, right)
-    lookup, shards = fields["lookup"], fields["shards"]
-    checks.index_content(where, _is_listed(lookup, 3, LOOKUP) and isinstance(shards, list))
-    checks.index_content(where, all(_is_listed(shard, 6, SHARD) for shard in shards))
-    return fields
+    def append(self, shard: Listed, runs: Sequence[Run]) -> None:
+        """Adds a line durably. The caller holds store.lock and has read all lines."""
+        line = self.line(shard, runs)
+        with open(self.where, "r+b", buffering=0) as file:
+            file.seek(self.size)
+            try:
+                if file.write(line) < len(line):
+                    raise OSError(f"{self.where} must take another line, got a full disk.")
+                os.fsync(file.fileno())
+            except BaseException:
+                file.truncate(self.size)
+                raise
+        self.read(line)
 
 
-def _is_listed(item: Any, length: int, name: Any) -> bool:
-    """Whether `item` lists name, size and SHA-256, and for a shard two counts and a SHA-256.
-
-    The name must match `name`, because it becomes a part of an address.
-    """
-    return (
-        isinstance(item, list)
-        and len(item) == length
-        and all(isinstance(text, str) for text in (item[0], item[2], *item[5:]))
-        and name.fullmatch(item[0]) is not None
-        and all(SHA256.fullmatch(text) for text in (item[2], *item[5:]))
-        and all(type(n) is int and 0 <= n < 2**63 for n in (item[1], *item[3:5]))
-    )
-
-
-@on_cpu
-def write_listing(folder: Path, header: Header, hashed: Iterable[Hashed]) -> None:
-    """Lists all shards of a local folder in its store.index.
-
-    The lookup file of the previous one stays, for readers that have read it.
-    """
-    with Lock(folder / "store.lock", wait=True):
-        old = existing(folder, header)
-        new = listing_of(shard_files(folder), header, [*old.hashed, *hashed], folder)
-        kept = {old.lookup.name, new.lookup.name}
-        for path in (*folder.glob("store-*.lookup"), *folder.glob("store*.unfinished")):
-            if path.name not in kept:
-                path.unlink()
-
-
-def listing_of(
-    files: Iterable[Path], header: Header, hashed: Iterable[Hashed], into: Path
-) -> Listing:
-    """Writes store.index and the lookup file of some shards, and hashes those not in `hashed`."""
-    known = {(digest, *file[:2]): file for digest, file in hashed}
-    shards, hashes, numbers = [], [torch.empty(0, dtype=torch.int64)], []
-    for path in files:
-        shard = Shard(path, header)
-        file = known.get((shard.digest, path.name, shard.bytes)) or hashed_file(path)
-        of_shard, documents = shard.index()
-        shards.append(ListedShard(file, len(shard), len(of_shard), shard.digest, shard.starts))
-        hashes.append(of_shard)
-        numbers.append(documents)
-    lookup = _write_lookup(into, torch.cat(hashes), torch.cat([*numbers, torch.empty(0).int()]))
-    listing = Listing(header, shards, lookup)
-    listing.write(into)
+def listing_of(where: str | Path, data: bytes) -> Listing:
+    listing = Listing(where)
+    listing.read(data)
     return listing
 
 
-def existing(folder: Path, header: Header) -> Listing:
-    """The listing in a folder, or an empty one if it is missing or invalid."""
+class Folder:
+    """The local folder of a store. `remote.RemoteFolder` is one at an address."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def where(self, name: str) -> Path:
+        """The path of a file, for errors too."""
+        return self.path / name
+
+    def read(self, name: str, parsed: Callable[[bytes], Result]) -> Result:
+        checks.is_store(self.path)
+        try:
+            return parsed(self.where(name).read_bytes())
+        except FileNotFoundError:
+            advice = "none. Call ll.store.recover with its folder"
+            checks.refuse(self.path, f"have a {name}", advice)
+
+    def local(self, name: str, size: int, crc: int) -> Path:
+        """The local path of a file, of which `size` and `crc` are known."""
+        return self.where(name)
+
+
+def created(path: Path, header: Header) -> None:
+    """Creates the folder, store.json and store.index of a store, if it does not exist."""
+    checks.folder(path)
+    if not path.exists():
+        path.mkdir(parents=True, exist_ok=True)
+        sync(path.parent)
+    if (path / STORE).exists():
+        return
+    with Lock(path / "store.lock", wait=True):
+        for left in path.glob("*.json.*.unfinished"):  # files of a writer that was killed
+            left.unlink()
+        if not (path / STORE).exists():
+            write(path / INDEX, b"")  # first, because a folder without store.json is no store yet
+            fields = {"format": FORMAT, "version": VERSION, "id": uuid.uuid4().hex[:16]}
+            write(path / STORE, json.dumps(fields | asdict(header), sort_keys=True).encode())
+
+
+def write(file: Path, data: bytes) -> None:
+    """Writes a file atomically and durably."""
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
     try:
-        return Listing.of_bytes(INDEX, (folder / INDEX).read_bytes())
-    except (FileNotFoundError, ValueError):
-        return Listing(header, (), Listed("", 0, ""))
+        with open(unfinished, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(unfinished, file)
+        sync(file.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
-def _write_lookup(folder: Path, hashes: Tensor, numbers: Tensor) -> Listed:
-    tensors = {"index.hash": hashes, "index.doc": numbers}
-    name = f"store-{digest_of(tensors)[:16]}.lookup"
-    safetensors.write(folder / name, tensors, {"format": FORMAT, "version": VERSION}, durable=True)
-    return hashed_file(folder / name)
+def shards_in(path: Path) -> list[str]:
+    """The names PART-NUMBER of all shards in a folder, sorted. Raises for other .shard files."""
+    return sorted(name[1] for name in _named(path, "*.shard", SHARD, "PART-NUMBER.shard"))
 
 
-def hashed_file(path: Path) -> Listed:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(PIECE):
-            digest.update(piece)
-    return Listed(path.name, path.stat().st_size, digest.hexdigest())
+def journals(path: Path) -> list[tuple[Path, int]]:
+    """The path and the part of each journal in a folder. Raises for other .journal files."""
+    found = _named(path, "*.journal", JOURNAL, "PART.journal")
+    return [(path / name[0], int(name[1])) for name in found]
+
+
+def _named(path: Path, kind: str, pattern: re.Pattern, form: str) -> list[re.Match]:
+    found = []
+    for file in sorted(path.glob(kind)):
+        name = pattern.fullmatch(file.name)
+        if name is None or not file.is_file():
+            checks.stray_file(file, form)
+        found.append(name)
+    return found

@@ -5,7 +5,7 @@ import os
 import weakref
 from pathlib import Path
 
-from . import file_checks
+from . import checks
 
 
 class Lock:
@@ -26,7 +26,7 @@ class Lock:
         except BlockingIOError:
             owner = os.pread(file, 20, 0).decode(errors="replace")
             os.close(file)
-            file_checks.not_locked(path, owner, self.owner)
+            checks.not_locked(path, owner, self.owner)
         except OSError as error:
             os.close(file)
             raise OSError(error.errno, f"{error.strerror} (flock)", os.fspath(path)) from None

@@ -1,269 +1,197 @@
-"""Finds documents by their tokens.
+"""Finds documents by their tokens: sorted hashes of all documents, in files that grow like a log.
 
-A document matches at a position in a batch if its tokens follow there, or its first tokens up to
-the end of the searched range. The index (store/index.py) gives candidates by the hashes of
-prefixes, and then tokens are compared.
+A document has two hashes, made with BLAKE2b of its tokens as U32. The upper 39 bits of `key` come
+from its first FIRST = 32 tokens (all, if fewer), the lower 24 from all tokens, and the 64 bits of
+`check` too. So one search finds a whole document, and a range of keys all documents that begin with
+the same 32 tokens.
 
-Looked up are the prefixes of 1, 4, 16, 64, ... tokens at a position and the whole range, and the
-longest hit, of n tokens, is tried first. If several documents of a shard share it, every prefix of
-n + 1 to 4 n tokens is tried too, because the index stores where documents diverge. The number of
-comparisons grows with the number of shards, but not with the documents that share a prefix.
+A run, the file A-B.lookup, has the keys and the numbers of all documents in the shards A to B - 1
+of store.index, sorted by key:
+
+    blocks   of 256 documents, the last of fewer: the keys, I64, the numbers, I64, and a CRC-32
+    firsts   the first key of each block, I64, and a CRC-32 of these bytes
+
+A search reads `firsts` once, and then one block, so it needs 8 bytes of memory per 256 documents.
+A writer adds one run per shard, and merges the last runs while the one before is not larger: there
+are about log2(shards) runs, and a document is copied as often.
 """
 
-import bisect
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+import hashlib
+import os
+import zlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..targets.safetensors import buffer
-from . import file_checks
-from .index import Hashes, beginnings, hash_of
+from ..targets.safetensors import sync
+from . import checks
+from .format import bytes_of
+from .shard import File
 
-FEW = 64  # for up to this many tokens, Python computes a hash faster than PyTorch
-
-
-class Match(NamedTuple):
-    """A document that matches at a position in a batch, or a candidate for a match."""
-
-    shard: Any  # the shard.Shard that holds the document
-    document: int  # number of the document within its shard
-    length: int  # the document's first `length` tokens equal the tokens of the batch
+FIRST = 32
+BLOCK = 256  # documents per checksum
+PIECE = 1 << 10  # blocks that a merge reads at once
+Entries = tuple[Tensor, Tensor]  # keys and numbers
 
 
-class _Beginning(NamedTuple):
-    """A prefix at one position in the batch, whose hash is in the index."""
-
-    length: int
-    entries: range  # index entries with this hash
+class Hashes(NamedTuple):
+    key: int
+    check: int
 
 
-class _Search(NamedTuple):
-    """A search at one position for prefixes of `length` to `upper` tokens."""
-
-    at: int  # index of this position in the list `starts`
-    length: int  # the hash of the next `length` tokens is in the index
-    upper: int  # the length of the longest prefix to look up
-    entries: range  # index entries with the hash of the next `length` tokens
+def hashes_of(tokens: Tensor) -> Hashes:
+    """The hashes of a whole document, int64 (T,)."""
+    data = bytes_of(tokens.to(torch.int32))
+    whole = int.from_bytes(_hash(data, 16), "little")
+    return Hashes(_first_of(data) << 24 | whole & 2**24 - 1, (whole >> 64) - 2**63)
 
 
-class Index:
-    def __init__(self, shards: Sequence[Any]):
-        self.shards: list[Any] = []
-        self.first = [0]  # number of each shard's first document, then the number of all documents
-        self.hashes = self._numbers = torch.empty(0, dtype=torch.int64)
-        self.add(shards)
+def keys_from(tokens: Tensor) -> tuple[int, int]:
+    """The smallest and largest key of a document that begins with these tokens, at least 32."""
+    first = _first_of(bytes_of(tokens[:FIRST].to(torch.int32)))
+    return first << 24, first << 24 | 2**24 - 1
 
-    def add(self, shards: Sequence[Any]) -> None:
-        hashes, numbers = [self.hashes], [self._numbers]
-        for shard in shards:
-            of_shard, documents = shard.index()
-            first, documents = self.first[-1], documents.long()
-            hashes.append(of_shard)
-            numbers.append(torch.where(documents < 0, documents - first, documents + first))
-            self.shards.append(shard)
-            self.first.append(first + len(shard))
-        self.hashes, order = torch.cat(hashes).sort()
-        self._numbers = torch.cat(numbers)[order]
-        # A memoryview reads single elements faster than a tensor.
-        self.numbers = memoryview(buffer(self._numbers)).cast("B").cast("q")
 
-    def document(self, tokens: Tensor) -> Match | None:
-        if len(tokens) > FEW:
-            return self.documents(tokens, torch.tensor([0, len(tokens)]))[0]
-        candidates = []
-        for _, entries in self._hits(torch.tensor([hash_of(tokens.tolist())])):
-            candidates += (c for c in map(self._candidate, entries) if c.length == len(tokens))
-        return _first_that_agree(tokens, [(0, candidates)])[0]
+def _first_of(data: bytes) -> int:
+    return int.from_bytes(_hash(data[: 4 * FIRST], 8), "little") >> 25
 
-    def documents(self, tokens: Tensor, starts: Tensor) -> list[Match | None]:
-        """For each i, the document with tokens[starts[i] : starts[i + 1]], or None."""
-        lengths, begins = starts.diff(), starts.tolist()
-        proposed: list[tuple[int, list[Match]]] = [(begin, []) for begin in begins[:-1]]
-        for at, entries in self._hits(Hashes(tokens)(starts[:-1], lengths)):
-            length = begins[at + 1] - begins[at]
-            candidates = map(self._candidate, entries)
-            proposed[at][1].extend(c for c in candidates if c.length == length)
-        return _first_that_agree(tokens, proposed)
 
-    def match(
-        self, tokens: Tensor, hashes: Hashes, starts: list[int], limits: list[int], whole: bool
-    ) -> list[Match | None]:
-        """The longest match at each start, or None.
+def _hash(data: bytes, size: int) -> bytes:
+    return hashlib.blake2b(data, digest_size=size).digest()
 
-        A match at starts[i] has at most limits[i] tokens, so a longer document is cut off there. If
-        `whole` is True, a document shorter than the limit does not match.
-        """
-        matches: list[Match | None] = [None] * len(starts)
-        waiting, turn = self._beginnings(hashes, starts, limits), 0
-        while waiting:
-            # Each pass tries one prefix per start, and a shorter one if no document agrees.
-            searches = []
-            for at, of_start in waiting.items():
-                length, entries = of_start[turn]
-                upper = of_start[turn - 1].length if turn else limits[at]
-                searches.append(_Search(at, length, min(upper, 4 * length), entries))
-            proposed = []
-            for search, hits in zip(
-                searches, self._proposed(hashes, starts, searches), strict=True
-            ):
-                limit = limits[search.at]
-                # A document of at least `limit` tokens has entries for 1, 4, 16, ... tokens, so the
-                # longest of these within the limit finds it, and other searches ignore it.
-                may_be_cut_off = 4 * search.length > limit
-                candidates = self._in_order(hits, limit, whole, may_be_cut_off)
-                proposed.append((starts[search.at], candidates))
-            for at, match in zip(waiting, _first_that_agree(tokens, proposed), strict=True):
-                matches[at] = match
-            turn += 1
-            waiting = {
-                at: of_start
-                for at, of_start in waiting.items()
-                if matches[at] is None and len(of_start) > turn
-            }
-        return matches
 
-    def whole_documents(self, hashes: Hashes, start: int, limit: int) -> Iterator[Match]:
-        """Yields candidates, by their hashes, for whole documents at `start`, longest first.
+class Run(NamedTuple):
+    """A run of the listed shards `begin` to `end` - 1."""
 
-        They have at most `limit` tokens. The caller compares the tokens with `agree`.
-        """
-        lengths = torch.arange(limit, 0, -1)
-        for place, entries in self._hits(hashes(torch.full_like(lengths, start), lengths)):
-            candidates = map(self._candidate, entries)
-            yield from (c for c in candidates if c.length == limit - place)
+    begin: int
+    end: int
 
-    def agree(self, tokens: Tensor, start: int, matches: Sequence[Match]) -> bool:
-        """Whether the tokens of consecutive `matches` equal those that begin at `start`."""
-        starts = accumulate((match.length for match in matches), initial=start)
-        proposed = [(at, [match]) for at, match in zip(starts, matches, strict=False)]
-        return None not in _first_that_agree(tokens, proposed)
+    @property
+    def name(self) -> str:
+        return f"{self.begin}-{self.end}.lookup"
 
-    def likely_starts(self, hashes: Hashes, total: int, length: int) -> list[int]:
-        """The positions where the hash of the next `length` tokens, 4 or 16, is in the index.
 
-        A repetitive text can have very many; above (total / length), the result is [].
-        """
-        places = torch.arange(max(total - length + 1, 0))
-        wanted = hashes(places, torch.full_like(places, length))
-        likely = [place for place, _ in self._hits(wanted)]
-        return likely if len(likely) <= total // length else []
+def run_bytes(documents: int) -> int:
+    return 16 * documents + 12 * -(-documents // BLOCK) + 4
 
-    def _beginnings(
-        self, hashes: Hashes, starts: list[int], limits: list[int]
-    ) -> dict[int, list["_Beginning"]]:
-        """The prefixes at each start whose hashes are in the index, longest first.
 
-        A start without a prefix has no key.
-        """
-        if not starts:
-            return {}
-        begin, limit = torch.tensor(starts)[:, None], torch.tensor(limits)[:, None]
-        tried = [max(limits), *beginnings(max(limits))]
-        lengths = torch.tensor(tried).minimum(limit)
-        found: dict[int, list[_Beginning]] = {}
-        for place, entries in self._hits(hashes(begin, lengths).flatten()):
-            at, column = divmod(place, len(tried))
-            length, of_start = min(tried[column], limits[at]), found.setdefault(at, [])
-            if not of_start or length < of_start[-1].length:
-                of_start.append(_Beginning(length, entries))
+class RunFile:
+    def __init__(self, path: Path, documents: int, name: object | None = None):
+        self.name, self.documents = name or path, documents
+        self.file, self.blocks = File(path), -(-documents // BLOCK)
+        size = os.fstat(self.file.number).st_size
+        checks.size_of_file(self.name, size, run_bytes(documents))
+        data = self.file.read(size - 8 * self.blocks - 4, 8 * self.blocks + 4)
+        checks.lookup_bytes(self.name, _is_right(memoryview(data)))
+        self.firsts = memoryview(data)[:-4].cast("q")
+
+    def numbers(self, low: int, high: int) -> list[int]:
+        """The numbers of all documents whose keys are in [low, high]."""
+        found: list[int] = []
+        # Equal keys can begin in the block before the first block that begins with one.
+        block = max(0, bisect_left(self.firsts, low) - 1)
+        for n in range(block, bisect_right(self.firsts, high)):
+            keys, numbers = self._block(n)
+            found += numbers[bisect_left(keys, low) : bisect_right(keys, high)]
         return found
 
-    def _proposed(
-        self, hashes: Hashes, starts: list[int], searches: list[_Search]
-    ) -> list[list["_Hit"]]:
-        """The index entries that each search finds."""
-        proposed, shared = [], []
-        for number, search in enumerate(searches):
-            several = any(self.numbers[entry] < 0 for entry in search.entries)  # shared prefix
-            proposed.append([(search.length, entry, not several) for entry in search.entries])
-            if several and search.upper > search.length:
-                shared.append((number, starts[search.at], search.length + 1, search.upper + 1))
-        if shared:
-            owner, begin, least, end = torch.tensor(shared).unbind(-1)
-            counts = end - least
-            of_range = torch.repeat_interleave(counts)
-            lengths = torch.arange(len(of_range)) + (end - counts.cumsum(0))[of_range]
-            owners = owner[of_range]
-            for place, entries in self._hits(hashes(begin[of_range], lengths)):
-                length, hits = int(lengths[place]), proposed[int(owners[place])]
-                hits.extend((length, entry, False) for entry in entries)
-        return proposed
+    def _block(self, n: int) -> tuple[memoryview, memoryview]:
+        size = min(BLOCK, self.documents - n * BLOCK)
+        data = memoryview(self.file.read(n * (16 * BLOCK + 4), 16 * size + 4))
+        checks.lookup_bytes(self.name, _is_right(data))
+        values = data[:-4].cast("q")
+        return values[:size], values[size:]
 
-    def _in_order(
-        self, hits: list["_Hit"], limit: int, whole: bool, may_be_cut_off: bool
-    ) -> list[Match]:
-        """The candidates, sorted from the longest match to the shortest.
-
-        Of the documents in a shard with `limit` or more tokens, one is enough: the one with the
-        longest prefix in `hits`. Another with this prefix either agrees in the first `limit`
-        tokens, or has a longer prefix in the index that is not in `hits`, and does not match.
-        """
-        cut_off, ending = {}, {}
-        for length, entry, alone in sorted(hits, key=lambda hit: -hit[0]):
-            candidate = self._candidate(entry)
-            if candidate.length >= limit:
-                if may_be_cut_off:
-                    cut_off.setdefault(id(candidate.shard), candidate._replace(length=limit))
-            elif not whole and (alone or candidate.length == length):
-                ending[candidate.shard, candidate.document] = candidate
-        return [*cut_off.values(), *sorted(ending.values(), key=lambda c: -c.length)]
-
-    def _hits(self, wanted: Tensor) -> list[tuple[int, range]]:
-        """(position in `wanted`, index entries) of each hash that is in the index."""
-        if not len(self.hashes):
-            return []
-        low = torch.searchsorted(self.hashes, wanted)
-        is_hit = self.hashes[low.clamp_max(len(self.hashes) - 1)] == wanted
-        places = is_hit.nonzero()[:, 0]
-        if not len(places):
-            return []
-        low, high = low[places], torch.searchsorted(self.hashes, wanted[places], right=True)
-        return list(zip(places.tolist(), map(range, low.tolist(), high.tolist()), strict=True))
-
-    def _candidate(self, entry: int) -> Match:
-        number = self.numbers[entry]
-        number = -1 - number if number < 0 else number
-        file_checks.in_store(number, self.first[-1])
-        which = bisect.bisect_right(self.first, number) - 1
-        shard, document = self.shards[which], number - self.first[which]
-        begin, end = shard.span(document)
-        return Match(shard, document, end - begin)
+    def pieces(self) -> Iterator[Entries]:
+        """All entries, in pieces."""
+        for first in range(0, self.blocks, PIECE):
+            blocks = [self._block(n) for n in range(first, min(first + PIECE, self.blocks))]
+            keys, numbers = (bytearray().join(part) for part in zip(*blocks, strict=True))
+            yield tuple(torch.frombuffer(part, dtype=torch.int64) for part in (keys, numbers))
 
 
-# Length of a prefix, position of its entry, and whether no shard has several documents with it. The
-# flag is always False for the longer prefixes that `_proposed` adds.
-_Hit = tuple[int, int, bool]
+def _is_right(data: memoryview) -> bool:
+    return zlib.crc32(data[:-4]) == int.from_bytes(data[-4:], "little")
 
 
-def _first_that_agree(
-    tokens: Tensor, proposed: Sequence[tuple[int, list[Match]]]
-) -> list[Match | None]:
-    """The first candidate that matches at each start, or None.
+class Lookup:
+    """All runs of a store."""
 
-    The first candidates of all starts are compared together, then the second of those remaining,
-    and so on.
+    def __init__(self, runs: Sequence[RunFile]):
+        self.runs = runs
+
+    def numbers(self, low: int, high: int) -> list[int]:
+        return [number for run in self.runs for number in run.numbers(low, high)]
+
+
+def extended(
+    folder: Path, runs: Sequence[Run], sizes: Sequence[int], entries: Entries
+) -> list[Run]:
+    """Writes the run of one more shard, and returns the runs of all shards.
+
+    `sizes` has the number of documents of each listed shard before it. The last runs are merged
+    into the new one, but their files stay.
     """
-    here = memoryview(buffer(tokens)).cast("B")
-    first: list[Match | None] = [None] * len(proposed)
-    waiting, turn = [i for i, (_, candidates) in enumerate(proposed) if candidates], 0
+    keys, order = entries[0].sort()
+    kept, merged, documents = list(runs), [[(keys, entries[1][order])]], len(keys)
+    while kept and (of_last := sum(sizes[kept[-1].begin : kept[-1].end])) <= documents:
+        last = kept.pop()
+        merged.append(RunFile(folder / last.name, of_last).pieces())
+        documents += of_last
+    run = Run(kept[-1].end if kept else 0, len(sizes) + 1)
+    _write(folder / run.name, _merged(merged))
+    return [*kept, run]
+
+
+def _merged(sources: Sequence[Iterable[Entries]]) -> Iterator[Entries]:
+    """Merges sorted entries, of which only a piece per source is in memory."""
+    waiting = [(next(source, None), source) for source in map(iter, sources)]
+    waiting = [(piece, source) for piece, source in waiting if piece is not None]
     while waiting:
-        by_shard: dict[Any, list[int]] = {}
-        for i in waiting:
-            by_shard.setdefault(proposed[i][1][turn].shard, []).append(i)
-        for shard, of_shard in by_shard.items():
-            tried = [proposed[i][1][turn] for i in of_shard]
-            begins = [shard.span(match.document)[0] for match in tried]
-            spans = [(a, a + match.length) for a, match in zip(begins, tried, strict=True)]
-            stored, places = shard.tokens_of(spans)
-            there = memoryview(buffer(stored)).cast("B")
-            for i, match, place in zip(of_shard, tried, places, strict=True):
-                start, size = 8 * proposed[i][0], 8 * match.length
-                place *= 8
-                if bytes(there[place : place + size]) == bytes(here[start : start + size]):
-                    first[i] = match
-        turn += 1
-        waiting = [i for i in waiting if first[i] is None and len(proposed[i][1]) > turn]
-    return first
+        # Up to the smallest last key of a piece, nothing can follow in any source.
+        limit = min(int(keys[-1]) for (keys, _), _ in waiting)
+        parts, rest = [], []
+        for (keys, numbers), source in waiting:
+            n = int(torch.searchsorted(keys, limit, right=True))
+            parts.append((keys[:n], numbers[:n]))
+            piece = (keys[n:], numbers[n:]) if n < len(keys) else next(source, None)
+            if piece is not None:
+                rest.append((piece, source))
+        keys, numbers = (torch.cat(part) for part in zip(*parts, strict=True))
+        keys, order = keys.sort(stable=True)
+        yield keys, numbers[order]
+        waiting = rest
+
+
+def _write(path: Path, pieces: Iterable[Entries]) -> None:
+    """Writes a run atomically and durably."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    firsts = bytearray()
+    left = (torch.empty(0, dtype=torch.int64),) * 2
+    try:
+        with open(unfinished, "wb") as file:
+            for piece in pieces:
+                keys, numbers = (torch.cat(pair) for pair in zip(left, piece, strict=True))
+                whole = len(keys) - len(keys) % BLOCK
+                firsts += _write_blocks(file, keys[:whole], numbers[:whole])
+                left = keys[whole:], numbers[whole:]
+            firsts += _write_blocks(file, *left)
+            file.write(firsts + zlib.crc32(firsts).to_bytes(4, "little"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+        sync(path.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _write_blocks(file, keys: Tensor, numbers: Tensor) -> bytes:
+    """Writes blocks, and returns their first keys."""
+    for a in range(0, len(keys), BLOCK):
+        data = bytes_of(torch.cat((keys[a : a + BLOCK], numbers[a : a + BLOCK])))
+        file.write(data + zlib.crc32(data).to_bytes(4, "little"))
+    return bytes_of(keys[::BLOCK])

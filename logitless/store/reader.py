@@ -1,35 +1,51 @@
-"""Reads the documents of a store by their numbers, and the targets of batches by their tokens."""
+"""Reads the documents of a store by their numbers, and the targets of batches."""
 
-import bisect
 import functools
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..targets.safetensors import buffer
 from ..targets.sparse import SparseTargets
-from . import checks, file_checks, remote_checks
-from .cache import Cache
+from . import checks
+from .codes import EMPTY, decoded, tokens_of
 from .device import on_cpu
-from .folder import header_of
 from .format import Header
-from .index import Hashes
-from .lookup import Index, Match
-from .prefetch import without_repetitions
-from .remote import Remote, is_address
-from .remote_shard import RemoteFiles
-from .rows import Pieces, decoding_of, empty_pieces, table_of
-from .shard import Shard, shards_of
+from .listing import INDEX, STORE, Folder, Listing, listing_of
+from .lookup import FIRST, Hashes, Lookup, RunFile, hashes_of, keys_from, run_bytes
+from .remote import Cache, Prefetch, Remote, RemoteFolder, is_address
+from .shard import Entry, Shard
 from .verify import Report, verify
 
-# A document likely starts where the hash of the next 16 or 4 tokens is in the index.
-LIKELY = (16, 4)
-SLOTS = 1 << 19  # number of slots that are read and decoded at once
+AT_ONCE = 8192  # number of rows that `groups` reads at once
+Result = TypeVar("Result")
+
+
+RowSpan = tuple[int, Entry | None, int, int]  # the rows a to b - 1 of a document; -1 for padding
+
+
+class Span(NamedTuple):
+    """A document of a batch: the tokens [begin, begin + length) of the flat batch."""
+
+    begin: int
+    length: int
+    number: int  # number of the document in the store
+
+
+class Group(NamedTuple):
+    """Documents, one after the other. `starts` also has the number of tokens."""
+
+    tokens: Tensor
+    starts: list[int]
+    rows: Tensor
+    first: int  # number of the first document
 
 
 class Store:
@@ -41,14 +57,14 @@ class Store:
 
     From an address, whole shards are fetched into the folder `cache`, at most `cache_bytes` bytes
     (64 GiB by default). `cache` is by default the folder that the environment variable
-    LOGITLESS_CACHE names, or ~/.cache/logitless. A request gets up to `attempts` attempts (5), and
-    one over http or https fails if the server sends nothing for `timeout` seconds (60).
-    `storage_options` are the keyword arguments of fsspec's file system, or `{"headers": {...}}` for
-    http and https.
+    LOGITLESS_CACHE names, or ~/.cache/logitless. A request gets up to `attempts` attempts (5).
+    `storage_options` are the keyword arguments of fsspec's file system. `progress` is called with
+    the number of bytes that arrive.
 
     >>> store = Store("targets")
     >>> tokens, targets = store[0]  # targets[i] describes the token after tokens[i]
     >>> tokens, targets = store[0, 128:256]  # a range of its tokens
+    >>> documents = store[[4, 2]]  # several documents in one batched read
     >>> targets = store.targets_for(input_ids)  # a batch; targets have the shape of input_ids
     """
 
@@ -60,27 +76,95 @@ class Store:
         tokenizer: str = "",
         cache: str | os.PathLike | None = None,
         cache_bytes: int | None = None,
-        timeout: float | None = None,
         attempts: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        progress: Callable[[int], None] | None = None,
     ):
         self._arguments: dict[str, Any] = {
-            "cache": cache, "cache_bytes": cache_bytes, "timeout": timeout, "attempts": attempts,
+            "cache": cache, "cache_bytes": cache_bytes, "attempts": attempts,
             "storage_options": storage_options,
         }  # fmt: skip
-        self.path = path if is_address(path) else Path(path)
-        self._files = _remote_files(path, **self._arguments) if is_address(path) else None
-        if self._files is None:
-            remote_checks.local_options(self._arguments)
-        self.info: Header = self._files.listing.header if self._files else header_of(self.path)
-        file_checks.same_tokenizer(self.path, self.info.tokenizer, tokenizer)
-        self.shards = self._files.shards() if self._files else shards_of(self.path, self.info)
-        self._first = list(accumulate(map(len, self.shards), initial=0))
+        self.path: str | Path = str(path) if is_address(path) else Path(path).absolute()
+        if isinstance(self.path, Path):
+            checks.local_options(self._arguments)
+            self._folder: Folder | RemoteFolder = Folder(self.path)
+        else:
+            remote = Remote(
+                self.path, attempts=5 if attempts is None else attempts, options=storage_options
+            )
+            self._folder = RemoteFolder(remote, Cache(cache, cache_bytes), progress)
+        # store.index is read last: it lists only shards of this store.json.
+        self.text = self._folder.read(STORE, _text)
+        self.info, self.id = checks.store_fields(self._folder.where(STORE), self.text, Header)
+        checks.same_tokenizer(self.path, self.info.tokenizer, tokenizer)
+        where = self._folder.where(INDEX)
+        self.listing = self._folder.read(INDEX, lambda data: listing_of(where, data))
+        self._lookup: Lookup | None = None
+        self.shards: list[Shard] = []
+        self._first = [0]  # number of each shard's first document, then the number of all
+        self._add_shards()
+        self._prefetch: Prefetch | None = None
+        if isinstance(self._folder, RemoteFolder):
+            self._folder.store = self.id
+            limit = self._folder.cache.limit
+            largest = max((shard.size for shard in self.shards), default=1)
+            checks.cache_bytes(limit, largest)
+            self._prefetch = Prefetch(len(self.shards), self._fetched, limit // largest)
 
-    @functools.cached_property
-    def index(self) -> Index:
-        """The index of all shards, which is built at the first lookup."""
-        return Index(self.shards)
+    def _add_shards(self) -> None:
+        for listed in self.listing.shards[len(self.shards) :]:
+            first = self._first[-1]
+            self.shards.append(Shard(listed, first, self._folder, self.info, self.text))
+            self._first.append(first + listed.documents)
+            if isinstance(self._folder, Folder):
+                checks.listed_file(self.shards[-1].name, listed.size)
+        self._lookup = None
+
+    def refresh(self) -> None:
+        """Reads what writers have added to a local store since it was opened."""
+        self.listing.read_file()
+        self._add_shards()
+
+    def _fetched(self, number: int) -> Path:
+        listed = self.shards[number].listed
+        return self._folder.local(listed.name, listed.size, listed.crc)
+
+    def reading(self, shard: Shard, read: Callable[..., Result], *args: Any) -> Result:
+        """Calls `read`, which reads a shard. A damaged file in the cache is fetched once more."""
+        if self._prefetch is None:
+            return read(*args)
+        self._prefetch.reading(bisect_right(self._first, shard.first) - 1)
+        try:
+            return read(*args)
+        except ValueError:
+            shard.close()
+            assert isinstance(self._folder, RemoteFolder)
+            self._folder.discard(shard.listed.name, shard.listed.crc)
+            return read(*args)
+        finally:
+            shard.close()  # an open file would keep its bytes on the disk after its deletion
+
+    @property
+    def lookup(self) -> Lookup:
+        """The hashes of all documents, opened at the first lookup."""
+        if self._lookup is None:
+            try:
+                self._lookup = self._opened_lookup(self.listing)
+            except FileNotFoundError:  # a writer has merged the files meanwhile
+                if isinstance(self._folder, RemoteFolder):
+                    raise
+                newer = Listing(self.listing.where)
+                newer.read_file()
+                self._lookup = self._opened_lookup(newer)
+        return self._lookup
+
+    def _opened_lookup(self, listing: Listing) -> Lookup:
+        files = []
+        for run in listing.runs:
+            n = sum(listed.documents for listed in listing.shards[run.begin : run.end])
+            path = self._folder.local(run.name, run_bytes(n), listing.crc)
+            files.append(RunFile(path, n, self._folder.where(run.name)))
+        return Lookup(files)
 
     def prefetch(self, order: Any = None, *, ahead: int = 2, mixed: int = 1) -> None:
         """Fetches shards of a remote store in the background, before their rows are read.
@@ -92,11 +176,11 @@ class Store:
         without this call. For a local store, only the arguments are checked.
         """
         order = checks.order(order, len(self), ahead, mixed)
-        if self._files is not None:
+        if self._prefetch is not None:
             if order is not None:
-                firsts = torch.tensor(self._first[1:])
-                order = without_repetitions(torch.bucketize(order, firsts, right=True))
-            self._files.prefetch.follow(order, ahead, mixed)
+                shards = torch.bucketize(order, torch.tensor(self._first[1:]), right=True)
+                order = list(dict.fromkeys(shards.tolist()))
+            self._prefetch.follow(order, ahead, mixed)
 
     def __len__(self) -> int:
         """The number of documents."""
@@ -104,8 +188,9 @@ class Store:
 
     @property
     def digest(self) -> str:
-        """A SHA-256 of all shards, the same for a local store and its remote copy."""
-        return hashlib.sha256("".join(shard.digest for shard in self.shards).encode()).hexdigest()
+        """A hash of what store.index lists, the same for a local store and its remote copy."""
+        listed = repr([self.id, *self.listing.shards]).encode()
+        return hashlib.sha256(listed).hexdigest()
 
     @property
     def firsts(self) -> list[int]:
@@ -115,198 +200,280 @@ class Store:
     @property
     def tokens(self) -> int:
         """The number of tokens in all documents."""
-        return sum(int(shard.starts[-1]) for shard in self.shards)
+        return sum(listed.tokens for listed in self.listing.shards)
 
     @property
     @on_cpu
     def lengths(self) -> Tensor:
         """The number of tokens in each document."""
-        lengths = [shard.starts.diff() for shard in self.shards]
+        lengths = [self.reading(shard, shard.entries)[:, 4] for shard in self.shards]
         return torch.cat(lengths) if lengths else torch.empty(0, dtype=torch.int64)
 
     @on_cpu
-    def __getitem__(self, index: Any) -> tuple[Tensor, SparseTargets]:
+    def __getitem__(self, index: Any) -> Any:
         """`store[i]` returns the tokens and targets of document i.
 
-        `store[i, a:b]` returns only its tokens a to b - 1, and their targets.
+        `store[i, a:b]` returns only its tokens a to b - 1, and their targets. `store[[i, j]]`
+        returns a list of documents, which are read together.
         """
+        if isinstance(index, (list, Tensor)) and not (
+            isinstance(index, Tensor) and not index.dim()
+        ):
+            return self._several([checks.document_number(i, len(self)) for i in index])
         i, tokens = index if isinstance(index, tuple) and len(index) == 2 else (index, slice(None))
         i = checks.document_number(i, len(self))
-        number = bisect.bisect_right(self._first, i) - 1
-        shard = self.shards[number]
-        begin, end = shard.span(i - self._first[number])
-        a, b = checks.row_range(tokens, end - begin)
-        targets = self._decoded([(shard, begin + a, b - a)])
-        return shard.tokens(begin + a, begin + b), targets
+        entry = self.entry(i)
+        a, b = checks.row_range(tokens, entry.tokens)
+        rows = self._rows([(i, entry, a, b)])
+        return tokens_of(rows, self.info), decoded(rows, self.info)
+
+    def __getitems__(self, numbers: list[int]) -> list[tuple[Tensor, SparseTargets]]:
+        """What a DataLoader calls for a batch."""
+        return self[numbers]
+
+    def _several(self, numbers: list[int]) -> list[tuple[Tensor, SparseTargets]]:
+        entries = self.entries(numbers)
+        sizes = [entry.tokens for entry in entries]
+        rows = self._rows([(i, e, 0, e.tokens) for i, e in zip(numbers, entries, strict=True)])
+        tokens, targets = tokens_of(rows, self.info).split(sizes), decoded(rows, self.info)
+        ends = list(accumulate(sizes))
+        return [(t, targets[end - len(t) : end]) for t, end in zip(tokens, ends, strict=True)]
+
+    def _place(self, number: int) -> tuple[Shard, int]:
+        shard = self.shards[bisect_right(self._first, number) - 1]
+        return shard, number - shard.first
+
+    def entry(self, number: int) -> Entry:
+        """Where a document is, and its number of tokens."""
+        shard, document = self._place(number)
+        return self.reading(shard, shard.entry, document)
+
+    def entries(self, numbers: Sequence[int]) -> list[Entry]:
+        found: list[Any] = [None] * len(numbers)
+        for shard, places in self._by_shard(numbers):
+            of_shard = self.reading(shard, _entries, shard, [numbers[i] for i in places])
+            for i, entry in zip(places, of_shard, strict=True):
+                found[i] = entry
+        return found
+
+    def _by_shard(self, numbers: Iterable[int]) -> list[tuple[Shard, list[int]]]:
+        """The shards of several documents, and the places of these in `numbers`."""
+        places: dict[int, list[int]] = {}
+        for i, number in enumerate(numbers):
+            if number >= 0:
+                places.setdefault(bisect_right(self._first, number) - 1, []).append(i)
+        return [(self.shards[at], of_shard) for at, of_shard in places.items()]
+
+    def _rows(self, spans: Sequence[RowSpan]) -> Tensor:
+        """The rows of several spans, uint8 (T, row_bytes)."""
+        width = self.info.row_bytes
+        ends = list(accumulate((b - a) * width for _, _, a, b in spans))
+        rows = torch.empty(ends[-1] // width if ends else 0, width, dtype=torch.uint8)
+        data = memoryview(buffer(rows)).cast("B")
+        parts = [data[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        for (number, _, a, b), part in zip(spans, parts, strict=True):
+            if number < 0:
+                part[:] = _empty_row(self.info) * (b - a)
+        for shard, places in self._by_shard(span[0] for span in spans):
+            self.reading(shard, _read_rows, shard, [(*spans[i], parts[i]) for i in places])
+        return rows
+
+    def document(self, number: int) -> tuple[Entry, bytes]:
+        """The bytes of a document on disk, compared with their checksums."""
+        shard, document = self._place(number)
+        return self.reading(shard, _document, shard, document)
+
+    def groups(self, numbers: Sequence[int]) -> Iterator[Group]:
+        """Yields documents in groups of about AT_ONCE rows."""
+        waiting, tokens = [], 0
+        for number in numbers:
+            entry = self.entry(number)
+            waiting.append((number, entry, 0, entry.tokens))
+            tokens += entry.tokens
+            if tokens >= AT_ONCE or number == numbers[-1]:
+                rows = self._rows(waiting)
+                starts = list(accumulate((b for _, _, _, b in waiting), initial=0))
+                yield Group(tokens_of(rows, self.info), starts, rows, waiting[0][0])
+                waiting, tokens = [], 0
 
     @on_cpu
     def find(self, tokens: Any) -> int:
         """Returns the number of the document with exactly these tokens, or raises KeyError."""
         tokens = checks.tokens(tokens, self.info.vocab_size)
-        match = self.index.document(tokens)
-        if match is None:
+        number = self._found(tokens, whole=True)
+        if number is None or not self._begins(number, tokens):
             got = f"{len(tokens)} tokens that match no document"
             raise KeyError(f"tokens must be a document of the store, got {got}.")
-        return self._first[self.shards.index(match.shard)] + match.document
+        return number
 
     @on_cpu
-    def targets_for(self, input_ids: Tensor, lengths: Any = None) -> SparseTargets:
+    def targets_for(
+        self, input_ids: Tensor, lengths: Any = None, documents: Any = None
+    ) -> SparseTargets:
         """Returns the targets of a batch. The target at position t describes the next token.
 
-        A row of the batch holds documents of the store one after the other, each whole or cut off
-        at its end, and then padding, whose slots are all masked. `lengths` has one entry per row,
-        the length of its document or a list of lengths, and everything after them is padding.
-        Without it, documents are found one by one, and the padding of a row must be one id; a row
-        of negative ids is padding. Raises KeyError if tokens match no document of the store.
+        `documents` has the numbers of the documents: one per row, or a list per row of those that
+        are packed into it, one after the other. `lengths` has their numbers of tokens in the same
+        form, or that of all tokens in a row. A document may be cut off at its end, and everything
+        after the last document of a row is padding, whose slots are all masked.
+
+        Without `documents`, they are found by their tokens, of which a document that is cut off
+        must have at least 32. Without `lengths` too, a row has one document, and then negative ids
+        or repetitions of one id. Raises KeyError if tokens match no document of the store.
         """
         checks.input_ids(input_ids)
         flat = input_ids.detach().to("cpu", torch.int64).reshape(-1).contiguous()
         width = input_ids.shape[-1]
         rows = len(flat) // width if width else 0
-        if lengths is None:
-            spans = self._packed(flat, rows, width)
+        sizes = None if lengths is None else checks.lengths(lengths, rows, width)
+        if documents is not None:
+            numbers = checks.documents(documents, rows, sizes, len(self))
+            spans = self._numbered(numbers, sizes, width)
         else:
-            spans = self._of_lengths(flat, checks.lengths(lengths, rows, width), width)
-        targets = self._decoded(spans).reshape(*input_ids.shape)
+            spans = self._searched(flat, sizes, rows, width)
+        targets = self._compared(flat, spans, width).reshape(*input_ids.shape)
         return targets if input_ids.device.type == "cpu" else targets.to(input_ids.device)
 
     for_tokens = targets_for
+
+    def _numbered(
+        self, numbers: list[list[int]], sizes: list[list[int]] | None, width: int
+    ) -> list[Span]:
+        spans = []
+        for row, of_row in enumerate(numbers):
+            begin, of_lengths = row * width, None if sizes is None else sizes[row]
+            end = begin + (width if of_lengths is None else sum(of_lengths))
+            for i, number in enumerate(of_row):
+                whole = self.entry(number).tokens
+                if of_lengths is None or len(of_lengths) != len(of_row):
+                    n = min(whole, end - begin)
+                else:
+                    n = of_lengths[i]
+                checks.length_of_document(n, whole, number, row)
+                if n:
+                    spans.append(Span(begin, n, number))
+                begin += n
+        return spans
+
+    def _searched(
+        self, flat: Tensor, sizes: list[list[int]] | None, rows: int, width: int
+    ) -> list[Span]:
+        spans = []
+        for row in range(rows):
+            tokens, begin = flat[row * width : (row + 1) * width], 0
+            for n in [None] if sizes is None else sizes[row]:
+                found = self._of_row(tokens) if n is None else self._of_length(tokens, begin, n)
+                if found is None:
+                    raise checks.unknown_document(tokens, row, begin, n)
+                number, n = found
+                if n:
+                    spans.append(Span(row * width + begin, n, number))
+                begin += n
+        return spans
+
+    def _of_length(self, tokens: Tensor, begin: int, n: int) -> tuple[int, int] | None:
+        number = self._found(tokens[begin : begin + n], whole=False)
+        return None if number is None else (number, n)
+
+    def _of_row(self, tokens: Tensor) -> tuple[int, int] | None:
+        """The number and the length of the document that a row begins with, if padding follows."""
+        negative = (tokens < 0).nonzero()
+        if len(negative):
+            n = int(negative[0])
+            if n == 0 or bool((tokens[n:] >= 0).any()):
+                return None if n else (0, 0)
+            return self._of_length(tokens, 0, n)
+        number = self._found(tokens, whole=False)
+        if number is not None:
+            return number, len(tokens)
+        other = (tokens != tokens[-1]).nonzero()
+        least = max(1, int(other[-1]) + 1 if len(other) else 1)  # the rest may be padding
+        if len(tokens) > FIRST:
+            longest = None
+            for candidate in self.lookup.numbers(*keys_from(tokens)):
+                n = self._length_of(candidate)
+                longer = least <= n < len(tokens) and (longest is None or n > longest[1])
+                if longer and self._begins(candidate, tokens[:n]):
+                    longest = candidate, n
+            if longest is not None:
+                return longest
+        for n in range(min(FIRST, len(tokens) - 1), least - 1, -1):
+            if (number := self._found(tokens[:n], whole=True)) is not None:
+                return number, n
+        return None
+
+    def _found(self, tokens: Tensor, whole: bool) -> int | None:
+        """A document with these tokens, or one that begins with them if `whole` is False.
+
+        Whole documents are compared by their hashes, of 88 bits together.
+        """
+        key, check = hashes_of(tokens)
+        for number in self.lookup.numbers(key, key):
+            if self._is(number, check, len(tokens)):
+                return number
+        if whole or len(tokens) < FIRST:
+            return None
+        for number in self.lookup.numbers(*keys_from(tokens)):
+            if self._length_of(number) > len(tokens) and self._begins(number, tokens):
+                return number
+        return None
+
+    def has(self, hashes: Hashes, n: int) -> bool:
+        """Whether a document has these hashes and this length."""
+        return any(self._is(d, hashes.check, n) for d in self.lookup.numbers(*2 * hashes[:1]))
+
+    def _is(self, number: int, check: int, n: int) -> bool:
+        if number >= len(self):  # a writer has added it since this store was opened
+            return False
+        entry = self.entry(number)
+        return entry.check == check and entry.tokens == n
+
+    def _length_of(self, number: int) -> int:
+        return self.entry(number).tokens if number < len(self) else -1
+
+    def _begins(self, number: int, tokens: Tensor) -> bool:
+        """Whether a document begins with these tokens. Its last rows are compared first.
+
+        Of documents that share a beginning, few have the same tokens after it.
+        """
+        entry, last = self.entry(number), (len(tokens) - 1) // FIRST * FIRST
+        for a, b in ((last, len(tokens)), (0, last)):
+            rows = self._rows([(number, entry, a, b)])
+            if not torch.equal(tokens_of(rows, self.info), tokens[a:b]):
+                return False
+        return True
+
+    def _compared(self, flat: Tensor, spans: list[Span], width: int) -> SparseTargets:
+        """Reads the rows of a batch with padding in the gaps, and compares their tokens."""
+        entries = self.entries([span.number for span in spans])
+        wanted: list[RowSpan] = []
+        is_padding, place = torch.zeros(len(flat), dtype=torch.bool), 0
+        for (begin, n, number), entry in zip(spans, entries, strict=True):
+            if begin > place:
+                wanted.append((-1, None, place, begin))
+                is_padding[place:begin] = True
+            wanted.append((number, entry, 0, n))
+            place = begin + n
+        if place < len(flat):
+            wanted.append((-1, None, place, len(flat)))
+            is_padding[place:] = True
+        rows = self._rows(wanted)
+        differs = (tokens_of(rows, self.info) != flat) & ~is_padding
+        if bool(differs.any()):
+            at = int(differs.nonzero()[0])
+            number = next(s.number for s in spans if s.begin <= at < s.begin + s.length)
+            raise checks.other_tokens(number, *divmod(at, width))
+        return decoded(rows, self.info)
 
     @on_cpu
     def verify(self) -> Report:
         """Checks the files and rows of the store. A report that lists problems is falsy."""
         return verify(self)
 
-    def _of_lengths(self, flat: Tensor, lengths: list[list[int]], width: int) -> list["Span"]:
-        starts, limits = [], []
-        for row, of_row in enumerate(lengths):
-            starts += list(accumulate(of_row, initial=row * width))[:-1]
-            limits += of_row
-        matches = self.index.match(flat, Hashes(flat), starts, limits, whole=True)
-        for at, limit, match in zip(starts, limits, matches, strict=True):
-            if match is None:
-                row, start = divmod(at, width)
-                raise checks.unknown_document(flat[row * width :], row, start, limit)
-        return _with_padding(starts, matches, len(flat))
-
-    def _packed(self, flat: Tensor, rows: int, width: int) -> list["Span"]:
-        """Finds the documents of a batch whose lengths are not known, from left to right.
-
-        Each lookup searches all rows at once: first at the starts of rows and other likely starts,
-        then at the ends of the documents found and at less likely starts.
-        """
-        hashes = Hashes(flat)
-        known: dict[int, Match | None] = {}
-        ends = [row * width for row in range(rows)]  # end of the documents found so far, per row
-        found: list[list[Match]] = [[] for _ in range(rows)]
-        wanted, turn = {*ends, *self.index.likely_starts(hashes, len(flat), LIKELY[0])}, 0
-        while wanted:
-            new = sorted(wanted)
-            known.update(zip(new, self._longest(flat, hashes, new, width), strict=True))
-            wanted = set()
-            for row, of_row in enumerate(found):
-                while (match := known.get(ends[row])) and ends[row] < (row + 1) * width:
-                    of_row.append(match)
-                    ends[row] += match.length
-                if ends[row] < (row + 1) * width and ends[row] not in known:
-                    wanted.add(ends[row])
-            turn += 1
-            if wanted and turn == 2:
-                wanted.update(self.index.likely_starts(hashes, len(flat), LIKELY[1]))
-                wanted -= known.keys()
-        starts, matches = [], []
-        for row, of_row in enumerate(found):
-            if of_row := self._with_rest(flat, hashes, row, width, of_row):
-                starts += accumulate((match.length for match in of_row[:-1]), initial=row * width)
-                matches += of_row
-        return _with_padding(starts, matches, len(flat))
-
-    def _with_rest(
-        self, flat: Tensor, hashes: Hashes, row: int, width: int, matches: list[Match]
-    ) -> list[Match]:
-        """Returns the documents of a row, of which `matches` were found from left to right.
-
-        If more than padding follows them, other documents that fill the row are searched for.
-        Raises KeyError if there are none.
-        """
-        begin, end = row * width, (row + 1) * width
-        at = begin + sum(match.length for match in matches)
-        if at == end:
-            return matches
-        rest = flat[at:end]
-        is_padding = bool((rest == rest[0]).all()) and (at > begin or int(rest[0]) < 0)
-        if not is_padding or (len(rest) == 1 and int(rest[0]) >= 0):
-            # A single last token can be padding, or the last token of another document.
-            matches = self._other_reading(flat, hashes, begin, end) or matches
-            if not is_padding and sum(match.length for match in matches) == at - begin:
-                raise checks.unknown_document(flat[begin:end], row, at - begin, None)
-        return matches
-
-    def _other_reading(self, flat: Tensor, hashes: Hashes, begin: int, end: int) -> list[Match]:
-        """Consecutive documents that together fill a row, up to its negative ids, or [].
-
-        Longer documents are tried first, and each position only once.
-        """
-        while end > begin and int(flat[end - 1]) < 0:
-            end -= 1
-        matches: list[Match] = []
-        options = [self._options(flat, hashes, begin, end)]
-        seen, at = {begin}, begin
-        while options and at < end:
-            match = next(options[-1], None)
-            if match is None:
-                options.pop()
-                at -= matches.pop().length if matches else 0
-            elif at + match.length not in seen:
-                at += match.length
-                seen.add(at)
-                matches.append(match)
-                options.append(self._options(flat, hashes, at, end))
-        return matches if self.index.agree(flat, begin, matches) else []
-
-    def _options(self, flat: Tensor, hashes: Hashes, at: int, end: int) -> Iterator[Match]:
-        """Yields documents that may begin at `at`, longest first.
-
-        The caller must compare their tokens with `Index.agree`.
-        """
-        if at < end:
-            longest = self.index.match(flat, hashes, [at], [end - at], whole=True)[0]
-            yield from [] if longest is None else [longest]
-            yield from self.index.whole_documents(hashes, at, end - at)
-
-    def _longest(self, flat: Tensor, hashes: Hashes, starts: list[int], width: int):
-        limits = [width - at % width for at in starts]
-        return self.index.match(flat, hashes, starts, limits, whole=False)
-
-    def _decoded(self, spans: list["Span"]) -> SparseTargets:
-        """Reads and decodes rows in portions."""
-        decoding = decoding_of(sum(n for _, _, n in spans), self.info)
-        for portion in _portions(spans, max(1, SLOTS // self.info.k)):
-            decoding.add(table_of(self._pieces(portion), self.info))
-        return decoding.targets()
-
-    def _pieces(self, spans: list["Span"]) -> Pieces:
-        """The bytes of all rows in `spans`, column by column."""
-        by_shard: dict[Shard | None, list[int]] = {}
-        for i, (shard, _, _) in enumerate(spans):
-            by_shard.setdefault(shard, []).append(i)
-        pieces: dict[str, list] = {name: [None] * len(spans) for name in self.info.layout()}
-        for shard, places in by_shard.items():
-            if shard is None:
-                of_shard = [empty_pieces(spans[i][2], self.info) for i in places]
-                found = {name: [piece[name] for piece in of_shard] for name in pieces}
-            else:
-                found = shard.pieces_of([(begin, begin + n) for _, begin, n in
-                                         (spans[i] for i in places)])  # fmt: skip
-            for name, of_column in found.items():
-                for i, piece in zip(places, of_column, strict=True):
-                    pieces[name][i] = piece
-        return pieces
-
     def __reduce__(self):
         """Pickles the arguments and the digest, and each DataLoader worker opens the files itself.
 
-        Unpickling raises if the digest has changed, because documents may have other numbers.
+        Unpickling raises if the digest has changed.
         """
         return _reopened, (self.path, self._arguments, self.digest)
 
@@ -316,51 +483,38 @@ class Store:
         )
 
 
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+def _document(shard: Shard, document: int) -> tuple[Entry, bytes]:
+    entry = shard.entry(document)
+    return entry, shard.document(document, entry)
+
+
+def _entries(shard: Shard, numbers: list[int]) -> list[Entry]:
+    return [shard.entry(number - shard.first) for number in numbers]
+
+
+def _read_rows(shard: Shard, spans: list[tuple[int, Entry, int, int, memoryview]]) -> None:
+    for number, entry, a, b, into in spans:
+        if a < b:
+            shard.read_rows(number - shard.first, entry, a, b, into)
+
+
 def _reopened(path: str | Path, arguments: dict[str, Any], digest: str) -> Store:
     store = Store(path, **arguments)
-    file_checks.same_store(path, store.digest == digest)
+    if store.digest != digest:
+        got = "other shards. Open the store again"
+        checks.refuse(path, "have the shards of the pickled Store", got)
     return store
 
 
-def _remote_files(
-    url: str,
-    cache: str | os.PathLike | None,
-    cache_bytes: int | None,
-    storage_options: Mapping[str, Any] | None,
-    **given: Any,
-) -> RemoteFiles:
-    how = {name: value for name, value in given.items() if value is not None}
-    remote = Remote(url, options=storage_options, **how)
-    return RemoteFiles(remote, Cache(cache, cache_bytes))
-
-
-Span = tuple[Shard | None, int, int]  # shard (None for padding), first row, number of rows
-
-
-def _with_padding(starts: Sequence[int], matches: Sequence[Match], total: int) -> list[Span]:
-    """The spans of the matches and of all padding, in the order of the batch."""
-    spans: list[Span] = []
-    place = 0
-    for start, match in sorted(zip(starts, matches, strict=True), key=lambda pair: pair[0]):
-        if start > place:
-            spans.append((None, 0, start - place))
-        spans.append((match.shard, match.shard.span(match.document)[0], match.length))
-        place = start + match.length
-    if place < total:
-        spans.append((None, 0, total - place))
-    return spans
-
-
-def _portions(spans: list[Span], rows: int) -> Iterator[list[Span]]:
-    """Yields the spans in groups of `rows` rows, cutting long ones."""
-    portion, room = [], rows
-    for shard, begin, n in spans:
-        while n:
-            taken = min(n, room)
-            portion.append((shard, begin, taken))
-            begin, n, room = begin + taken, n - taken, room - taken
-            if not room:
-                yield portion
-                portion, room = [], rows
-    if portion:
-        yield portion
+@functools.lru_cache
+def _empty_row(header: Header) -> bytes:
+    row = torch.zeros(1, header.row_bytes, dtype=torch.uint8)
+    if not header.sampled:
+        header.column(row, "top").fill_(torch.nan)
+    if header.values == "u8":
+        header.field(row, "codes").fill_(EMPTY)
+    return bytes(row[0].tolist())

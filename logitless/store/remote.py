@@ -1,47 +1,43 @@
-"""Reads and writes files at an address, such as s3://bucket/targets.
+"""The files of a store at an address such as s3://bucket/targets, and the cache that they pass.
 
-http and https are read with Python's standard library; everything else is read and written with the
-package fsspec. A request that fails is repeated after a wait that doubles each time. Fetched bytes
-of a wrong size or SHA-256, if these are known, count as a failure, so a file that was cut off or
-changed during the transfer is fetched again.
+All requests go through a file system of fsspec. A request that fails is repeated after a wait that
+doubles each time. Whole files are fetched into a cache folder of limited size, which all processes
+of a machine share; fsspec's own caches have no limit, and leave half a file after an error. The
+bytes of a file are compared with its checksums when they are read, and a damaged one is fetched
+again once.
+
+    NAME         a fetched file; NAME has the id of the store, the file's name and a checksum
+    NAME.part    the file while it is fetched, NAME.room a sparse file of the size it will have
+    NAME.lock    locked while the file is fetched or deleted
+    cache.lock   locked while a process makes room
+
+Room is made by deleting the files that were used least recently. A process that still reads one
+keeps its bytes until it closes the file.
 """
 
+import contextlib
 import functools
-import hashlib
-import http.client
 import os
 import re
+import threading
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from . import remote_checks as checks
+from . import checks
+from .lock import Lock
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts
-PIECE = 1 << 24  # largest number of bytes per call of `read`
-LARGEST = 1 << 36  # if the size of a file is not known, at most this many bytes are read
+SILENCE = 60  # seconds without a byte, after which a request over http fails
+LIMIT = 1 << 36  # bytes of the cache, 64 GiB
+POLL = 0.02  # seconds between two attempts to make room
+COUNTED = re.compile(r"[0-9a-f]{16}-.*(\.shard|\.lookup)-[0-9a-f]{8}(\.room)?")
 # A folder is created before a file is written into it only for these protocols: elsewhere, this
 # could create a new bucket with a misspelt name.
-FOLDERS = {"file", "local", "ftp", "hdfs", "sftp", "smb", "ssh", "webdav"}
-TRY_AGAIN = {408, 425, 429}  # HTTP statuses below 500 after which another attempt can succeed
+FOLDERS = {"file", "local", "memory", "ftp", "hdfs", "sftp", "smb", "ssh", "webdav"}
 Result = TypeVar("Result")
-
-
-class Listed(NamedTuple):
-    """A file in store.index."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-
-class Readable(Protocol):
-    def read(self, size: int, /) -> bytes: ...
 
 
 def is_address(path: Any) -> bool:
@@ -50,206 +46,336 @@ def is_address(path: Any) -> bool:
 
 
 class Remote:
-    """The folder at an address.
-
-    A request over http or https fails if the server sends nothing for `timeout` seconds. `options`
-    are the keyword arguments of fsspec's file system, or `headers` for http and https, which are
-    not sent to another host after a redirection. Errors call the address by the name `argument`.
-    """
+    """The folder at an address. `options` are the arguments of fsspec's file system."""
 
     def __init__(
-        self,
-        url: str,
-        *,
-        timeout: float = 60.0,
-        attempts: int = 5,
-        options: Mapping[str, Any] | None = None,
+        self, url: str, *, attempts: int = 5, options: Mapping[str, Any] | None = None,
         argument: str = "path",
-    ):
-        checks.connection(timeout, attempts, options)
-        self.is_http = re.match(r"https?://", url) is not None
-        self.url = url if self.is_http else url.rstrip("/")  # the query of a URL can end with "/"
-        self.timeout, self.attempts = timeout, attempts
-        self.options, self.argument = dict(options or {}), argument
+    ):  # fmt: skip
+        checks.connection(attempts, options)
+        self.url, self.attempts, self.argument = url.rstrip("/"), attempts, argument
+        self.options = dict(options or {})
         self.pause: Callable[[float], Any] = time.sleep
-        if self.is_http:
-            checks.http_options(self.options)
-        else:
-            _ = self._system  # raises an error if a package is missing
+        _ = self._system  # raises an error if a package is missing
 
     def address(self, name: str) -> str:
-        """The address of a file, with the query of the folder's address."""
-        if not self.is_http:
-            return f"{self.url}/{name}"
-        parts = urllib.parse.urlsplit(self.url)
-        return parts._replace(path=f"{parts.path.rstrip('/')}/{name}").geturl()
+        return f"{self.url}/{name}"
 
-    def read(self, name: str, parsed: Callable[[str, bytes], Result]) -> Result:
-        """Returns `parsed(address, bytes)` of a whole file, read again after a ValueError."""
+    def read(self, name: str, parsed: Callable[[bytes], Result]) -> Result:
+        """Returns `parsed(bytes)` of a whole file, read again after a ValueError."""
+        return self._repeated(name, lambda fs, path: parsed(fs.cat_file(path)))
 
-        def attempt() -> Result:
-            with self._opened(name) as (file, size):
-                data = b"".join(_pieces(file, LARGEST if size is None else size + 1))
-            checks.whole_file(self.address(name), len(data), size)
-            return parsed(self.address(name), data)
+    def fetch(self, name: str, size: int, into: Path, progress: Callable[[int], None]) -> None:
+        """Writes a file of `size` bytes to a local path."""
 
-        return self._repeated(name, attempt)
+        def attempt(fs: Any, path: str) -> None:
+            from fsspec.callbacks import Callback
 
-    def fetch(self, listed: Listed, into: Any, attempts: int | None = None) -> None:
-        """Writes a listed file into an open local file, and checks its size and SHA-256."""
-        where = self.address(listed.name)
+            class Progress(Callback):
+                def relative_update(self, inc: int = 1) -> None:
+                    progress(inc)
 
-        def attempt() -> None:
-            digest, done = hashlib.sha256(), 0
-            into.seek(0)
-            with self._opened(listed.name) as (file, _):
-                for piece in _pieces(file, listed.bytes + 1):
-                    done += len(piece)
-                    if done > listed.bytes:
-                        break
-                    digest.update(piece)
-                    _locally(into.write, piece)
-            checks.listed_file(where, done, digest.hexdigest(), listed)
+            fs.get_file(path, os.fspath(into), callback=Progress())
+            checks.size_of_file(self.address(name), into.stat().st_size, size)
 
-        self._repeated(listed.name, attempt, attempts=attempts)
+        self._repeated(name, attempt)
 
     def write(self, path: Path, name: str) -> None:
-        checks.can_write(self.url, self.is_http)
-        size = path.stat().st_size
-
-        def attempt() -> None:
-            system, folder = self._system
-            if FOLDERS & {system.protocol, *system.protocol}:
-                system.makedirs(folder, exist_ok=True)
-            system.put_file(os.fspath(path), f"{folder}/{name}")
-            system.invalidate_cache(folder)
-            checks.uploaded(self.address(name), system.info(f"{folder}/{name}")["size"], size)
+        def attempt(fs: Any, place: str) -> None:
+            folder = place.rpartition("/")[0]
+            if FOLDERS & {*([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)}:
+                fs.makedirs(folder, exist_ok=True)
+            fs.put_file(os.fspath(path), place)
+            fs.invalidate_cache(folder)
+            checks.size_of_file(self.address(name), fs.info(place)["size"], path.stat().st_size)
 
         self._repeated(name, attempt, "written")
 
     def size(self, name: str) -> int | None:
         """A file's size in bytes, or None if it does not exist."""
 
-        def attempt() -> int | None:
-            system, folder = self._system
-            system.invalidate_cache(folder)
-            path = f"{folder}/{name}"
-            return system.info(path)["size"] if system.exists(path) else None
+        def attempt(fs: Any, path: str) -> int | None:
+            fs.invalidate_cache(path.rpartition("/")[0])
+            return fs.info(path)["size"] if fs.exists(path) else None
 
         return self._repeated(name, attempt)
 
     def _repeated(
-        self,
-        name: str,
-        attempt: Callable[[], Result],
-        done: str = "read",
-        attempts: int | None = None,
+        self, name: str, attempt: Callable[[Any, str], Result], done: str = "read"
     ) -> Result:
         """Calls `attempt` until it succeeds, or at once raises an error that would not go away."""
-        wait, last, attempts = FIRST_WAIT, None, attempts or self.attempts
-        for number in range(attempts):
+        wait, last = FIRST_WAIT, None
+        for number in range(self.attempts):
             if number:
                 self.pause(wait)
                 wait = min(2 * wait, LONGEST_WAIT)
             try:
-                return attempt()
+                fs, folder = self._system
+                return attempt(fs, f"{folder}/{name}")
             except FileNotFoundError as error:
                 raise checks.missing(self.address(name)) from error
             except (PermissionError, ImportError):
                 raise
-            except _LocalError as error:
-                raise error.error from None
-            except urllib.error.HTTPError as error:
-                error.close()
-                if error.code < 500 and error.code not in TRY_AGAIN:
-                    checks.refused(self.address(name), error)
-                last = error
             except Exception as error:  # each file system of fsspec raises its own kinds of errors
+                if getattr(error, "errno", None) in checks.LOCAL_ERRORS:
+                    raise
                 last = error
-        raise checks.failed(self.address(name), done, attempts, last) from last
-
-    @contextmanager
-    def _opened(self, name: str) -> Iterator[tuple[Readable, int | None]]:
-        """Yields an open file and its size in bytes, or None if that is not known."""
-        if self.is_http:
-            with _opener().open(self._request(name), timeout=self.timeout) as file:
-                yield file, _length(file)
-        else:
-            system, folder = self._system
-            with system.open(f"{folder}/{name}", "rb", cache_type="none") as file:
-                yield file, None
-
-    def _request(self, name: str) -> urllib.request.Request:
-        request = urllib.request.Request(self.address(name), headers={"User-Agent": "logitless"})
-        for header, value in self.options.get("headers", {}).items():
-            request.add_unredirected_header(header, value)
-        return request
+        raise checks.failed(self.address(name), done, self.attempts, last) from last
 
     @property
     def _system(self) -> tuple[Any, str]:
         """The file system of fsspec, and the path of the folder in it.
 
-        A forked process creates its own, because processes cannot share connections.
+        fsspec keeps one per process and set of options, so that a forked process gets its own.
         """
-        return self._system_of(os.getpid())
-
-    @functools.cached_property
-    def _system_of(self) -> Callable[[int], tuple[Any, str]]:
-        return functools.lru_cache(maxsize=1)(lambda _: self._new_system())
-
-    def _new_system(self) -> tuple[Any, str]:
         try:
             import fsspec
-        except ModuleNotFoundError as error:
-            raise checks.missing_package(self.url, "fsspec") from error
-        try:
-            return fsspec.core.url_to_fs(self.url, **self.options)
+
+            options = dict(self.options)
+            if re.match(r"https?://", self.url) and "client_kwargs" not in options:
+                from aiohttp import ClientTimeout
+
+                limit = ClientTimeout(total=None, sock_connect=SILENCE, sock_read=SILENCE)
+                options["client_kwargs"] = {"timeout": limit}
+            return fsspec.core.url_to_fs(self.url, **options)
         except ImportError as error:
             raise checks.missing_package(self.url, str(error)) from error
         except ValueError as error:
             raise checks.unknown_protocol(self.argument, self.url, error) from error
 
     def __reduce__(self):
-        how = {"timeout": self.timeout, "attempts": self.attempts, "options": self.options}
-        return functools.partial(Remote, **how), (self.url,)
+        return functools.partial(Remote, attempts=self.attempts, options=self.options), (self.url,)
 
 
-class _SameHost(urllib.request.HTTPRedirectHandler):
-    """Sends the headers of `Remote` again after a redirection to the same host."""
-
-    def redirect_request(self, req, fp, code, msg, headers, newurl):
-        new = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if new is not None and (new.type, new.host) == (req.type, req.host):
-            new.unredirected_hdrs.update(req.unredirected_hdrs)
-        return new
+def default_folder() -> Path:
+    """LOGITLESS_CACHE, or else `logitless` in the user's cache folder."""
+    if chosen := os.environ.get("LOGITLESS_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logitless"
 
 
-@functools.lru_cache(maxsize=1)
-def _opener() -> urllib.request.OpenerDirector:
-    return urllib.request.build_opener(_SameHost)
+class Cache:
+    """The cache in one folder. `limit` is the largest total size of its files, in bytes."""
+
+    def __init__(self, folder: str | os.PathLike | None = None, limit: int | None = None):
+        self.folder = Path(folder) if folder is not None else default_folder()
+        self.limit = LIMIT if limit is None else limit
+        checks.cache_bytes(self.limit)
+        checks.cache_folder(self.folder)
+
+    def path(self, name: str, size: int, fetch: Callable[[Path], None]) -> Path:
+        """The path of a file, which `fetch` writes if the cache does not have it."""
+        path = self.folder / name
+        if not self.use(name):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._lock(name):
+                if not path.exists():
+                    self._fetched(path, size, fetch)
+        return path
+
+    def use(self, name: str) -> bool:
+        """Whether the cache has a file. Sets the time of its last use."""
+        try:
+            os.utime(self.folder / name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def discard(self, name: str) -> None:
+        with self._lock(name):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def _lock(self, name: str, wait: bool = True) -> Lock:
+        return Lock(self.folder / f"{name}.lock", wait=wait)
+
+    def _fetched(self, path: Path, size: int, fetch: Callable[[Path], None]) -> None:
+        part, room = (path.with_name(f"{path.name}.{kind}") for kind in ("part", "room"))
+        checks.cache_bytes(self.limit, size)
+        room.unlink(missing_ok=True)  # the file of a process that was killed
+        try:
+            while not self._has_room(room, size):
+                time.sleep(POLL)
+            fetch(part)
+            # Under the lock, because a file must not count twice while `_has_room` adds sizes.
+            with Lock(self.folder / "cache.lock", wait=True):
+                room.unlink()
+                os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+            room.unlink(missing_ok=True)
+
+    def _has_room(self, room: Path, size: int) -> bool:
+        """Reserves `size` bytes, if deleting files that nobody fetches leaves as many."""
+        with Lock(self.folder / "cache.lock", wait=True):
+            files = []
+            for path in self.folder.iterdir():
+                if COUNTED.fullmatch(path.name):
+                    status = path.stat()
+                    files.append((status.st_mtime_ns, status.st_size, path))
+            left = self.limit - sum(of_file for _, of_file, _ in files)
+            for _, of_file, path in sorted(files):
+                if left >= size:
+                    break
+                if self._deleted(path):
+                    left += of_file
+            if left < size:
+                return False
+            with open(room, "wb") as file:
+                file.truncate(size)
+            return True
+
+    def _deleted(self, path: Path) -> bool:
+        """Deletes a file unless it is being fetched, and returns whether it was deleted."""
+        try:
+            with self._lock(path.name.removesuffix(".room"), wait=False):
+                path.unlink(missing_ok=True)
+        except ValueError:  # the file is locked
+            return False
+        return True
 
 
-class _LocalError(Exception):
-    """An error of the local disk, after which the request is not repeated."""
+class RemoteFolder:
+    """The folder of a store at an address, read through a cache. `store` is the store's id."""
 
-    def __init__(self, error: OSError):
-        super().__init__(str(error))
-        self.error = error
+    store = ""
+
+    def __init__(self, remote: Remote, cache: Cache, progress: Callable[[int], None] | None):
+        self.remote, self.cache = remote, cache
+        self.progress = progress or (lambda _: None)
+
+    def where(self, name: str) -> str:
+        return self.remote.address(name)
+
+    def read(self, name: str, parsed: Callable[[bytes], Result]) -> Result:
+        try:
+            return self.remote.read(name, parsed)
+        except FileNotFoundError as error:
+            raise checks.no_remote_store(self.remote.url, name) from error
+
+    def local(self, name: str, size: int, crc: int) -> Path:
+        try:
+            return self.cache.path(
+                self._cached(name, crc),
+                size,
+                lambda into: self.remote.fetch(name, size, into, self.progress),
+            )
+        except FileNotFoundError as error:
+            raise checks.missing_listed(error) from error
+
+    def discard(self, name: str, crc: int) -> None:
+        self.cache.discard(self._cached(name, crc))
+
+    def _cached(self, name: str, crc: int) -> str:
+        return f"{self.store}-{name}-{crc:08x}"
 
 
-def _locally(write: Callable[[bytes], Any], piece: bytes) -> None:
-    try:
-        write(piece)
-    except OSError as error:
-        raise _LocalError(error) from error
+class Prefetch:
+    """Fetches the shards that will be read next, in background threads.
+
+    The order is known from `follow`, or the shards are read one after the other. An error is
+    ignored, because the reader fetches the shard itself, and raises if that fails too.
+    """
+
+    def __init__(self, shards: int, fetch: Callable[[int], Any], room: int):
+        self.shards, self.fetch, self.room = shards, fetch, room
+        self._of_process: tuple[int, ThreadPoolExecutor | None] = (0, None)
+        self._lock = threading.Lock()
+        self.follow(None, ahead=2)
+
+    def follow(self, order: list[int] | None, ahead: int, mixed: int = 1) -> None:
+        """Sets the order of the shards, by default that of the store.
+
+        `mixed` shards are read at the same time, because their documents are shuffled together.
+        """
+        self.ahead = max(0, min(ahead, self.room - mixed))
+        self.order = range(self.shards) if order is None else order
+        self.known, self.at = order is not None, -1
+        self.places: dict[int, int] = {}
+        for place, shard in enumerate(self.order if self.known else ()):
+            self.places.setdefault(shard, place)
+        if self.known:
+            self._start(0)
+
+    def reading(self, shard: int) -> None:
+        """Starts to fetch the shards after this one. Called before each read."""
+        place = self.places.get(shard, self.at) if self.known else shard
+        in_order = self.known or place == self.at + 1
+        if place != self.at:
+            self.at = place
+            if in_order:
+                self._start(place + 1)
+
+    def _start(self, place: int) -> None:
+        pid, pool = self._of_process
+        if pid != os.getpid() or pool is None:  # a fork copies no threads
+            pool = ThreadPoolExecutor(2, "logitless prefetch")
+            self._of_process = (os.getpid(), pool)
+        for shard in self.order[place : place + self.ahead]:
+            pool.submit(self._quietly, shard)
+
+    def _quietly(self, shard: int) -> None:
+        with contextlib.suppress(Exception):
+            self.fetch(shard)
 
 
-def _pieces(file: Readable, most: int) -> Iterator[bytes]:
-    while most > 0 and (piece := file.read(min(PIECE, most))):
-        most -= len(piece)
-        yield piece
+class Uploads:
+    """Uploads the finished shards of a writer in a background thread.
+
+    A shard is at the address if a file of its name and size is there, because store.json, which is
+    written first, has the id of the store.
+    """
+
+    def __init__(self, remote: Remote, folder: Path, names: Iterable[str]):
+        self.remote, self.folder = remote, folder
+        self._stopping = threading.Event()
+        remote.pause = self._pause
+        with contextlib.suppress(FileNotFoundError):
+            mine = (folder / "store.json").read_bytes()
+            # A killed writer may have uploaded a part.
+            same = mine.startswith(remote.read("store.json", bytes))
+            checks.own_address(remote.url, same)
+        remote.write(folder / "store.json", "store.json")
+        self._pool = ThreadPoolExecutor(1, "logitless upload")
+        self._done: set[str] = set()
+        for name in names:
+            self.add(name)
+
+    def add(self, name: str) -> None:
+        self._pool.submit(self._upload, name)
+
+    def finish(self, names: Iterable[str], index: Iterable[str]) -> None:
+        """Waits for all uploads, and then uploads the rest of `names`, and `index`.
+
+        `names` are all shards of the store, of other parts too. The caller holds store.lock.
+        """
+        self._pool.shutdown()
+        failed = {name: error for name in names if (error := self._upload(name)) is not None}
+        checks.uploaded(self.remote.url, failed)
+        for name in index:
+            self.remote.write(self.folder / name, name)
+
+    def stop(self) -> None:
+        """Stops the thread after its current upload, without waiting for it."""
+        self._stopping.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _upload(self, name: str) -> Exception | None:
+        if name in self._done:
+            return None
+        path = self.folder / name
+        try:
+            if self.remote.size(name) != path.stat().st_size:
+                self.remote.write(path, name)
+            self._done.add(name)
+        except Exception as error:  # `finish` uploads the file again, and raises
+            return error
+        return None
+
+    def _pause(self, seconds: float) -> None:
+        if self._stopping.wait(seconds):
+            raise InterruptedError("the upload was stopped")
 
 
-def _length(response: http.client.HTTPResponse) -> int | None:
-    text = response.headers.get("Content-Length", "")
-    return int(text) if text.isdecimal() else None
+def destination(url: str, options: Mapping[str, Any] | None = None) -> Remote:
+    checks.upload_address(url, is_address(url))
+    return Remote(url, attempts=8, options=options, argument="upload")  # waits of one minute in all

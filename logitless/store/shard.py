@@ -1,263 +1,262 @@
-"""Writes and reads shards, files of documents that never change (store/format.py)."""
+"""Shards: files of finished documents, which never change.
 
-import bisect
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+    start       the magic bytes, the length of the next field as U32, and JSON: store.json, the
+                part and the number of the shard
+    documents   one after the other, each an entry and its rows
+    table       the entries of all documents once more
+    end         magic bytes, the numbers of documents and tokens, and the place of the table, each
+                U64, and a CRC-32 of these bytes
+
+An entry (ENTRY) has 40 bytes: the place and the size of the document's rows in the file, two hashes
+of its tokens (store/lookup.py), its number of tokens, and a CRC-32 of the 36 bytes before. So the
+40 bytes at `table + 40 * d` tell where document d is. Its rows (store/format.py) come in groups of
+GROUP = 32, each followed by the CRC-32 of the group: a range of rows is one read. With
+values="counts", the whole document is one group (store/counts.py).
+
+A reader compares what it reads with the checksums, so it raises if a byte has changed. Files are
+not memory-mapped, because the system kills a process that reads a mapped file beyond its end.
+"""
+
+import json
+import os
+import struct
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..targets import safetensors
-from . import file_checks
-from .blocks import Blocks, checksum_bytes, checksums
-from .counts import compact, expand, slots_of
-from .folder import shard_files
-from .format import (
-    FORMAT,
-    OLDER,
-    VERSION,
-    Header,
-    Table,
-    pack,
-    packed_length,
-    unpack,
-    widths,
-)
-from .index import index_of
-from .rows import Pieces, recoded, table_of, tensor_of
+from ..targets.safetensors import buffer
+from . import checks
+from .counts import packed, unpacked
+from .format import GROUP, Header, bytes_of
 
-Span = tuple[int, int]  # a range [begin, end) of rows of a shard
-ROWS = 8192  # number of rows that `groups` reads at once
-PIECE = 1 << 22  # number of bytes that `is_intact` reads at once
+MAGIC, LAST = b"LLSHARD3", b"LLTABLE3"
+ENTRY = struct.Struct("<QQqqII")
+END = struct.Struct("<8sQQQI")
+KEPT_OPEN = 128  # largest number of open shards; many systems limit a process to 1,024 open files
+IOV = 1024  # largest number of buffers of one read
+PIECE = 1 << 30  # largest number of bytes of one read
+_recent: deque["weakref.ref[Shard]"] = deque()
+
+
+class Entry(NamedTuple):
+    place: int
+    size: int
+    key: int
+    check: int
+    tokens: int
+
+    def packed(self) -> bytes:
+        data = ENTRY.pack(*self, 0)
+        return data[:-4] + zlib.crc32(data[:-4]).to_bytes(4, "little")
+
+
+class Listed(NamedTuple):
+    """A shard in store.index."""
+
+    shard: str  # PART-NUMBER
+    size: int
+    documents: int
+    tokens: int
+    crc: int  # CRC-32 of the table
+
+    @property
+    def name(self) -> str:
+        return f"{self.shard}.shard"
+
+
+def start_of(store: str, shard: str) -> bytes:
+    """The bytes at the start of a shard. `store` is the text of store.json."""
+    part, number = shard.split("-")
+    text = f'{{"store": {store}, "part": {int(part)}, "number": {int(number)}}}'.encode()
+    return MAGIC + len(text).to_bytes(4, "little") + text
+
+
+def number_in(start: bytes) -> int:
+    """The number of the shard with this start, or -1."""
+    try:
+        return int(json.loads(start[len(MAGIC) + 4 :])["number"])
+    except (ValueError, KeyError, TypeError):
+        return -1
+
+
+def end_of(entries: bytes, tokens: int, place: int) -> bytes:
+    data = END.pack(LAST, len(entries) // ENTRY.size, tokens, place, 0)[:-4]
+    return data + zlib.crc32(data).to_bytes(4, "little")
+
+
+def entry_of(data: bytes) -> Entry | None:
+    """The entry with these bytes, or None if its checksum is wrong."""
+    *fields, crc = ENTRY.unpack(data)
+    return Entry(*fields) if zlib.crc32(data[:-4]) == crc else None
+
+
+def listed_of(path: Path, shard: str) -> Listed:
+    """What store.index lists of a finished shard."""
+    file = File(path)
+    size = os.fstat(file.number).st_size
+    data = file.read(size - END.size, END.size) if size > END.size else bytes(END.size)
+    magic, documents, tokens, table, crc = END.unpack(data)
+    right = magic == LAST and zlib.crc32(data[:-4]) == crc
+    checks.end_of_shard(path, right and table + ENTRY.size * documents + END.size == size)
+    entries = file.read(table, ENTRY.size * documents)
+    return Listed(shard, size, documents, tokens, zlib.crc32(entries))
+
+
+def document_of(rows: Tensor, header: Header) -> bytes:
+    """The rows of one document as on disk, with their checksums."""
+    if header.sampled:
+        data = packed(rows, header)
+        return data + zlib.crc32(data).to_bytes(4, "little")
+    rows = rows.contiguous()
+    view, size, parts = memoryview(buffer(rows)).cast("B"), GROUP * header.row_bytes, []
+    for a in range(0, len(view), size):
+        group = view[a : a + size]
+        parts += group, zlib.crc32(group).to_bytes(4, "little")
+    return b"".join(parts)
+
+
+def document_bytes(n: int, header: Header) -> int | None:
+    """The size of n rows on disk, or None if it depends on them."""
+    return None if header.sampled else n * header.row_bytes + 4 * -(-n // GROUP)
+
+
+def groups_in(data: bytes, header: Header) -> Iterator[bool]:
+    """Whether each group in the bytes of a document has its checksum."""
+    view = memoryview(data)
+    size = len(view) if header.sampled else GROUP * header.row_bytes + 4
+    for a in range(0, len(view), size):
+        group = view[a : a + size]
+        yield zlib.crc32(group[:-4]) == int.from_bytes(group[-4:], "little")
+
+
+class File:
+    """An open file. It is closed when no thread refers to it, so that all reads can finish."""
+
+    def __init__(self, path: Path):
+        self.path, self.number = path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, place: int, size: int) -> bytes:
+        data = os.pread(self.number, min(size, PIECE), place)
+        while len(data) < size:
+            more = os.pread(self.number, min(size - len(data), PIECE), place + len(data))
+            if not more:
+                checks.refuse(self.path, "keep its length while it is read", "a shorter file")
+            data += more
+        return data
+
+    def read_into(self, place: int, buffers: Sequence[memoryview]) -> None:
+        """Fills several buffers with the bytes that follow each other in the file."""
+        for first in range(0, len(buffers), IOV):
+            some = buffers[first : first + IOV] if len(buffers) > IOV else buffers
+            size = sum(map(len, some))
+            if os.preadv(self.number, some, place) < size:  # at the end of the file, or above 2 GiB
+                for part in some:
+                    part[:] = self.read(place, len(part))
+                    place += len(part)
+            else:
+                place += size
+
+    def __del__(self):
+        if hasattr(self, "number"):  # `number` is missing if os.open failed
+            os.close(self.number)
 
 
 class Shard:
-    """The documents of a shard.
+    """A shard of the store in `folder`, whose first document has the number `first` there.
 
-    Opening it reads the header and the column `starts`; other rows are read when used. In version
-    2, all bytes that are read are compared with their checksums.
+    The file is opened at the first read. `store` is the text of store.json.
     """
 
-    def __init__(self, path: Path, header: Header):
-        self.path, self.header = path, header
-        file = safetensors.read_header(path)
-        self.version = file_checks.shard_format(path, file.metadata, FORMAT, (*OLDER, VERSION))
-        text = file.metadata.get("header", "")
-        file_checks.same_header(path, Header.from_json(path, text), header, "store.json")
-        self.digest = file.metadata.get("sha256", "")
-        self.entries = file.entries
-        checked = self.version == VERSION
-        size = sum(e.end - e.begin for name, e in self.entries.items() if name != "crc")
-        file_checks.shard_columns(path, self.entries, _wanted(header, self.entries, size, checked))
-        if checked:
-            file_checks.checksums_come_last(path, self.entries["crc"].begin, size)
-        self.blocks = Blocks(path, file.start, size, checked)
-        self._set_starts(self.column("starts"))
-        file_checks.shard_starts(path, self.starts, self.entries[header.row_column].shape[0])
-        if header.sampled:
-            self.slots = self.column("slots")
-            lengths = {
-                name: (self.entries[name].shape[0], packed_length(int(self.slots[-1]), width))
-                for name, width in ((f"ids.{w}", w) for w, _ in widths(header.bits))
-            }
-            file_checks.shard_slots(path, self.slots, lengths)
-
-    def _set_starts(self, starts: Tensor) -> None:
-        self.starts = starts
-        # A memoryview reads single elements faster than a tensor.
-        self._spans = memoryview(safetensors.buffer(starts)).cast("B").cast("q")
-
-    @property
-    def bytes(self) -> int:
-        return self.path.stat().st_size
+    def __init__(self, listed: Listed, first: int, folder: Any, header: Header, store: str):
+        self.listed, self.first, self.folder = listed, first, folder
+        self.header, self.store = header, store
+        self.name: str | Path = folder.where(listed.name)
+        self.table = listed.size - END.size - ENTRY.size * listed.documents
+        self._file: File | None = None
 
     def __len__(self) -> int:
-        return len(self.starts) - 1
+        return self.listed.documents
 
-    def span(self, document: int) -> Span:
-        return self._spans[document], self._spans[document + 1]
+    @property
+    def size(self) -> int:
+        return self.listed.size
 
-    def column(self, name: str) -> Tensor:
-        dtype, shape, begin, end = self.entries[name]
-        return self.blocks.read(begin, end, dtype).view(shape)
+    @property
+    def file(self) -> File:
+        file = self._file
+        if file is None:
+            listed = self.listed
+            file = File(self.folder.local(listed.name, listed.size, listed.crc))
+            checks.size_of_file(self.name, os.fstat(file.number).st_size, self.size)
+            start = start_of(self.store, self.listed.shard)
+            if file.read(0, len(start)) != start:
+                rule = "begin as a shard of this store and of this name"
+                checks.refuse(self.name, rule, f"other bytes. {checks.MEND}")
+            self._file = file
+            _recent.append(weakref.ref(self))
+            while len(_recent) > KEPT_OPEN:
+                oldest = _recent.popleft()()
+                if oldest is not None and oldest is not self:
+                    oldest.close()
+        return file
 
-    def tokens(self, begin: int, end: int) -> Tensor:
-        tokens, (first,) = self.tokens_of([(begin, end)])
-        return tokens[first : first + end - begin]
+    def close(self) -> None:
+        """Closes the file after all current reads. The next read opens the file again."""
+        self._file = None
 
-    def tokens_of(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
-        """The tokens of several spans, up to 7 others around each, and their positions."""
-        return self._packed("tokens", spans)
+    def entry(self, document: int) -> Entry:
+        entry = entry_of(self.file.read(self.table + ENTRY.size * document, ENTRY.size))
+        if entry is None:
+            checks.damaged(self.name, f"in the table, at document {document + self.first}")
+        return entry
 
-    def _packed(self, name: str, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
-        """One tensor with the integers of several spans, and the position of each span.
+    def entries(self) -> Tensor:
+        """The table as int64 (D, 5): place, size, key, check and tokens, all without a copy."""
+        data = bytearray(self.file.read(self.table, ENTRY.size * len(self)))
+        if zlib.crc32(data) != self.listed.crc:
+            for document in range(len(self)):
+                self.entry(document)
+            checks.damaged(self.name, "in the table")
+        table = torch.frombuffer(data, dtype=torch.int64).view(-1, 5).clone()
+        table[:, 4] &= 2**32 - 1  # the upper half is the checksum
+        return table
 
-        Every eighth integer begins at a byte boundary, so spans are extended to multiples of eight.
-        """
-        whole = [(begin - begin % 8, end + -end % 8) for begin, end in spans]
-        counts = [b - a for a, b in whole]
-        fields, ranges = widths(self.header.bits), []
-        for width, _ in fields:
-            _, _, offset, last = self.entries[f"{name}.{width}"]
-            ranges += [
-                (offset + a * width // 8, min(offset + b * width // 8, last)) for a, b in whole
-            ]
-        pieces, columns = self.blocks.pieces(ranges), {}
-        for i, (width, dtype) in enumerate(fields):
-            parts = []
-            for n, piece in zip(counts, pieces[i * len(spans) :], strict=False):
-                parts.append(piece)
-                if missing := n * width // 8 - len(piece):
-                    # At the end of a column, zeros pad the integers to a multiple of eight.
-                    parts.append(bytes(missing))
-            data = parts[0] if len(parts) == 1 else bytearray().join(parts)
-            kind = dtype or torch.uint8
-            columns[width] = tensor_of(data, len(data) // kind.itemsize, kind, ())
-        places = accumulate(counts[:-1], initial=0)
-        first = [at + begin % 8 for at, (begin, _) in zip(places, spans, strict=True)]
-        integers = torch.empty(sum(counts), dtype=torch.int64)
-        unpack(columns, integers)
-        return integers, first
+    def document(self, document: int, entry: Entry) -> bytes:
+        """The bytes of a document, compared with its checksums."""
+        data = self.file.read(entry.place, entry.size)
+        for g, right in enumerate(groups_in(data, self.header)):
+            if not right:
+                self._damaged(document, g)
+        return data
 
-    def pieces_of(self, spans: Sequence[Span]) -> Pieces:
+    def read_rows(self, document: int, entry: Entry, a: int, b: int, into: memoryview) -> None:
+        """Writes the rows a to b - 1 of a document into `into`, and compares their checksums."""
         if self.header.sampled:
-            return self._sampled_pieces(spans)
-        sizes, ranges = self.header.sizes(), []
-        for name, size in sizes.items():
-            begin = self.entries[name].begin
-            ranges += [(begin + a * size, begin + b * size) for a, b in spans]
-        pieces, n = self.blocks.pieces(ranges), len(spans)
-        columns = {name: pieces[i * n : (i + 1) * n] for i, name in enumerate(sizes)}
-        if self.version == VERSION:
-            return columns
-        rows = recoded(table_of(columns, self.header), self.header)
-        cuts = list(pairwise(accumulate((b - a for a, b in spans), initial=0)))
-        return {
-            name: [bytearray(safetensors.buffer(t[a:b])) for a, b in cuts]
-            for name, t in rows.items()
-        }
+            data = self.document(document, entry)[:-4]
+            rows = unpacked(str(self.name), data, entry.tokens, self.header)
+            into[:] = bytes_of(rows[a:b])
+            return
+        width, tokens = self.header.row_bytes, entry.tokens
+        begin, end = a - a % GROUP, min(b + -b % GROUP, tokens)
+        rows = into if end - begin == b - a else memoryview(bytearray((end - begin) * width))
+        size, buffers = GROUP * width, []
+        checksums = memoryview(bytearray(4 * -(-(end - begin) // GROUP)))
+        for g, at in enumerate(range(0, len(rows), size)):
+            buffers += rows[at : at + size], checksums[4 * g : 4 * g + 4]
+        self.file.read_into(entry.place + begin * width + 4 * (begin // GROUP), buffers)
+        for g, checksum in enumerate(checksums.cast("I")):
+            if zlib.crc32(buffers[2 * g]) != checksum:
+                self._damaged(document, begin // GROUP + g)
+        if rows is not into:  # the groups have other rows too
+            into[:] = rows[(a - begin) * width : (b - begin) * width]
 
-    def _sampled_pieces(self, spans: Sequence[Span]) -> Pieces:
-        """Implements `pieces_of` for sampled targets, whose rows have different lengths.
-
-        The column `slots` has only the first slot of each document, so `draws` is read from the
-        first row of the document in which a span starts, to count the slots before it.
-        """
-        size, offset = self.header.sizes()["draws"], self.entries["draws"].begin
-        documents = [bisect.bisect_right(self._spans, a) - 1 for a, _ in spans]
-        ranges = [
-            (offset + self._spans[d] * size, offset + b * size)
-            for d, (_, b) in zip(documents, spans, strict=True)
-        ]
-        found, slots = [], []
-        for (a, _), d, piece in zip(spans, documents, self.blocks.pieces(ranges), strict=True):
-            draws = tensor_of(piece, len(piece) // size, torch.uint8, (size,))
-            ends = slots_of(draws).cumsum(0)
-            before = a - self._spans[d]
-            first = int(self.slots[d])
-            begin = first + (int(ends[before - 1]) if before else 0)
-            end = first + (int(ends[-1]) if len(ends) else 0)
-            file_checks.slots_in_shard(self.path, end, int(self.slots[-1]))
-            found.append(draws[before:])
-            slots.append((begin, max(begin, end)))
-        ids, places = self._packed("ids", slots)
-        pieces: dict[str, list] = {"ids": [], "draws": []}
-        for draws, place, (a, b) in zip(found, places, slots, strict=True):
-            rows = expand(draws, ids[place : place + b - a], self.header)
-            for name, t in rows.items():
-                pieces[name].append(bytearray(safetensors.buffer(t.contiguous())))
-        return pieces
-
-    def rows_of(self, begin: int, end: int) -> Table:
-        return table_of(self.pieces_of([(begin, end)]), self.header)
-
-    def groups(self, spans: Sequence[Span]) -> Iterator[tuple[Tensor, list[int], Table]]:
-        """Yields the tokens, starts and rows of documents, in groups of about ROWS rows."""
-        sizes = list(accumulate((b - a for a, b in spans), initial=0))
-        first = 0
-        while first < len(spans):
-            last = bisect.bisect_left(sizes, sizes[first] + ROWS, first + 1, len(spans))
-            group = spans[first:last]
-            tokens, places = self.tokens_of(group)
-            parts = [tokens[p : p + b - a] for p, (a, b) in zip(places, group, strict=True)]
-            starts = [size - sizes[first] for size in sizes[first : last + 1]]
-            yield torch.cat(parts), starts, table_of(self.pieces_of(group), self.header)
-            first = last
-
-    def index(self) -> tuple[Tensor, Tensor]:
-        """The columns index.hash and index.doc, computed from the tokens in version 1."""
-        if self.version == VERSION:
-            return self.column("index.hash"), self.column("index.doc")
-        return index_of(self.tokens(0, int(self.starts[-1])), self.starts)
-
-    def is_intact(self) -> bool:
-        """Whether the tensors have the SHA-256 in the shard's metadata."""
-        digest = hashlib.sha256()
-        for name in sorted(self.entries):
-            if name != "crc":
-                digest.update(f"{name}:".encode())
-                _, _, begin, end = self.entries[name]
-                for a in range(begin, end, PIECE):
-                    piece = self.blocks.read(a, min(a + PIECE, end))
-                    digest.update(safetensors.buffer(piece))
-        return digest.hexdigest() == self.digest
-
-
-def write_shard(
-    path: Path, header: Header, tokens: Tensor, starts: Tensor, rows: Mapping[str, Tensor]
-) -> None:
-    """Writes a shard atomically and durably."""
-    columns = compact(dict(rows), starts, header) if header.sampled else dict(rows)
-    columns |= {f"tokens.{w}": field for w, field in pack(tokens, header.bits).items()}
-    columns["starts"] = starts
-    columns["index.hash"], columns["index.doc"] = index_of(tokens, starts)
-    columns = {name: t.contiguous() for name, t in columns.items()}
-    metadata = {
-        "format": FORMAT, "version": VERSION, "header": header.to_json(),
-        "sha256": digest_of(columns),
-    }  # fmt: skip
-    # The checksums follow the order of the columns in the file, so these are sorted here as in
-    # `safetensors.write`, widest dtype first. `crc` stays last there: the sort is stable, and no
-    # dtype is narrower than uint8.
-    columns = dict(sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize))
-    columns["crc"] = checksums(columns.values())
-    safetensors.write(path, columns, metadata, durable=True)
-
-
-def digest_of(columns: Mapping[str, Tensor]) -> str:
-    """The SHA-256 of the columns in the order of their names."""
-    digest = hashlib.sha256()
-    for name in sorted(columns):
-        digest.update(f"{name}:".encode())
-        digest.update(safetensors.buffer(columns[name]))
-    return digest.hexdigest()
-
-
-def _wanted(
-    header: Header, entries: dict, size: int, checked: bool
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The expected dtype and shape of every column, for the lengths that `entries` give."""
-
-    def length(name: str) -> int:
-        shape = entries[name].shape if name in entries else ()
-        return shape[0] if shape else 0
-
-    T, E = length(header.row_column), length("index.hash")
-    wanted = {name: (dtype, (T, *shape)) for name, (dtype, shape) in header.layout().items()}
-    if header.sampled:
-        del wanted["ids"]
-        for width, dtype in widths(header.bits):  # `shard_slots` checks the lengths
-            name = f"ids.{width}"
-            wanted[name] = (dtype or torch.uint8, (length(name),))
-        wanted["slots"] = (torch.int64, (max(length("starts"), 2),))
-    for width, dtype in widths(header.bits):
-        wanted[f"tokens.{width}"] = (dtype or torch.uint8, (packed_length(T, width),))
-    wanted["starts"] = (torch.int64, (max(length("starts"), 2),))
-    wanted |= {"index.hash": (torch.int64, (E,)), "index.doc": (torch.int32, (E,))}
-    return wanted | ({"crc": (torch.uint8, (checksum_bytes(size),))} if checked else {})
-
-
-def shards_of(path: Path, header: Header) -> list[Shard]:
-    return [Shard(file, header) for file in shard_files(path)]
+    def _damaged(self, document: int, group: int) -> NoReturn:
+        where = f"rows {group * GROUP} to {group * GROUP + GROUP - 1}"
+        where = "the rows" if self.header.sampled else where
+        checks.damaged(self.name, f"in {where} of document {document + self.first}")

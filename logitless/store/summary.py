@@ -1,16 +1,15 @@
 """Statistics of a store for `logitless teacher info`: mass of the slots, entropy, token ranks."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..targets.sparse import SparseTargets, unchecked
+from .codes import decoded
 from .reader import Store
 from .remote import is_address
-from .rows import decoded
 
 SAMPLE = 200_000  # number of tokens to read, from documents spread over the store
 FETCHED = 4  # smallest number of shards to read from a remote store
@@ -32,35 +31,33 @@ class Summary:
         return float((self.rank < k).double().mean()) if len(self.rank) else 0.0
 
 
-def _sample(store: Store, most: int) -> Iterator[tuple[Tensor, Tensor, SparseTargets]]:
-    """Yields the tokens of groups of documents, the end of each document, and the targets."""
+def _sample(store: Store, most: int) -> list[int]:
+    """The numbers of documents that are spread over the store, or over some remote shards."""
     shards = store.shards
     if is_address(store.path) and shards:
         needed = math.ceil(len(shards) * most / store.tokens)
         count = min(len(shards), max(FETCHED, needed))
-        chosen = [n * len(shards) // count for n in range(count)]
-        store.prefetch([store.firsts[n] for n in chosen])  # fetches only the chosen shards
-        shards = [shards[n] for n in chosen]
-    every, skipped = max(1, sum(int(shard.starts[-1]) for shard in shards) // most), 0
-    for shard in shards:
-        numbers = range(skipped, len(shard), every)
-        skipped = (skipped - len(shard)) % every
-        spans = [(a, min(b, a + most)) for a, b in map(shard.span, numbers)]
-        for tokens, starts, rows in shard.groups(spans):
-            yield tokens, torch.tensor(starts[1:]), decoded(rows, shard.header)
+        shards = [shards[n * len(shards) // count] for n in range(count)]
+    tokens = sum(shard.listed.tokens for shard in shards)
+    every = max(1, tokens // most)
+    ranges = [range(shard.first, shard.first + len(shard), every) for shard in shards]
+    numbers = [number for of_shard in ranges for number in of_shard]
+    store.prefetch(numbers)
+    return numbers
 
 
 def summary(store: Store, most: int = SAMPLE) -> Summary:
     k = store.info.k
     covered, entropies, ranks, rows = torch.zeros(k, dtype=torch.float64), [], [], 0
     slots = 0
-    for tokens, ends, targets in _sample(store, most):
+    for group in store.groups(_sample(store, most)):
+        targets = decoded(group.rows, store.info)
         targets = _by_probability(targets) if store.info.sampled else targets
         p = targets.logprobs.double().exp()
         has_slots = p.sum(-1) > 0
         has_next = torch.ones_like(has_slots)
-        has_next[ends - 1] = False  # a document's last token has no next token
-        hit = targets.ids[:-1] == tokens[1:, None]
+        has_next[torch.tensor(group.starts[1:]) - 1] = False
+        hit = targets.ids[:-1] == group.tokens[1:, None]
         if targets.mask is not None:
             hit &= targets.mask[:-1]
         hit = hit[(has_slots & has_next)[:-1]]

@@ -12,7 +12,7 @@ from ..losses.cross_entropy import cross_entropy
 from ..losses.dense_teacher import jsd, kl_div, tvd
 from ..losses.sparse_teacher import topk_distill
 from ..targets.sparse import SparseTargets
-from . import training_checks
+from . import checks
 from .device import on_cpu
 from .reader import Store
 
@@ -54,7 +54,7 @@ def distill_loss(
     >>> options = {"divergence": "forward_kl", "support": "tail"}
     >>> distill_loss(model(input_ids).logits, input_ids, targets, **options).loss.backward()
     """
-    training_checks.labels_of(labels, targets)
+    checks.labels_of(labels, targets)
     ignore = options.get("ignore_index", -100)
     next_tokens = F.pad(labels[..., 1:], (0, 1), value=ignore)
     reduction = "mean" if num_items is None else "sum"
@@ -97,7 +97,7 @@ def whole_loss(
     }  # fmt: skip
     weighted = [
         weight * _whole_divergence(name, logits, teacher_logits, beta, options)
-        for name, weight in training_checks.divergences(divergence).items()
+        for name, weight in checks.divergences(divergence).items()
     ]
     kd = torch.stack(weighted).sum()
     ce, loss = None, kd_weight * kd
@@ -124,24 +124,21 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
     """Returns the targets of a batch with input_ids of shape (B, T).
 
     Tokens whose attention_mask is 0 are padding, on the left or on the right. A document begins
-    where position_ids is 0; without it, `targets_for` finds the documents.
+    where position_ids is 0. `documents` has the numbers of the documents, as in
+    `Store.targets_for`; without it, they are found by their tokens.
     """
     ids = batch["input_ids"]
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if mask is not None and mask.shape != ids.shape:  # a 4-dimensional mask does not mark padding
         mask = None
+    tokens = ids.cpu()
     is_token = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.cpu() != 0
     order = torch.sort(~is_token, dim=-1, stable=True).indices  # moves padding to the end
-    tokens = ids.cpu().masked_fill(~is_token, -1).gather(-1, order)
-    lengths = None
+    lengths = None if mask is None else [[int(n)] if n else [] for n in is_token.sum(-1)]
     if positions is not None:
         begins = (positions.expand_as(ids).cpu() == 0).gather(-1, order)
         lengths = [_lengths(row, int(n)) for row, n in zip(begins, is_token.sum(-1), strict=True)]
-    if mask is not None:
-        # `targets_for` takes equal tokens after the last document for padding, but they could also
-        # belong to an unknown document. So padding has the id -1 here, and every row ends with one.
-        tokens = F.pad(tokens, (0, 1), value=-1)
-    targets = store.targets_for(tokens, lengths)
+    targets = store.targets_for(tokens.gather(-1, order), lengths, batch.get("documents"))
     if mask is not None:
         rows = order.argsort(-1) + tokens.shape[-1] * torch.arange(len(order))[:, None]
         targets = targets.reshape(-1)[rows.flatten()].reshape(*ids.shape)
@@ -157,7 +154,10 @@ def _lengths(begins: Tensor, tokens: int) -> list[int]:
 class Collator:
     """Wraps a collator, and adds the teacher's targets to each batch as "targets".
 
-    Each rank looks up only its own batches, in the workers of the DataLoader if there are any.
+    A sample can have the number of its document as "document", or a list of several that are packed
+    into it; `inner` gets the samples without it. Without numbers, documents are found by their
+    tokens. Each rank looks up only its own batches, in the workers of the DataLoader if there are
+    any.
 
     >>> DataLoader(documents, batch_size=8, collate_fn=Collator(store, pad_and_stack))
     """
@@ -166,5 +166,24 @@ class Collator:
         self.store, self.inner = store, inner
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
-        batch = dict(self.inner(samples))
-        return batch | {"targets": batch_targets(self.store, batch)}
+        batch, numbers = self.without_targets(samples), None
+        if samples and all(_has_number(sample) for sample in samples):
+            numbers = [sample["document"] for sample in samples]
+            if len(batch["input_ids"]) != len(samples):  # `inner` packs the samples
+                several = [n if isinstance(n, (list, tuple)) else [n] for n in numbers]
+                numbers = [number for of_sample in several for number in of_sample]
+        return batch | {"targets": batch_targets(self.store, batch | {"documents": numbers})}
+
+    def without_targets(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """The batch of `inner`."""
+        plain = [
+            {name: value for name, value in sample.items() if name != "document"}
+            if _has_number(sample)
+            else sample
+            for sample in samples
+        ]
+        return dict(self.inner(plain))
+
+
+def _has_number(sample: Any) -> bool:
+    return isinstance(sample, Mapping) and "document" in sample

@@ -1,19 +1,23 @@
 """Checks the files and the rows of a store."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..targets.sparse import SparseTargets
-from . import file_checks
+from . import checks
+from .codes import decoded
 from .counts import damaged_rows
-from .rows import decoded
-from .shard import Shard
+from .listing import shards_in
+from .lookup import hashes_of
+from .shard import Shard, listed_of
 
-ROWS = 8192  # number of rows that are decoded at once
 OFFSETS = (-1, 0, 1)
 # Rows count as shifted if another offset has a mean log-probability that is higher than that of
 # offset 0 by more than this many standard errors.
@@ -42,6 +46,14 @@ class Report:
             *(f"problem: {problem}" for problem in self.problems),
         ]
         return "\n".join([*lines, "right" if self else "not right"])
+
+    def check(self, check: Callable[..., Any], *args: Any) -> Any:
+        """Calls `check`, and makes a ValueError a problem."""
+        try:
+            return check(*args)
+        except (ValueError, FileNotFoundError) as error:
+            self.problems.append(str(error))
+        return None
 
 
 class _Shift:
@@ -95,62 +107,87 @@ class _Shift:
         return None
 
 
-def verify(store: Any, progress: Any = None) -> Report:
-    """Checks the checksums, ids and masses of all rows, and tests whether rows are shifted.
+def verify(store: Any, progress: Callable[[int], None] | None = None) -> Report:
+    """Compares all checksums, checks ids, masses and hashes, and whether rows are shifted.
 
-    `progress` is called with the number of rows in each block of at most ROWS.
+    `progress` is called with the number of rows in each group of documents.
     """
     report, shift = Report(len(store), store.tokens), _Shift()
+    if isinstance(store.path, Path):
+        listed = {shard.listed.shard for shard in store.shards}
+        for name in shards_in(store.path):
+            if name not in listed:
+                problem = f"{store.path} must list {name}.shard in store.index, got no such line"
+                report.problems.append(f"{problem}: a writer was killed. Call ll.store.recover")
+    report.check(_check_lookup, store)
     for shard in store.shards:
-        for check in (
-            lambda shard=shard: file_checks.same_digest(shard.path, shard.is_intact()),
-            lambda shard=shard: _check_rows(shard, store.info.vocab_size, shift, report, progress),
-        ):
-            try:
-                check()
-            except ValueError as error:
-                report.problems.append(str(error))
+        report.check(_check_table, store, shard)
+        numbers = range(shard.first, shard.first + len(shard))
+        try:
+            for group in store.groups(numbers):
+                _check_rows(store, shard, group, shift, report)
+                if progress is not None:
+                    progress(len(group[0]))
+        except ValueError:
+            for number in numbers:  # one by one, so that each problem is found
+                report.check(store.document, number)
     report.label_logprob = shift.means()
     if (problem := shift.problem()) is not None:
         report.problems.append(problem)
     return report
 
 
-def _check_rows(
-    shard: Shard, vocab_size: int, shift: _Shift, report: Report, progress: Any
-) -> None:
-    total = int(shard.starts[-1])
-    for a in range(0, total, ROWS):
-        b = min(a + ROWS, total)
-        rows, tokens = shard.rows_of(a, b), shard.tokens(a, min(b + 2, total))
-        targets = decoded(rows, shard.header)
-        logprobs = targets.logprobs
-        if targets.mask is not None:
-            logprobs = logprobs.masked_fill(~targets.mask, -torch.inf)
-        mass = logprobs.logsumexp(-1).exp()
-        if targets.tail is not None:
-            mass = mass + targets.tail.exp()
-        place = torch.arange(a, b)
-        document = torch.searchsorted(shard.starts, place, right=True) - 1
+def _check_lookup(store: Any) -> None:
+    known = torch.zeros(len(store), dtype=torch.bool)
+    for run in store.lookup.runs:
+        for _, numbers in run.pieces():
+            known[numbers[numbers < len(store)]] = True
+    if not bool(known.all()):
+        got = f"none of document {int((~known).nonzero()[0])}. Call ll.store.recover"
+        checks.refuse(store.path, "have all documents in its .lookup files", got)
 
-        def add(rule: str, bad: Tensor, got: str, document: Tensor = document) -> None:
-            if bool(bad.any()):
-                where = f"in document {int(document[bad][0])}"
-                report.problems.append(f"{shard.path} must have {rule}, got {got} {where}")
 
-        of_rows = tokens[: b - a]
-        add(f"tokens below {vocab_size}", of_rows >= vocab_size, str(int(of_rows.max())))
-        add("masses of at most 1", ~(mass <= MOST_MASS), f"{float(mass.max()):.4g}")
-        if shard.header.sampled:
-            bad = damaged_rows(rows, shard.header)
-            add("draws of distinct ids in ascending order", bad, "other draws")
-        else:
-            codes = rows["codes"]
-            unsorted = (codes[:, 1:] < codes[:, :-1]).any(-1)
-            add("the most probable slots first", unsorted, "other slots first")
-        begin, end = shard.starts[document], shard.starts[document + 1]
-        inner = ((place > begin) & (place + 2 < end)).nonzero()[:, 0]
-        if len(inner):
-            shift.add(tokens, targets, inner, vocab_size)
-        if progress is not None:
-            progress(b - a)
+def _check_table(store: Any, shard: Shard) -> None:
+    store.reading(shard, shard.entries)
+    listed = listed_of(shard.file.path, shard.listed.shard)
+    checks.end_of_shard(shard.name, listed == shard.listed)
+
+
+def _check_rows(store: Any, shard: Shard, group: Any, shift: _Shift, report: Report) -> None:
+    tokens, starts, rows, first = group
+    header = store.info
+    targets = decoded(rows, header)
+    logprobs = targets.logprobs
+    if targets.mask is not None:
+        logprobs = logprobs.masked_fill(~targets.mask, -torch.inf)
+    mass = logprobs.logsumexp(-1).exp()
+    if targets.tail is not None:
+        mass = mass + targets.tail.exp()
+    place, begins = torch.arange(len(tokens)), torch.tensor(starts)
+    document = torch.searchsorted(begins, place, right=True) - 1
+
+    def add(rule: str, bad: Tensor, got: str) -> None:
+        if bool(bad.any()):
+            number = first + int(document[bad][0])
+            row = int(place[bad][0]) - starts[number - first]
+            where = f"in row {row} of document {number}"
+            report.problems.append(f"{shard.name} must have {rule}, got {got} {where}")
+
+    add(f"tokens below {header.vocab_size}", tokens >= header.vocab_size, str(int(tokens.max())))
+    add(f"ids below {header.vocab_size}", (targets.ids >= header.vocab_size).any(-1), "a larger id")
+    add("masses of at most 1", ~(mass <= MOST_MASS), f"{float(mass.max()):.4g}")
+    if header.sampled:
+        bad = damaged_rows(rows, header)
+        add("draws of distinct ids in ascending order", bad, "other draws")
+    else:
+        codes = header.field(rows, "codes")
+        unsorted = (codes[:, 1:] < codes[:, :-1]).any(-1)
+        add("the most probable slots first", unsorted, "other slots first")
+    for number, (a, b) in enumerate(pairwise(starts), first):
+        entry = store.entry(number)
+        right = hashes_of(tokens[a:b]) == (entry.key, entry.check)
+        add("the hashes of its tokens", (document == number - first) & (not right), "other hashes")
+    begin, end = begins[document], begins[document + 1]
+    inner = ((place > begin) & (place + 2 < end)).nonzero()[:, 0]
+    if len(inner):
+        shift.add(tokens, targets, inner, header.vocab_size)

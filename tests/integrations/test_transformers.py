@@ -271,6 +271,22 @@ class TestTrainer:
 
 
 class TestBatches:
+    def test_numbers_of_documents(self, captured, tmp_path, monkeypatch):
+        """Samples with numbers are not looked up by their tokens, and train as without."""
+        want = student_model()
+        trainer(tmp_path / "a", want, store=captured, eval_teacher=False).train()
+        numbered = [s | {"document": captured.find(s["input_ids"])} for s in data()]
+        got, store = student_model(), Store(captured.path)
+        how = {"remove_unused_columns": True}
+        of_numbers = trainer(tmp_path / "b", got, how, store=store, eval_teacher=False)
+        of_numbers.train_dataset = numbered
+        of_numbers.eval_dataset = numbered[:8]
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "lookup", None)
+            of_numbers.train()
+            assert "eval_ce_loss" in of_numbers.evaluate()
+        assert_same(parameters(got), parameters(want), 0.0)
+
     def test_padding_on_either_side_and_positions(self, captured):
         one, two = (torch.tensor(t) for t in texts()[:2])
         want = [captured[captured.find(t)][1] for t in (one, two)]
@@ -287,10 +303,11 @@ class TestBatches:
         places = torch.cat([torch.arange(len(one)), torch.arange(len(two))])[None]
         got = ll.store.batch_targets(captured, {"input_ids": packed, "position_ids": places})
         assert torch.equal(got.ids[0, len(one) :], want[1].ids)
-        got = ll.store.batch_targets(captured, {"input_ids": packed})
-        assert torch.equal(got.ids[0, len(one) :], want[1].ids)
+        with pytest.raises(KeyError, match="several documents are packed into needs `lengths` or"):
+            ll.store.batch_targets(captured, {"input_ids": packed})
         padded = torch.nn.functional.pad(packed, (3, 0))
         some = {"input_ids": padded, "attention_mask": (padded != 0).int()}
+        some["documents"] = [[captured.find(one), captured.find(two)]]
         got = ll.store.batch_targets(captured, some)
         assert torch.equal(got.ids[0, 3 + len(one) :], want[1].ids)
         assert not got.mask[0, :3].any()
@@ -299,7 +316,7 @@ class TestBatches:
 
     def test_a_token_that_the_mask_keeps_is_not_padding(self, captured):
         row = torch.tensor([[*texts()[0], 2]])  # with an end that was not captured
-        with pytest.raises(KeyError, match=r"got \[2\], at token 5 of row 0"):
+        with pytest.raises(KeyError, match=r"90, 13, 2\], 6 tokens long, at token 0 of row 0"):
             ll.store.batch_targets(
                 captured, {"input_ids": row, "attention_mask": torch.ones_like(row)}
             )

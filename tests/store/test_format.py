@@ -1,15 +1,16 @@
 """The format of the store: what is written is read, and small."""
 
+import json
 import math
+import struct
+import zlib
 
 import pytest
 import torch
 
 import logitless as ll
 from logitless.store import Header, Store, merge
-from logitless.store import rows as _rows
-from logitless.store import shard as _shard
-from logitless.targets import safetensors as _safetensors
+from logitless.store import codes as _codes
 from tests.support import stores
 from tests.support.stores import V, assert_near, document, documents, kl
 
@@ -101,7 +102,7 @@ def test_the_default_dtype_has_no_effect(tmp_path):
     ]
     want = stores.write(tmp_path / "want", found)
     torch.set_default_dtype(torch.float64)
-    _rows._units_of_codes.cache_clear()
+    _codes._distances.cache_clear()
     try:
         got = stores.write(tmp_path / "got", found)
         for (_, a), (_, b) in zip((got[0], got[1]), (want[0], want[1]), strict=True):
@@ -126,7 +127,7 @@ def test_the_default_device_has_no_effect(tmp_path):
         store = Store(tmp_path / "c")
         assert store.verify()
         assert [store.find(tokens) for tokens, _ in found] == [0, 1, 2]
-        got = store.targets_for(batch)
+        got = store.targets_for(batch, documents=[0, 1, 2])
         assert store.lengths.tolist() == [5, 100, 30]
     assert_near(got, ll.SparseTargets.cat([targets for _, targets in found]))
 
@@ -135,14 +136,15 @@ def test_bytes_a_token(tmp_path):
     store = stores.write(
         tmp_path, documents(512, 100, 1000, vocab=151_936, k=64), vocab_size=151_936, k=64
     )
-    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-    assert size / store.tokens <= 220
+    size = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert size / store.tokens <= 221
+    assert store.info.token_bytes() == 220 + 4 / 64
 
 
 def assert_kl_is_small(want):
     """Nats, mean of rows, K = 64; the whole divergence, not only its size."""
     header = Header(151_936, 64)
-    got = _rows.decoded(_rows.encoded(want, header), header)
+    got = _codes.decoded(_codes.encoded(want, header), header)
     error = kl(want, got)
     assert error.abs().mean() <= 2e-5
     assert error.min() > -1e-6  # mass is kept: a divergence, and none that cancels
@@ -169,64 +171,52 @@ def test_kl_does_not_depend_on_the_lowest_slots(steep):
 def test_rows_do_not_depend_on_those_beside_them():
     """Few rows try all units in one pass, and many one after the other."""
     header, many = Header(151_936, 64), stores.teacher(2000, 151_936, 64)
-    one = _rows.encoded(many[:5], header)
-    for name, column in _rows.encoded(many, header).items():
-        assert torch.equal(column[:5], one[name]), name
+    one = _codes.encoded(many[:5], header)
+    assert torch.equal(_codes.encoded(many, header)[:5], one)
 
 
-class TestVersion1:
-    """Stores from before checksums: their codes are linear, and their index is another one."""
+def test_an_older_store_is_refused(tmp_path):
+    """Version 2 had the header alone in store.json."""
+    fields = {"vocab_size": V, "k": 8, "values": "u8", "alignment": "next"}
+    (tmp_path / "store.json").write_text(json.dumps(fields))
+    message = r"store\.json must be a store of version 3 .* got 'an older version'\. Capture the"
+    for opened in (lambda: Store(tmp_path), lambda: stores.open_writer(tmp_path)):
+        with pytest.raises(ValueError, match=message):
+            opened()
 
-    @pytest.fixture(params=["u8", "f16"])
-    def old(self, request, tmp_path):
-        found = documents(100, 1, 37, 64)
-        store = stores.write(tmp_path / "old", found, values=request.param)
-        path = store.shards[0].path
-        header = _safetensors.read_header(path)
-        columns = _safetensors.read(path, header)
-        columns.pop("crc")
-        if request.param == "u8":
-            self.make_linear(columns, torch.cat([t.logprobs for _, t in found]))
-        columns["index.hash"].zero_()
-        metadata = header.metadata | {"version": "1", "sha256": _shard.digest_of(columns)}
-        _safetensors.write(path, columns, metadata)
-        return found, tmp_path / "old"
 
-    @staticmethod
-    def make_linear(columns, logprobs):
-        """As version 1 encoded rows: the smallest unit of which 253 cover all slots."""
-        below = logprobs[:, :1] - logprobs
-        step = torch.log2(below.amax(-1, keepdim=True) / 253).mul(32).ceil().add(288).clamp(0, 255)
-        unit = torch.exp2((step - 288) / 32)
-        codes = (below / unit).round().clamp_max(253)
-        mass = logprobs.logsumexp(-1)
-        columns["top"] = mass - (-codes * unit).logsumexp(-1)
-        columns["codes"] = codes[:, 1:].to(torch.uint8).contiguous()
-        columns["step"] = step[:, 0].to(torch.uint8)
-
-    def test_is_read_and_merged(self, old, tmp_path):
-        found, path = old
-        store = Store(path)
-        assert [shard.version for shard in store.shards] == ["1"]
-        assert store.verify()
-        for tokens, targets in found:
-            assert_near(store[store.find(tokens)][1], targets)
-            assert_near(store.targets_for(tokens[:20]), targets[:20])
-        with stores.open_writer(path, values=store.info.values) as writer:
-            assert not writer.add(*found[0])
-            writer.add(*document(5, 99))
-        assert merge(tmp_path / "new", [path]) == 5
-        new = Store(tmp_path / "new")
-        assert [shard.version for shard in new.shards] == ["2"]
-        for tokens, targets in [*found, document(5, 99)]:
-            assert_near(new[new.find(tokens)][1], targets)
-
-    def test_a_damaged_one_is_not_merged(self, old, tmp_path):
-        _, path = old
-        shard = Store(path).shards[0]
-        data = bytearray(shard.path.read_bytes())
-        data[-3] ^= 1
-        shard.path.write_bytes(data)
-        with pytest.raises(ValueError, match=r"the bytes it was written with \(SHA-256\)"):
-            merge(tmp_path / "new", [path])
-        assert not Store(path).verify()
+def test_the_page_of_the_format(tmp_path):
+    """The files, read as format.py and shard.py describe them, without the package."""
+    found = documents(100, 1, 70, vocab=151_936, k=64)
+    stores.write(tmp_path, found, vocab_size=151_936, k=64)
+    line = (tmp_path / "store.index").read_text().split("\n")[0]
+    assert int(line[:8], 16) == zlib.crc32(line[9:].encode())
+    listed = json.loads(line[9:])
+    data = (tmp_path / f"{listed['shard']}.shard").read_bytes()
+    assert len(data) == listed["size"]
+    magic, documents_, tokens, table, crc = struct.unpack("<8sQQQI", data[-36:])
+    assert (magic, documents_, tokens) == (b"LLTABLE3", 3, 171)
+    assert crc == zlib.crc32(data[-36:-4])
+    for number, (want, targets) in enumerate(found):
+        entry = data[table + 40 * number : table + 40 * number + 40]
+        place, size, _, _, n, crc = struct.unpack("<QQqqII", entry)
+        assert (n, crc) == (len(want), zlib.crc32(entry[:36]))
+        rows = b""
+        for a in range(place, place + size, 64 * 220 + 4):
+            group = data[a : min(a + 64 * 220 + 4, place + size)]
+            assert int.from_bytes(group[-4:], "little") == zlib.crc32(group[:-4])
+            rows += group[:-4]
+        for i in range(n):
+            row = rows[220 * i : 220 * i + 220]
+            token, top, tail = struct.unpack("<Iff", row[:12])
+            assert token == int(want[i])
+            assert top == pytest.approx(float(targets.logprobs[i, 0]), abs=1e-2)
+            assert tail == float(targets.tail[i])
+            low = struct.unpack("<64H", row[12:140])
+            high = [row[140 + j // 4] >> 2 * (j % 4) & 3 for j in range(64)]
+            ids = [a | b << 16 for a, b in zip(low, high, strict=True)]
+            assert ids == targets.ids[i].tolist()
+            unit = 2 ** ((row[219] - 288) / 32)
+            units = [c if c <= 223 else 223 * 2 ** (0.4 * (c - 223)) for c in row[156:219]]
+            got = torch.tensor([top, *(top - u * unit for u in units)])
+            assert (got - targets.logprobs[i]).abs().max() < 0.1

@@ -230,7 +230,10 @@ class TestCompletions:
             ({"prompt_logprobs": [None, {"3": -1.0, "4": True}]}, "logarithms of .*, got True"),
             ({"prompt_logprobs": [None, {"3": -1.0, "4": math.nan}]}, "logarithms of .*, got nan"),
             ({"prompt_logprobs": [None, {"3": {"logprob": -1.0}, "4": {}}]}, "of .*, got None"),
-            ({"prompt_logprobs": [None, {"3": -1.0, str(2**70): -2.0}]}, "below 2\\^63, got a"),
+            (
+                {"prompt_logprobs": [None, {"3": -1.0, str(2**70): -2.0}]},
+                "must have token ids below 2\\^63, got a",
+            ),
         ):
             with pytest.raises(ValueError, match=message):
                 from_vllm(good | output, k=4)

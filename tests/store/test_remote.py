@@ -1,31 +1,34 @@
-"""A remote store has the targets of the local store, whatever its server does."""
+"""A store at an address: the same targets through a bounded cache, and clear errors."""
 
-import builtins
 import errno
+import os
 import pickle
-import re
+import shutil
 import sys
 import threading
+import time
 
-import fsspec.registry  # noqa: F401
+import fsspec
 import pytest
+import torch
 
-from logitless.store import Store, merge, recover
-from logitless.store.cache import Cache
-from logitless.store.remote import Listed, Remote, is_address
+from logitless.store import Store, merge, recover, remote
+from logitless.store.remote import Cache, Prefetch, is_address
 from tests.support import stores
+from tests.support.forked import FORKED
 from tests.support.patience import HANG
-from tests.support.servers import FAULTS, TIMEOUT, served, served_store
-from tests.support.stores import LENGTHS, assert_equal, assert_same_store, documents
+from tests.support.servers import FAULTS, PROTOCOLS, options_of, served_store
+from tests.support.stores import abandon, assert_same_store, documents, open_writer
 
-SHARD = "0-000001.safetensors"
+LENGTHS = (9, 4, 30, 1, 7, 22, 3, 15, 8, 11, 2)
+PASSING = [fault for fault in FAULTS if fault != "refuse"]
+SHARD = "0-000001.shard"
 
 
 @pytest.fixture
 def local(tmp_path):
-    """A store of several shards."""
-    store = stores.write(tmp_path / "store", documents(*LENGTHS), shard_bytes=2000)
-    assert len(store.shards) == 4
+    store = stores.write(tmp_path / "store", documents(*LENGTHS), shard_bytes=500)
+    assert len(store.shards) > 4
     return store
 
 
@@ -35,309 +38,424 @@ def server(local):
         yield server
 
 
-@pytest.fixture
-def opened(server, tmp_path):
-    def open_(**how):
-        return Store(server.url, **{"cache": tmp_path / "cache", "timeout": TIMEOUT} | how)
+@pytest.fixture(params=PROTOCOLS)
+def opened(request, server, tmp_path):
+    """Opens the served store, with a new cache."""
+    options = options_of(request.param)
 
-    return open_
+    def opens(name="cache", **how):
+        how = {"cache": tmp_path / name, "storage_options": options} | how
+        return Store(server.address(request.param), **how)
+
+    return opens
+
+
+def until(right):
+    """Whether this becomes true, as background threads go on."""
+    deadline = time.monotonic() + HANG
+    while not right() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return right()
+
+
+def shards(server):
+    return {name: n for name, n in server.requests.items() if name.endswith(".shard")}
 
 
 class TestSame:
-    def test_over_http(self, opened, local, server):
-        remote = opened()
-        assert_same_store(remote, local)
-        assert remote.verify()
-        assert set(server.requests.values()) == {1}  # each file once; store.json never
-        assert "store.json" not in server.requests
+    def test_all_that_is_read(self, opened, local, server, tmp_path):
+        store = opened()
+        assert_same_store(store, local)
+        assert store.digest == local.digest
+        assert store.verify()
+        assert merge(tmp_path / "merged", [store]) == len(local)
+        assert set(shards(server).values()) == {1}  # the cache has them
+        assert_same_store(opened(), local)
+        assert set(shards(server).values()) == {1}
 
-    def test_opening_reads_one_file(self, opened, server, local):
-        assert repr(opened()) == repr(local).replace(repr(str(local.path)), repr(server.url))
-        assert server.requests == {"store.index": 1}
-
-    def test_one_document_fetches_one_shard(self, opened, server, local):
-        """The lookup file is fetched at the first lookup, and holds no rows."""
-        remote = opened()
-        remote.find(local[3][0])
-        fetched = {name for name in server.requests if name.endswith(".safetensors")}
-        assert fetched == {local.shards[2].path.name}
-
-    def test_through_fsspec(self, local, tmp_path):
-        fsspec = pytest.importorskip("fsspec")
-        system = fsspec.filesystem("memory")
-        system.put(str(local.path), "/same", recursive=True)
-        try:
-            assert_same_store(Store("memory://same", cache=tmp_path / "cache"), local)
-        finally:
-            system.rm("/same", recursive=True)
-        assert_same_store(Store(local.path.as_uri(), cache=tmp_path / "other"), local)
-
-    def test_an_empty_store(self, tmp_path):
-        local = stores.write(tmp_path / "store", [])
-        with served_store(local) as server:
-            remote = Store(server.url, cache=tmp_path / "cache")
-            assert len(remote) == 0
-            with pytest.raises(KeyError, match="must be a document of the store"):
-                remote.find([1])
+    def test_opening_and_one_document(self, opened, server, local):
+        seen = []
+        store = opened(progress=seen.append)
+        assert server.requests == {"store.json": 1, "store.index": 1}
+        stores.assert_equal(store[5], local[5])
+        number = next(i for i, first in enumerate(local.firsts) if first > 5) - 1
+        assert shards(server)[f"0-{number:06}.shard"] == 1
+        assert sum(seen) >= local.shards[number].size
 
     def test_pickled(self, opened, local):
-        again = pickle.loads(pickle.dumps(opened(cache_bytes=30_000, attempts=3)))
-        assert again._files.cache.limit == 30_000
-        assert again._files.remote.attempts == 3
-        assert_same_store(again, local)
+        store = opened()
+        assert_same_store(pickle.loads(pickle.dumps(store)), local)
+        data = pickle.dumps(store)
+        with open_writer(local.path) as writer:
+            writer.add(*stores.document(6, 77))
+        with pytest.raises(ValueError, match="must have the shards of the pickled Store"):
+            pickle.loads(data)
 
-    def test_merged(self, opened, local, tmp_path):
-        assert merge(tmp_path / "merged", [opened()]) == len(local)
-        merged = Store(tmp_path / "merged")
-        for tokens, targets in (local[i] for i in range(len(local))):
-            assert_equal(merged[merged.find(tokens)], (tokens, targets))
+    def test_file_systems_of_fsspec(self, local, tmp_path):
+        for url in (f"file://{local.path}", f"simplecache::file://{local.path}"):
+            assert_same_store(Store(url, cache=tmp_path / "c"), local)
+        memory = fsspec.filesystem("memory")
+        memory.put(os.fspath(local.path), "/bucket/targets", recursive=True)
+        assert_same_store(Store("memory://bucket/targets/", cache=tmp_path / "d"), local)
+        memory.rm("/bucket", recursive=True)
 
-    def test_headers_and_a_query(self, server, local, tmp_path):
-        headers = {"Authorization": "Bearer abc"}
-        remote = Store(
-            f"{server.url}/?token=1", cache=tmp_path / "c", storage_options={"headers": headers}
-        )
-        assert_same_store(remote, local)
-        assert {*server.headers} == {"Bearer abc"}
-
-    def test_a_query_that_ends_with_a_slash(self):
-        remote = Remote("https://a/b/?key=c/d/")
-        assert remote.address("f") == "https://a/b/f?key=c/d/"
-        assert Remote("https://a/b/").address("f") == "https://a/b/f"
-
-    def test_headers_after_a_redirection(self, server, local, tmp_path):
-        """Another host does not receive the headers, which can contain a secret."""
-        how = {"storage_options": {"headers": {"Authorization": "Bearer abc"}}}
-        with served(local.path) as other:
-            server.redirect = other.url
-            assert_same_store(Store(server.url, cache=tmp_path / "a", **how), local)
-            assert {*server.headers} == {"Bearer abc"}
-            assert {*other.headers} == {None}
-        server.redirect = server.url.replace("/store", "/moved/store")
-        server.headers.clear()
-        assert_same_store(Store(server.url, cache=tmp_path / "b", **how), local)
-        assert {*server.headers} == {"Bearer abc"}
-
-    def test_pickled_before_the_store_changed(self, opened, local):
-        """Documents of the changed store have other numbers."""
-        before = pickle.dumps(opened()), pickle.dumps(local)
-        stores.write(local.path, documents(*LENGTHS, 7))
-        for data in before:
-            with pytest.raises(ValueError, match=r"must have the shards of the pickled Store, got"):
-                pickle.loads(data)
-        assert opened().digest == Store(local.path).digest != local.digest
+    def test_an_empty_store(self, tmp_path):
+        with served_store(stores.write(tmp_path / "s", [])) as server:
+            store = Store(server.url, cache=tmp_path / "c")
+            assert (len(store), store.tokens) == (0, 0)
+            assert store.verify()
 
 
 class TestFaults:
-    @pytest.mark.parametrize("fault", [f for f in FAULTS if f != "refuse"])
-    @pytest.mark.parametrize("name", ["store.index", SHARD])
+    @pytest.mark.parametrize("fault", PASSING)
+    @pytest.mark.parametrize("name", ["store.index", SHARD, "lookup"])
     def test_a_fault_that_passes(self, fault, name, server, opened, local):
-        """The request is repeated, and the targets are right."""
-        server.faults[name] = [fault, fault]
+        if name == "lookup":
+            name = local.listing.runs[-1].name
+        server.faults[name] = [fault]
         assert_same_store(opened(), local)
-        assert server.requests[name] == 3
 
-    def test_an_index_that_stays_damaged(self, server, opened):
-        server.always["store.index"] = "wrong"
-        match = rf"{server.url}/store\.index must be read in 2 attempts, got"
-        with pytest.raises(OSError, match=match):
-            opened(attempts=2)
-        assert server.requests == {"store.index": 2}
+    @pytest.mark.parametrize("fault", ["wrong", "longer", "shorten"])
+    def test_a_damaged_index(self, fault, server, opened):
+        server.always["store.index"] = fault
+        with pytest.raises(
+            OSError, match=r"store/store\.index must be read in 5 attempts, got Val"
+        ):
+            opened()
 
-    @pytest.mark.parametrize("fault", [f for f in FAULTS if f != "refuse"])
-    def test_a_fault_that_stays(self, fault, server, opened, local, tmp_path):
-        """The error names the address, and the other shards can still be read."""
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_a_fault_that_stays(self, fault, server, opened, local):
         server.always[SHARD] = fault
-        remote = opened(attempts=3)
-        with pytest.raises(OSError, match=f"{server.url}/{SHARD} must be read in 3 attempts, got"):
-            remote[1]
-        assert_equal(remote[0], local[0])
-        assert not list((tmp_path / "cache").glob("*.part"))
-        assert not (tmp_path / "cache" / remote.shards[1].listed.sha256).exists()
-        server.always.clear()
-        assert_same_store(remote, local)
+        store = opened(attempts=2)
+        error = PermissionError if fault == "refuse" else (OSError, ValueError)
+        with pytest.raises(error) as raised:
+            store[local.firsts[1]]
+        if fault != "refuse":
+            assert SHARD in str(raised.value)
+        stores.assert_equal(store[0], local[0])
+        del server.always[SHARD]
+        stores.assert_equal(store[local.firsts[1]], local[local.firsts[1]])
 
-    def test_words_of_a_wrong_file(self, server, opened):
-        server.always[SHARD] = "wrong"
-        with pytest.raises(OSError, match=r"must have the SHA-256 \w{64} that store.index lists"):
-            opened(attempts=1)[1]
-        server.always[SHARD] = "shorten"
-        with pytest.raises(OSError, match=r"must have the \d+ bytes that store.index lists, got"):
-            opened(attempts=1)[1]
-
-    def test_refused_at_once(self, server, opened):
-        server.always[SHARD] = "refuse"
-        with pytest.raises(PermissionError, match=f"{SHARD} must be readable, got HTTP status 403"):
-            opened()[1]
-
-    def test_a_missing_file(self, server, opened, local):
-        (local.path / SHARD).unlink()
-        with pytest.raises(FileNotFoundError, match=f"{SHARD} must exist, got HTTP status 404"):
-            opened()[1]
-
-    def test_a_lookup_file_that_was_removed(self, server, opened, local):
-        remote = opened()
-        next(local.path.glob("*.lookup")).unlink()
-        words = r"\.lookup must exist, got HTTP status 404\. store\.index listed this file when"
-        with pytest.raises(FileNotFoundError, match=rf"{words}.* open it again\.$"):
-            remote.find(local[0][0])
-
-    def test_a_missing_file_of_a_file_system(self, local, tmp_path):
-        pytest.importorskip("fsspec")
-        remote = Store(local.path.as_uri(), cache=tmp_path / "cache")
-        (local.path / SHARD).unlink()
-        with pytest.raises(FileNotFoundError, match=rf"file://.*{SHARD} must exist, got no file"):
-            remote[1]
-
-    def test_a_lookup_file_that_was_changed_in_the_cache(self, opened, local, tmp_path, server):
-        """Any changed byte is found, and the file is fetched again."""
-        remote = opened()
-        remote.find(local[0][0])
-        listed = remote._files.listing.lookup
-        path = tmp_path / "cache" / listed.sha256
-        data, count = path.read_bytes(), 1
-        for place in (0, 10, len(data) // 2, len(data) - 1):
-            path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-            assert_same_store(opened(), local)
-            count += 1
-            assert server.requests[listed.name] == count
-        path.write_bytes(b"")
-        assert_same_store(opened(), local)
-
-    def test_a_prefetch_makes_one_attempt(self, opened, server):
+    def test_words(self, server, local, tmp_path):
+        store = Store(server.url, cache=tmp_path / "c", attempts=3)
         server.always[SHARD] = "busy"
-        opened(attempts=3)[0]
-        for thread in threading.enumerate():
-            if thread.name.startswith("logitless prefetch"):
-                thread.join(HANG)
-        assert server.requests[SHARD] == 1
+        message = rf"{SHARD} must be read in 3 attempts, got OSError: HTTP status 503"
+        with pytest.raises(OSError, match=message):
+            store[local.firsts[1]]
+        server.always[SHARD] = "wrong"
+        with pytest.raises(ValueError, match=rf"{SHARD} must (have the bytes it was|begin)"):
+            store[local.firsts[1]]
+        (local.path / SHARD).unlink()
+        del server.always[SHARD]
+        message = "must exist, got no file. store.index listed this file when the store was opened"
+        with pytest.raises(FileNotFoundError, match=message):
+            store[local.firsts[1]]
+        (local.path / "store.index").unlink()
+        with pytest.raises(FileNotFoundError, match=r"must be the folder of a store, got no store"):
+            Store(server.url, cache=tmp_path / "c")
 
-    def test_a_store_without_an_index(self, tmp_path):
-        """The error says what to do: close the writer, or recover the store."""
-        writer, path = stores.open_writer(tmp_path / "store"), tmp_path / "store"
-        with served(path) as server:
-            match = f"{server.url} must have a store.index, got none. .*ll.store.recover"
-            with pytest.raises(FileNotFoundError, match=match):
-                Store(server.url, cache=tmp_path / "cache")
-            assert server.requests == {"store.index": 1}
-            stores.abandon(writer)
-            (path / "0.journal").unlink()  # a folder that was copied without its journals
-            assert recover(path) == 0
-            assert len(Store(server.url, cache=tmp_path / "cache")) == 0
-
-    def test_a_file_that_was_changed_in_the_cache(self, opened, local, tmp_path, server):
-        """The file is fetched again. No changed byte is read."""
-        remote = opened()
-        remote[1]
-        path = tmp_path / "cache" / remote.shards[1].listed.sha256
+    def test_a_file_that_was_changed_in_the_cache(self, server, local, tmp_path):
+        store = Store(server.url, cache=tmp_path / "c")
+        store[local.firsts[1]]
+        (path,) = (tmp_path / "c").glob(f"*{SHARD}*[0-9a-f]")
         data = bytearray(path.read_bytes())
-        data[-100] ^= 1
+        data[len(data) // 2] ^= 1
         path.write_bytes(data)
-        assert_same_store(remote, local)
-        assert server.requests[SHARD] == 2
-
-    def test_another_store_at_the_address(self, opened, local, server):
-        """An open store never reads the shard of another store."""
-        remote = opened(attempts=2)
-        stores.write(server.folder.parent / "other", documents(*LENGTHS[::-1]), shard_bytes=2000)
-        server.folder = server.folder.parent / "other"
-        with pytest.raises(OSError, match=r"that store\.index lists"):
-            remote[1]
+        assert_same_store(store, local)
+        assert shards(server)[SHARD] == 2
 
     def test_waits_grow(self, server, monkeypatch, tmp_path):
-        monkeypatch.setattr("logitless.store.remote.FIRST_WAIT", 1.0)
-        monkeypatch.setattr("logitless.store.remote.LONGEST_WAIT", 5.0)
-        waits, remote = [], Remote(server.url, attempts=6)
-        remote.pause = waits.append
-        server.always["store.index"] = "busy"
-        with pytest.raises(OSError, match="must be read in 6 attempts, got HTTPError: HTTP Error"):
-            remote.read("store.index", lambda _, data: data)
-        assert waits == [1.0, 2.0, 4.0, 5.0, 5.0]
+        waits = []
+        monkeypatch.setattr(remote, "FIRST_WAIT", 0.5)
+        monkeypatch.setattr(time, "sleep", waits.append)
+        server.always["store.json"] = "busy"
+        with pytest.raises(OSError, match="in 9 attempts"):
+            Store(server.url, cache=tmp_path / "c", attempts=9)
+        assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30]
 
-    def test_a_full_disk_is_not_tried_again(self, server, opened, local):
-        class Full:
-            def seek(self, place):
-                pass
+    def test_a_full_disk_is_not_tried_again(self, server, local, tmp_path, monkeypatch):
+        store = Store(server.url, cache=tmp_path / "c")
 
-            def write(self, data):
-                raise OSError(errno.ENOSPC, "no space left")
+        def full(*_, **__):
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-        listed = opened().shards[0].listed
-        with pytest.raises(OSError, match="no space left"):
-            Remote(server.url).fetch(listed, Full())
-        assert server.requests[listed.name] == 1
-
-    def test_an_error_of_a_file_system(self, local, tmp_path, monkeypatch):
-        """fsspec's file systems raise errors of many packages."""
-        pytest.importorskip("fsspec")
-        monkeypatch.setattr("logitless.store.remote.FIRST_WAIT", 0.0)
-        remote, errors = Remote(local.path.as_uri(), attempts=3), [KeyError("a"), EOFError("b")]
-        system, _ = remote._system
-        real = system.open
-
-        def fail(*args, **kwargs):
-            if errors:
-                raise errors.pop()
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(system, "open", fail)
-        read = remote.read("store.index", lambda _, data: data)
-        assert read == (local.path / "store.index").read_bytes()
-        assert not errors
+        monkeypatch.setattr("tests.support.servers.Loopback.get_file", full)
+        with pytest.raises(OSError, match="No space left"):
+            store[0]
+        assert until(
+            lambda: not [*(tmp_path / "c").glob("*.room"), *(tmp_path / "c").glob("*.part")]
+        )
 
 
 class TestArguments:
-    def test_of_a_remote_store(self, opened):
-        for how, words in (
-            ({"timeout": 0}, "timeout must be a positive number of seconds, got 0"),
-            ({"timeout": "1"}, "timeout must be a positive number of seconds, got '1'"),
-            ({"attempts": 0}, r"attempts must lie in \[1, 1000\], got 0"),
-            ({"cache_bytes": 0}, r"cache_bytes must lie in \[1, 1152921504606846976\], got 0"),
-            ({"cache_bytes": 10}, r"cache_bytes must be at least \d{4}, the size of the store's"),
-            ({"storage_options": ["a"]}, r"storage_options must map names to values, got \['a'\]"),
-            ({"storage_options": {"key": 1}}, "must have only the key 'headers' .* got 'key'"),
-            ({"storage_options": {"headers": {"a": 1}}}, r"\['headers'\] must be a dict of"),
+    def test_what_is_refused(self, server, local, tmp_path, monkeypatch):
+        how = {"cache": tmp_path / "c"}
+        for more, kind, message in (
+            ({"attempts": 0}, ValueError, r"attempts must lie in \[1, "),
+            ({"storage_options": 3}, TypeError, "storage_options must map names to values, got 3"),
+            ({"cache_bytes": 10}, ValueError, r"cache_bytes must be at least \d+, the size of the"),
+            (
+                {"cache": local.path / "store.json"},
+                NotADirectoryError,
+                "cache must be a folder, got",
+            ),
         ):
-            with pytest.raises((TypeError, ValueError), match=words):
-                opened(**how)
-
-    def test_of_a_local_store(self, local):
-        for name in ("cache", "cache_bytes", "timeout", "attempts"):
-            with pytest.raises(ValueError, match=f"{name} must be left out for a store in a local"):
+            with pytest.raises(kind, match=message):
+                Store(server.url, **(how | more))
+        for name in ("cache", "cache_bytes", "attempts", "storage_options"):
+            with pytest.raises(
+                ValueError, match=f"{name} must be left out for a store in a local folder, got"
+            ):
                 Store(local.path, **{name: 1})
-
-    def test_an_unknown_protocol(self):
         with pytest.raises(
             ValueError, match="path must be an address of a protocol of fsspec, got"
         ):
-            Store("nowhere://bucket/targets")
+            Store("nonsense://x/y", **how)
+        with pytest.raises(ValueError, match="upload must be an address such as s3://"):
+            open_writer(tmp_path / "w", upload="folder")
+        monkeypatch.setitem(sys.modules, "aiohttp", None)
+        message = "must be read with fsspec and its package for this protocol, got an import error"
+        with pytest.raises(ModuleNotFoundError, match=message):
+            Store("http://127.0.0.1:1/store", **how)
 
-    def test_a_missing_package(self, monkeypatch):
-        for name in ("fsspec", "s3fs"):
-            with monkeypatch.context() as patch:
-                # fsspec remembers the classes of protocols that another test has used.
-                patch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
-                patch.setitem(sys.modules, name, None)
-                words = re.escape("Run pip install 'logitless[remote]'")
-                with pytest.raises(ModuleNotFoundError, match=f"s3://.*{name}.*{words}"):
-                    Store("s3://bucket/targets")
+    def test_addresses(self):
+        for path in ("s3://b/t", "https://h/t", "simplecache::s3://b/t", "gs://b"):
+            assert is_address(path)
+        for path in ("targets", "/a/b", "C:\\a", "a:b", 3, None):
+            assert not is_address(path)
 
-    def test_http_needs_no_package(self, opened, local, monkeypatch):
-        real = builtins.__import__
 
-        def refuse(name, *args, **kwargs):
-            assert name.partition(".")[0] not in ("fsspec", "aiohttp", "requests")
-            return real(name, *args, **kwargs)
+class Files:
+    """A cache of 100 bytes, and files of 40 bytes that count how often they are fetched."""
 
-        monkeypatch.setattr(builtins, "__import__", refuse)
-        assert_same_store(opened(), local)
+    def __init__(self, folder, limit=100):
+        self.cache, self.fetched = Cache(folder, limit), []
 
-    def test_addresses(self, tmp_path):
-        assert all(map(is_address, ("s3://a/b", "https://a", "simplecache::s3://a", "memory://a")))
-        assert not any(map(is_address, ("a/b", "/a", "a:b", "c:/d", tmp_path, None)))
+    def path(self, name, size=40):
+        def fetch(into):
+            self.fetched.append(name)
+            into.write_bytes(bytes(size))
 
-    def test_a_file_that_is_larger_than_the_cache(self, tmp_path):
-        found = Cache(tmp_path, 10).reading(Listed("a", 11, "0" * 64), lambda *_: None)
-        refused = pytest.raises(ValueError, match="cache_bytes must be at least 11, the size")
-        with refused, found:
-            pass
+        return self.cache.path(f"{name:0>16}-0.shard-00000000", size, fetch)
+
+
+class TestCache:
+    def test_the_least_recently_used_file_goes(self, tmp_path):
+        files = Files(tmp_path)
+        for n, name in enumerate("abab"):
+            os.utime(files.path(name), ns=(n, n))
+        (tmp_path / "notes.txt").write_bytes(bytes(1000))  # files of others stay
+        a, b = files.path("a"), files.path("b")
+        os.utime(a, ns=(9, 9))
+        os.utime(b, ns=(8, 8))
+        c = files.path("c")
+        assert [path.exists() for path in (a, b, c)] == [True, False, True]
+        assert files.fetched == ["a", "b", "c"]
+        assert (tmp_path / "notes.txt").exists()
+
+    def test_a_failed_or_killed_fetch_leaves_nothing(self, tmp_path):
+        files = Files(tmp_path)
+
+        def fails(into):
+            into.write_bytes(bytes(10))
+            raise OSError("broken")
+
+        with pytest.raises(OSError, match="broken"):
+            files.cache.path(f"{'e':0>16}-0.shard-00000000", 40, fails)
+        assert {path.suffix for path in tmp_path.iterdir()} == {".lock"}
+        name = f"{'d':0>16}-0.shard-00000000"
+        for suffix in ("part", "room"):
+            (tmp_path / f"{name}.{suffix}").write_bytes(bytes(90))
+        assert files.path("a").exists()  # what a killed process reserved is free
+        assert files.path("d").exists()
+
+    def test_a_file_that_is_fetched_keeps_its_room(self, tmp_path):
+        files, begun, end = Files(tmp_path), threading.Event(), threading.Event()
+
+        def slow(into):
+            begun.set()
+            assert end.wait(HANG)
+            into.write_bytes(bytes(80))
+
+        name = f"{'f':0>16}-0.shard-00000000"
+        first = threading.Thread(target=files.cache.path, args=(name, 80, slow))
+        second = threading.Thread(target=files.path, args=("a",))
+        first.start()
+        assert begun.wait(HANG)
+        second.start()
+        time.sleep(0.1)
+        assert files.fetched == []
+        end.set()
+        first.join(HANG)
+        second.join(HANG)
+        assert files.fetched == ["a"]
+        assert not (tmp_path / name).exists()
+
+    def test_processes_share_it(self, server, local, tmp_path):
+        """With room for one or two shards, and with room for all."""
+        largest = max(shard.size for shard in local.shards)
+        for limit in (largest, 2 * largest, 1 << 30):
+            folder = tmp_path / str(limit)
+            with FORKED.Pool(2) as pool:
+                how = [(server.url, folder, limit)] * 2
+                found = pool.starmap_async(read_all, how).get(HANG)
+            want = [int(tokens.sum()) for tokens, _ in local[list(range(len(local)))]]
+            assert found == [want, want]
+            size = sum(p.stat().st_size for p in folder.iterdir() if p.suffix != ".lock")
+            assert size <= limit
+
+    def test_folders(self, monkeypatch):
+        for name in ("LOGITLESS_CACHE", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HOME", "/h")
+        assert str(remote.default_folder()) == "/h/.cache/logitless"
+        monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+        assert str(remote.default_folder()) == "/x/logitless"
+        monkeypatch.setenv("LOGITLESS_CACHE", "/c")
+        assert str(remote.default_folder()) == "/c"
+
+
+def read_all(url, folder, limit):
+    """In a process: the sum of the tokens of each document."""
+    store = Store(url, cache=folder, cache_bytes=limit)
+    return [int(store[i][0].sum()) for i in range(len(store))]
+
+
+class TestPrefetch:
+    def followed(self, reads, room=8, **how):
+        """The shards that are fetched before each read, of 6."""
+        fetched: list[int] = []
+        prefetch = Prefetch(6, fetched.append, room)
+        prefetch._start = (
+            lambda place: fetched.extend(  # without threads
+                prefetch.order[place : place + prefetch.ahead]
+            )
+        )
+        if how:
+            prefetch.follow(**how)
+        found = [fetched[:]]
+        for shard in reads:
+            before = len(fetched)
+            prefetch.reading(shard)
+            found.append(fetched[before:])
+        return found
+
+    def test_in_order(self):
+        want = [[], [1, 2], [2, 3], [], [3, 4], [4, 5], [5], []]
+        assert self.followed([0, 1, 1, 2, 3, 4, 5]) == want
+        assert self.followed([3, 1, 5]) == [[], [], [], []]
+
+    def test_a_known_order(self):
+        want = [[4, 0], [0, 2], [2], []]
+        assert self.followed([4, 0, 2], order=[4, 0, 2], ahead=2) == want
+
+    def test_only_shards_that_fit(self):
+        assert self.followed([0], room=2) == [[], [1]]
+        assert self.followed([0], room=1) == [[], []]
+        assert self.followed([], room=4, order=[5, 1, 2], ahead=4, mixed=3) == [[5]]
+
+    def test_of_a_store(self, server, local, tmp_path):
+        store = Store(server.url, cache=tmp_path / "c")
+        store.prefetch([10, 0], ahead=1)
+        assert until(lambda: shards(server) == {local.shards[-1].listed.name: 1})
+        local.prefetch([3, 1])  # a local store checks the arguments alone
+        for order, kind, message in (
+            ([11], ValueError, r"order must list numbers of documents in \[0, 11\), got 11"),
+            ([[1]], ValueError, r"order must have the shape \(n,\)"),
+            ([1.5], TypeError, "order must"),
+        ):
+            with pytest.raises(kind, match=message):
+                local.prefetch(order)
+        with pytest.raises(ValueError, match="ahead must lie in"):
+            local.prefetch(ahead=0)
+
+
+class TestUpload:
+    @pytest.fixture
+    def address(self, tmp_path):
+        return f"file://{tmp_path}/bucket"
+
+    def writer(self, tmp_path, address, **how):
+        return open_writer(tmp_path / "mine", shard_bytes=500, upload=address, **how)
+
+    def assert_uploaded(self, tmp_path, address):
+        store = Store(tmp_path / "mine")
+        assert_same_store(Store(address, cache=tmp_path / "c"), store)
+        return len(store)
+
+    def test_in_the_background(self, tmp_path, address):
+        found = documents(*LENGTHS)
+        with self.writer(tmp_path, address) as writer:
+            for one in found:
+                writer.add(*one)
+            assert until(lambda: list((tmp_path / "bucket").glob("*.shard")))
+            assert not (tmp_path / "bucket/store.index").exists()
+        assert self.assert_uploaded(tmp_path, address) == len(found)
+        with self.writer(tmp_path, address) as writer:
+            writer.add(*stores.document(6, 77))
+        assert self.assert_uploaded(tmp_path, address) == len(found) + 1
+
+    def test_a_killed_writer_and_two_ranks(self, tmp_path, address):
+        found = documents(*LENGTHS)
+        writer = self.writer(tmp_path, address)
+        other = self.writer(tmp_path, address, part=1)
+        for i, one in enumerate(found):
+            (writer, other)[i % 2].add(*one)
+        abandon(writer)
+        writer.uploads.stop()
+        other.close()
+        shutil.rmtree(tmp_path / "bucket")  # and an address that was emptied
+        self.writer(tmp_path, address).close()
+        assert self.assert_uploaded(tmp_path, address) == len(found)
+
+    def test_a_fault_that_stays(self, tmp_path, address, monkeypatch):
+        monkeypatch.setattr(remote, "FIRST_WAIT", 0.0)
+        real = remote.Remote.write
+
+        def fails(self, path, name):
+            if name.endswith("1.shard"):
+                raise OSError("no connection")
+            real(self, path, name)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(remote.Remote, "write", fails)
+            writer = self.writer(tmp_path, address)
+            for one in documents(*LENGTHS):
+                writer.add(*one)
+            message = r"must have all shards of the store, got an upload without 0-000001\.shard"
+            with pytest.raises(OSError, match=message):
+                writer.close()
+        assert Store(tmp_path / "mine").verify()
+        self.writer(tmp_path, address).close()
+        self.assert_uploaded(tmp_path, address)
+
+    def test_an_error_inside_the_block(self, tmp_path, address):
+        def fails():
+            with self.writer(tmp_path, address) as writer:
+                writer.add(*stores.document(9))
+                raise RuntimeError("of mine")
+
+        with pytest.raises(RuntimeError, match="of mine"):
+            fails()
+        assert not (tmp_path / "bucket/store.index").exists()
+
+    def test_another_store_at_the_address(self, tmp_path, address):
+        self.writer(tmp_path, address).close()
+        with pytest.raises(
+            ValueError, match="upload must be an address without another store, got"
+        ):
+            open_writer(tmp_path / "other", upload=address)
+        published = tmp_path / "bucket/store.json"
+        published.write_bytes(published.read_bytes()[:9])  # as a killed upload can leave it
+        self.writer(tmp_path, address).close()
+        assert len(Store(address, cache=tmp_path / "c")) == 0
+        shutil.copytree(tmp_path / "mine", tmp_path / "copy")  # a copy is the same store
+        assert recover(tmp_path / "copy") == 0
+        open_writer(tmp_path / "copy", upload=address).close()
+
+
+def test_tokens_are_compared_after_a_download(server, local, tmp_path):
+    store = Store(server.url, cache=tmp_path / "c")
+    tokens, targets = local[2]
+    got = store.targets_for(tokens[None], documents=[2])
+    assert torch.equal(got.reshape(-1).logprobs, targets.logprobs)

@@ -5,7 +5,7 @@ import torch
 
 import logitless as ll
 from logitless.store import Store, Writer
-from logitless.store import rows as _rows
+from logitless.store import codes as _codes
 from tests.support import stores
 from tests.support.stores import K, V, document
 
@@ -43,13 +43,13 @@ class TestVerify:
     def test_mass_and_tokens(self, tmp_path):
         tokens, targets = document(10)
         with Writer(tmp_path, vocab_size=V, k=K) as writer:
-            rows = _rows.encoded(targets, writer.header)
-            rows["top"] = rows["top"] + 1
+            rows = _codes.encoded(targets, writer.header)
+            writer.header.column(rows, "top").add_(1)
             writer.append(tokens + 10, rows)
         report = Store(tmp_path).verify()
         assert any("must have masses of at most 1, got" in p for p in report.problems)
         with Writer(tmp_path / "b", vocab_size=V, k=K) as writer:
-            writer.append(torch.full((10,), 1023), _rows.encoded(targets, writer.header))
+            writer.append(torch.full((10,), 1023), _codes.encoded(targets, writer.header))
         report = Store(tmp_path / "b").verify()
         assert any("must have tokens below 1000, got 1023" in p for p in report.problems)
 
@@ -57,8 +57,9 @@ class TestVerify:
         """The reader finds the codes above 223 of a row by its last slot."""
         tokens, targets = document(10)
         with Writer(tmp_path, vocab_size=V, k=K) as writer:
-            rows = _rows.encoded(targets, writer.header)
-            rows["codes"] = rows["codes"].flip(-1).contiguous()
+            rows = _codes.encoded(targets, writer.header)
+            codes = writer.header.field(rows, "codes")
+            codes.copy_(codes.flip(-1))
             writer.append(tokens, rows)
         report = Store(tmp_path).verify()
         assert any("must have the most probable slots first" in p for p in report.problems)

@@ -4,19 +4,16 @@ import gc
 import os
 import pickle
 import tracemalloc
+from pathlib import Path
 
 import pytest
 import torch
 
 import logitless as ll
-from logitless.store import Store, merge
-from logitless.store import blocks as _blocks
-from logitless.store import journal as _journal
-from logitless.store import rows as _rows
+from logitless.store import Store
+from logitless.store import codes as _codes
 from logitless.store import shard as _shard
-from logitless.store import writer as _writer
-from logitless.store.summary import summary
-from tests.support import store_kills, stores
+from tests.support import stores
 from tests.support.stores import (
     abandon,
     assert_holds,
@@ -43,14 +40,6 @@ class TestMemory:
             assert tensors() <= before + 5
             assert grown < 500 * 300
 
-    def test_documents_count_towards_the_size_of_a_file(self, tmp_path):
-        """Two million documents of six tokens must not wait for the first file."""
-        tokens, targets = torch.randint(0, stores.V, (200, 2)), stores.teacher(2)
-        with open_writer(tmp_path, shard_bytes=50_000) as writer:
-            for document_ in tokens:
-                writer.add(document_, targets)
-                assert len(writer.journal) * 500 < 50_000
-
     def test_of_recovery(self, tmp_path):
         writer = open_writer(tmp_path)
         for i in range(300):
@@ -62,71 +51,106 @@ class TestMemory:
             assert tensors() <= before + 10
 
 
-class TestSpeed:
-    def test_short_documents_are_encoded_together(self, tmp_path, monkeypatch):
-        """How long it takes: benchmarks/store_writes.py."""
-        calls, real = [], _journal.encoded
-        monkeypatch.setattr(_writer, "encoded", lambda *args: calls.append(1) or real(*args))
-        monkeypatch.setattr(_journal, "encoded", lambda *args: calls.append(1) or real(*args))
-        found = [document(6, i) for i in range(200)]
-        store = stores.write(tmp_path, found)
-        assert len(calls) == 1
-        assert_holds(store, found)
-
-    def test_short_documents_of_every_kind(self, tmp_path):
-        """Rows without a tail, with masks, of fewer slots: as if encoded one by one."""
-        full = stores.teacher(5)
-        mask = torch.ones(5, stores.K, dtype=torch.bool)
-        mask[1, 3:], mask[2] = False, False
-        kinds = [
-            full, ll.SparseTargets(full.ids, full.logprobs),
-            ll.SparseTargets(full.ids, full.logprobs, full.tail, mask),
-            ll.SparseTargets(full.ids[:, :3], full.logprobs[:, :3]),
-            ll.SparseTargets(full.ids.int(), full.logprobs.half(), full.tail),
-        ]  # fmt: skip
-        found = [(document(5, i)[0], targets) for i, targets in enumerate(kinds)]
-        together = stores.write(tmp_path / "together", found)
-        for tokens, targets in found:
-            want = _rows.decoded(_rows.encoded(targets, together.info), together.info)
-            _, got = together[together.find(tokens)]
-            for name in ("ids", "logprobs", "tail"):
-                torch.testing.assert_close(getattr(got, name), getattr(want, name))
-            assert (got.mask is None) == (want.mask is None)
-            assert got.mask is None or torch.equal(got.mask, want.mask)
+def test_targets_of_every_kind(tmp_path):
+    """Rows without a tail, with masks, of fewer slots, of other dtypes."""
+    full = stores.teacher(5)
+    mask = torch.ones(5, stores.K, dtype=torch.bool)
+    mask[1, 3:], mask[2] = False, False
+    kinds = [
+        full, ll.SparseTargets(full.ids, full.logprobs),
+        ll.SparseTargets(full.ids, full.logprobs, full.tail, mask),
+        ll.SparseTargets(full.ids[:, :3], full.logprobs[:, :3]),
+        ll.SparseTargets(full.ids.int(), full.logprobs.half(), full.tail),
+    ]  # fmt: skip
+    found = [(document(5, i)[0], targets) for i, targets in enumerate(kinds)]
+    store = stores.write(tmp_path, found)
+    for tokens, targets in found:
+        want = _codes.decoded(_codes.encoded(targets, store.info), store.info)
+        _, got = store[store.find(tokens)]
+        for name in ("ids", "logprobs", "tail"):
+            torch.testing.assert_close(getattr(got, name), getattr(want, name))
+        assert (got.mask is None) == (want.mask is None)
+        assert got.mask is None or torch.equal(got.mask, want.mask)
 
 
 class TestCost:
-    """Work that must not grow with the number of documents or files."""
+    """Work that must hardly grow with the number of documents or files."""
 
-    def test_a_flush_reads_the_index_of_one_file(self, tmp_path, monkeypatch):
-        """A flush read the indices of all files again."""
-        reads, real = [], _shard.Shard.index
-        monkeypatch.setattr(_shard.Shard, "index", lambda s: reads.append(s.path) or real(s))
-        found = documents(*[3] * 12)
+    def test_appending(self, tmp_path, monkeypatch):
+        """Reads per document, with one file per document: a few, and those of the merges."""
+        reads, real = [], _shard.File.read
+        monkeypatch.setattr(_shard.File, "read", lambda *a: reads.append(1) or real(*a))
+        found = documents(*[3] * 128)
         with open_writer(tmp_path, shard_bytes=1) as writer:
             for one in found:
                 writer.add(*one)
-            assert len(writer.shards) == 12
-            assert len(reads) == 12
+            first, reads[:] = len(reads), []
             assert not any(writer.add(*one) for one in found)
+        assert len(writer.store.shards) == 128
+        assert first < 128 * 30
+        assert len(reads) < 128 * 12
+        assert len(list(tmp_path.glob("*.lookup"))) < 12
 
-    def test_short_documents_are_read_together(self, tmp_path, monkeypatch):
-        """verify, summary, merge and targets_for read short documents one by one."""
-        found = documents(*[5] * 300)
-        store = stores.write(tmp_path / "a", found)
-        reads, real = [], _blocks.Blocks.pieces
-        monkeypatch.setattr(_blocks.Blocks, "pieces", lambda b, r: reads.append(1) or real(b, r))
-        batch = torch.cat([tokens for tokens, _ in found])
-        for work in (
-            store.verify,
-            lambda: summary(store),
-            lambda: merge(tmp_path / "b", [store]),
-            lambda: store.targets_for(batch),
-            lambda: store.targets_for(batch, [5] * 300),
-        ):
-            reads.clear()
-            work()
-            assert len(reads) < 40
+    def test_opening(self, tmp_path, monkeypatch):
+        """Opening reads no shard, and reading a document reads only its shard."""
+        stores.write(tmp_path, documents(*[3] * 20), shard_bytes=1)
+        opened, real = [], _shard.File.__init__
+        monkeypatch.setattr(
+            _shard.File, "__init__", lambda f, path: opened.append(path.name) or real(f, path)
+        )
+        store = Store(tmp_path)
+        assert (len(store), store.tokens, opened) == (20, 60, [])
+        store[7]
+        assert opened == ["0-000007.shard"]
+
+    def test_more_files_than_are_kept_open(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(_shard, "KEPT_OPEN", 3)
+        found = documents(*[3] * 9)
+        store = stores.write(tmp_path, found, shard_bytes=1)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(2):
+            assert [len(tokens) for tokens, _ in store[list(range(9))]] == [3] * 9
+        assert len(os.listdir("/proc/self/fd")) <= before + 4
+        del store
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) <= before
+
+    def test_a_relative_path_survives_another_working_folder(self, tmp_path, monkeypatch):
+        found = documents(3)
+        monkeypatch.chdir(tmp_path)
+        store = stores.write("store", found)
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir(tmp_path / "other")
+        assert torch.equal(store[0][0], found[0][0])
+
+
+def test_ranks_write_one_store(tmp_path):
+    """Documents keep their numbers while others are added, and all ranks see all."""
+    found = documents(*[5, 9, 40] * 4)
+    writers = [open_writer(tmp_path, part=part) for part in range(3)]
+    for i, one in enumerate(found):
+        writers[i % 3].add(*one)
+        if i % 4 == 3:
+            writers[i % 3].flush()
+            before = Store(tmp_path)
+            numbers = [
+                before.find(tokens) for tokens, _ in found[: i + 1 : 3] if _in(before, tokens)
+            ]
+    for writer in writers:
+        writer.close()
+    store = Store(tmp_path)
+    assert_holds(store, found)
+    assert numbers == [before.find(store[n][0]) for n in numbers]
+    with open_writer(tmp_path, part=1) as writer:
+        assert not any(writer.add(*one) for one in found)
+
+
+def _in(store, tokens):
+    try:
+        store.find(tokens)
+    except KeyError:
+        return False
+    return True
 
 
 class TestExtend:
@@ -158,7 +182,7 @@ class TestExtend:
         writer = open_writer(tmp_path, shard_bytes=10_000)
         for i in range(0, 50, 10):
             writer.extend(*stores.joined(found[i : i + 10]))
-        assert writer.shards
+        assert writer.store.shards
         abandon(writer)
         open_writer(tmp_path).close()
         assert_holds(Store(tmp_path), found)
@@ -222,26 +246,25 @@ def tensors():
 
 
 class TestPower:
-    def test_a_shard_reaches_the_disk_before_its_journal_is_cleared(self, tmp_path, monkeypatch):
-        """File, then folder, then the journal: a loss of power leaves one of the two."""
+    def test_a_shard_reaches_the_disk_before_it_is_listed(self, tmp_path, monkeypatch):
+        """The shard, its name, the lookup, its name, and then the line of store.index."""
         calls = []
         writer = open_writer(tmp_path)
         writer.add(*document(3))
-        for name in ("fsync", "replace", "ftruncate"):
+        for name in ("fsync", "replace", "rename"):
             real = getattr(os, name)
 
             def recorded(*args, name=name, real=real):
                 is_folder = name == "fsync" and os.path.isdir(f"/proc/self/fd/{args[0]}")
-                calls.append("folder" if is_folder else name)
+                file = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else args[1]
+                calls.append("folder" if is_folder else f"{name} {Path(file).suffix}")
                 return real(*args)
 
             monkeypatch.setattr(os, name, recorded)
         writer.flush()
-        assert calls == ["fsync", "replace", "folder", "ftruncate"]
-        calls.clear()
-        open_writer(tmp_path / "new").close()
-        assert calls[:4] == ["folder", "fsync", "replace", "folder"] or calls[:5] == [
-            "folder", "ftruncate", "fsync", "replace", "folder",
+        assert calls == [
+            "fsync .journal", "rename .shard", "folder",
+            "fsync .unfinished", "replace .lookup", "folder", "fsync .index",
         ]  # fmt: skip
 
     def test_a_start_that_never_reached_the_disk(self, tmp_path):
@@ -337,8 +360,3 @@ class TestLock:
     def test_it_is_not_pickled(self, tmp_path):
         with open_writer(tmp_path) as writer, pytest.raises(TypeError, match="stay in its process"):
             pickle.dumps(writer)
-
-
-def test_kill_9(tmp_path):
-    """benchmarks/results/store-kills.txt has 60 rounds."""
-    assert store_kills.rounds(2, 1, tmp_path / "store") > 0

@@ -1,20 +1,67 @@
-"""A server of HTTP for the tests, which fails in a chosen way."""
+"""A server of HTTP for the tests, which fails in a chosen way.
+
+fsspec reads http with the package aiohttp. `Loopback` is a file system of fsspec that needs nothing
+but Python's standard library, so that the tests run without aiohttp too.
+"""
 
 import contextlib
+import importlib.util
 import threading
+import urllib.error
+import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.spec import AbstractFileSystem
 
 from logitless.store import remote
 
 FAULTS = (
     "refuse", "busy", "reset", "stall", "stall inside", "truncate", "shorten", "wrong", "longer",
 )  # fmt: skip
-TIMEOUT = 0.1  # seconds; only a stall waits this long
+TIMEOUT = 0.2  # seconds; only a stall waits this long
+HAS_HTTP = importlib.util.find_spec("aiohttp") is not None
+PROTOCOLS = ["loopback", "http"]
+
+
+class Loopback(AbstractFileSystem):
+    protocol = "loopback"
+    cachable = False
+
+    def cat_file(self, path, start=None, end=None, **_):
+        with self._opened(path) as file:
+            return file.read()
+
+    def get_file(self, rpath, lpath, callback=fsspec.callbacks.NoOpCallback(), **_):  # noqa: B008
+        with self._opened(rpath) as file, open(lpath, "wb") as into:
+            while piece := file.read(1 << 12):
+                callback.relative_update(into.write(piece))
+
+    def _opened(self, path):
+        request = urllib.request.Request(f"http://{path}", headers=self.storage_options)
+        try:
+            return urllib.request.urlopen(request, timeout=TIMEOUT)
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code == 404:
+                raise FileNotFoundError(path) from None
+            kind = PermissionError if error.code == 403 else OSError
+            raise kind(f"HTTP status {error.code}") from None
+
+
+fsspec.register_implementation("loopback", Loopback, clobber=True)
+
+
+def options_of(protocol: str) -> dict:
+    """`storage_options` with a short timeout. Skips a test of http without aiohttp."""
+    if protocol == "loopback":
+        return {}
+    aiohttp = pytest.importorskip("aiohttp")
+    return {"client_kwargs": {"timeout": aiohttp.ClientTimeout(sock_read=TIMEOUT)}}
 
 
 class Server:
@@ -26,7 +73,6 @@ class Server:
         self.always: dict[str, str] = {}  # failures of all requests, by file name
         self.ended = threading.Event()
         self.headers: list[str | None] = []  # the header Authorization of each request
-        self.redirect: str | None = None  # an address that requests are redirected to
 
         outer = self
 
@@ -40,18 +86,15 @@ class Server:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_port}/store"
+        self.url = self.address("loopback")
+
+    def address(self, protocol: str) -> str:
+        return f"{protocol}://127.0.0.1:{self.http.server_port}/store"
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        name = request.path.partition("?")[0].removeprefix("/moved").removeprefix("/store/")
+        name = request.path.removeprefix("/store/")
         self.requests[name] += 1
         self.headers.append(request.headers.get("Authorization"))
-        if self.redirect is not None and not request.path.startswith("/moved"):
-            request.send_response(302)
-            request.send_header("Location", f"{self.redirect}/{name}")
-            request.send_header("Content-Length", "0")
-            request.end_headers()
-            return
         queue = self.faults[name]
         fault = queue.pop(0) if queue else self.always.get(name)
         path = self.folder / name

@@ -85,9 +85,11 @@ def assert_same_store(got, want):
         assert_equal(got[i], want[i])
         assert_equal(got[i, 1:3], want[i, 1:3])
         assert got.find(want[i][0]) == i
-    batch = torch.cat([want[i][0] for i in reversed(range(len(want)))])[None]
+    order = list(reversed(range(len(want))))
+    batch = torch.cat([want[i][0] for i in order])[None]
     for name in ("ids", "logprobs", "tail"):
-        of_got, of_want = (getattr(store.targets_for(batch), name) for store in (got, want))
+        of_got = getattr(got.targets_for(batch, [got.lengths[order]]), name)
+        of_want = getattr(want.targets_for(batch, documents=[order]), name)
         assert torch.equal(of_got, of_want)
 
 

@@ -3,12 +3,15 @@
 import contextlib
 import os
 import resource
+import shutil
 from itertools import pairwise
 
 import pytest
 
-from logitless.store import Store
+from logitless.store import Store, recover
 from logitless.store import journal as _journal
+from logitless.store import listing as _listing
+from logitless.store import writer as _writer
 from tests.support import stores
 from tests.support.forked import FORKED, start
 from tests.support.patience import HANG
@@ -65,6 +68,13 @@ def received(receiver):
     return receiver.recv()
 
 
+def raising(error):
+    def raises(*_):
+        raise error
+
+    return raises
+
+
 def ended(process):
     """Wait for its end, which must be by itself and without an error."""
     process.join(timeout=HANG)
@@ -84,13 +94,16 @@ class TestKilled:
             writer.add(tokens, targets)
             ends.append(writer.journal.size)
         data = (path / "0.journal").read_bytes()
+        cls.text = (path / "store.json").read_bytes()
         abandon(writer)
         return data, ends
 
     def resumed(self, path, data):
-        if not path.exists() or not any(path.iterdir()):
-            open_writer(path).close()
-        (path / "0.journal").write_bytes(data)
+        """A writer of a store with this journal, and the id that stands in it."""
+        path.mkdir(exist_ok=True)
+        for name, content in (("store.json", self.text), ("store.index", b""), ("0.journal", data)):
+            if name == "0.journal" or not (path / name).exists():
+                (path / name).write_bytes(content)
         return open_writer(path)
 
     def test_at_any_byte(self, journal, tmp_path):
@@ -101,7 +114,7 @@ class TestKilled:
             writer = self.resumed(tmp_path, data[:cut])
             assert len(writer) == whole, cut
             abandon(writer)
-            if cut in (0, 3, 7, 8, *ends, ends[1] + 5, ends[2] - 1):
+            if cut in (0, 3, 7, *ends, ends[1] + 5, ends[2] - 1):
                 path = tmp_path / str(cut)
                 with self.resumed(path, data[:cut]) as writer:
                     added = [writer.add(*one) for one in found]
@@ -109,17 +122,17 @@ class TestKilled:
                 assert_holds(Store(path), found)
 
     def test_bytes_that_never_reached_the_disk(self, journal, tmp_path):
-        """A damaged document does not take the documents after it with it."""
+        """A document with damaged rows does not take the documents after it with it."""
         data, ends = journal
-        starts = [8, *ends]
-        for place in range(8, len(data), 7):
+        starts = [12 + int.from_bytes(data[8:12], "little"), *ends]
+        for place in range(starts[0], len(data), 7):
             bad = bytearray(data)
             bad[place : place + 5] = bytes(5)
             if bad == data:
                 continue
             writer = self.resumed(tmp_path, bad)
             intact = [bad[a:b] == data[a:b] for a, b in pairwise(starts)]
-            lost = [a for a in starts[:-1] if bad[a : a + 8] != data[a : a + 8]]  # n or k changed
+            lost = [a for a in starts[:-1] if bad[a : a + 40] != data[a : a + 40]]  # of the entry
             readable = starts.index(lost[0]) if lost else 3
             assert len(writer) == sum(intact[:readable])
             abandon(writer)
@@ -134,21 +147,72 @@ class TestKilled:
             assert [writer.add(*one) for one in found] == [False, True, False]
         assert_holds(Store(tmp_path), found)
 
-    def test_between_the_shard_and_its_journal_s_end(self, tmp_path):
+    @pytest.mark.parametrize("step", ["rename", "the lookup", "the line"])
+    def test_between_the_steps_of_a_flush(self, step, tmp_path, monkeypatch):
+        """The next writer or `recover` goes on after any step, and readers see a whole store."""
         found = documents(3, 4)
         writer = open_writer(tmp_path)
+        writer.add(*document(6, 7))
+        writer.flush()
         for one in found:
             writer.add(*one)
-        data = (tmp_path / "0.journal").read_bytes()
-        writer.close()
-        (tmp_path / "0.journal").write_bytes(data)
-        assert _journal.unfinished(tmp_path) == 0
-        (tmp_path / "0-000001.safetensors.123.unfinished").write_bytes(b"abc")
+        where = {
+            "rename": (os, "rename"), "the lookup": (_writer, "extended"),
+            "the line": (_listing.Listing, "append"),
+        }[step]  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(*where, raising(RuntimeError("killed")))
+            with pytest.raises(RuntimeError, match="killed"):
+                writer.flush()
+        assert len(Store(tmp_path)) == 1
+        again = shutil.copytree(tmp_path, tmp_path / "again")
+        abandon(writer)
         with open_writer(tmp_path) as writer:
-            assert len(writer) == 2
+            assert len(writer) == 3
             writer.add(*document(5, 9))
-        assert_holds(Store(tmp_path), [*found, document(5, 9)])
-        assert not list(tmp_path.glob("*.unfinished"))
+        assert_holds(Store(tmp_path), [document(6, 7), *found, document(5, 9)])
+        assert recover(again) == 3
+        assert_holds(Store(again), [document(6, 7), *found])
+
+    def test_a_writer_goes_on_after_a_failed_flush(self, tmp_path, monkeypatch):
+        writer = open_writer(tmp_path)
+        writer.add(*document(3))
+        with monkeypatch.context() as patch:
+            patch.setattr(_listing.Listing, "append", raising(OSError("full")))
+            with pytest.raises(OSError, match="full"):
+                writer.flush()
+        assert not writer.add(*document(3)) or len(writer) == 1
+        writer.add(*document(4, 1))
+        writer.close()
+        assert_holds(Store(tmp_path), [document(3), document(4, 1)])
+
+    def test_a_line_that_was_cut_off(self, tmp_path):
+        """As a loss of power can leave it."""
+        stores.write(tmp_path, documents(3))
+        with open_writer(tmp_path) as writer:
+            writer.add(*document(4, 1))
+        index = tmp_path / "store.index"
+        index.write_bytes(index.read_bytes()[:-5])
+        with pytest.raises(
+            ValueError, match=r"store\.index must end with a whole line, got a part"
+        ):
+            Store(tmp_path)
+        assert recover(tmp_path) == 2
+        assert_holds(Store(tmp_path), [document(3), document(4, 1)])
+
+    def test_a_removed_shard(self, tmp_path):
+        with open_writer(tmp_path, shard_bytes=1) as writer:
+            for one in documents(3, 4, 5):
+                writer.add(*one)
+        (tmp_path / "0-000001.shard").unlink()
+        with pytest.raises(
+            ValueError, match=r"0-000001\.shard must exist, .* call ll.store.recover"
+        ):
+            Store(tmp_path)
+        assert recover(tmp_path) == 2
+        with open_writer(tmp_path) as writer:
+            assert [writer.add(*one) for one in documents(3, 4, 5)] == [False, True, False]
+        assert_holds(Store(tmp_path), documents(3, 4, 5))
 
     def test_readers_see_what_is_finished(self, tmp_path):
         writer = open_writer(tmp_path)
@@ -157,7 +221,7 @@ class TestKilled:
         writer.flush()
         assert len(Store(tmp_path)) == 1
         writer.flush()  # nothing new
-        assert len(list(tmp_path.glob("*.safetensors"))) == 1
+        assert len(list(tmp_path.glob("*.shard"))) == 1
         writer.close()
         writer.close()
 
@@ -182,7 +246,7 @@ class TestOneWriter:
     def test_a_part_is_named_by_the_rank(self, tmp_path, monkeypatch):
         monkeypatch.setenv("RANK", "3")
         stores.write(tmp_path, documents(3))
-        assert [path.name for path in tmp_path.glob("*.safetensors")] == ["3-000000.safetensors"]
+        assert [path.name for path in tmp_path.glob("*.shard")] == ["3-000000.shard"]
 
     def test_an_error_in_the_block_keeps_what_was_added(self, tmp_path):
         def fails():
@@ -247,7 +311,7 @@ class TestFullDisk:
         writer = open_writer(tmp_path)
         writer.add(*document(3))
         with monkeypatch.context() as patch:
-            patch.setattr("os.fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space")))
+            patch.setattr("os.fsync", raising(OSError(28, "No space")))
             with pytest.raises(OSError, match="No space"):
                 writer.close()
         assert len(Store(tmp_path)) == 0

@@ -1,0 +1,209 @@
+"""Encodes targets as rows, and decodes rows into targets.
+
+A slot, one of the K stored ids of a row, keeps its log-probability as the distance below `top`,
+that of the row's first slot. With `values="u8"`, each row has its own unit of distance. Distances
+of up to NEAR units are rounded to whole units; beyond, each code multiplies the distance by 2^0.4,
+about 1.32, so that a slot with a probability of almost 0 does not force a larger unit on its row:
+
+    code 0 to 223      the distance is code · unit
+    code 224 to 253    the distance is 223 · 2^(0.4 · (code - 223)) · unit
+    code 254           p = 0
+    code 255           an empty slot
+
+With `values="f16"`, the code is the distance itself, inf for p = 0 and NaN for an empty slot. The
+codes of a row ascend, because its slots are sorted. The stored `top` keeps the sum of a row's
+probabilities exact, and rounding changes only their ratios. The KL divergence that it causes grows
+with the square of the unit.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..targets.sparse import SparseTargets, unchecked
+from .counts import decoded_counts, encoded_counts
+from .format import Header, pack, unpack
+
+CODES = 253  # the largest code for a probability above 0
+ZERO, EMPTY = 254, 255
+NEAR, GROWTH = 223, 0.4  # codes above NEAR mean (NEAR · 2^(GROWTH · (code - NEAR))) units
+PER_OCTAVE, LOWEST = 32, -288  # a unit is 2^((step + LOWEST) / 32) nats; step is 0 to 255
+TRIED = 8  # number of other units to try; each unit is 2 % larger than the previous unit
+AT_ONCE = 1 << 16  # largest number of tensor elements in a pass that tries several units
+# With the smallest unit in `TRIED`, slots with at most this mass may be more than NEAR units away.
+FAR_MASS = 2.0**-17
+NEGLIGIBLE = 2.0**-20  # a row keeps its first unit if the divergence is at most this many nats
+SLOTS = 1 << 19  # number of slots that are decoded at once, so that they stay in the cache
+
+
+def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Tensor:
+    """Encodes targets (T,) on their device as rows, uint8 (T, row_bytes), with tokens of 0.
+
+    `sorted_=True` promises slots sorted by probability, as `capture_topk` returns them: the order
+    is not checked, so the host does not wait for the device.
+    """
+    if header.sampled:
+        return encoded_counts(targets, header)
+    ids, logprobs, valid = _ordered(targets, header.k, sorted_)
+    top, logprobs = logprobs[:, 0], logprobs.masked_fill(~valid, -torch.inf)
+    below = torch.where(logprobs == -torch.inf, 0.0, top[:, None] - logprobs)
+    mass = logprobs.logsumexp(-1)
+    zero = valid & (logprobs == -torch.inf)
+    encode = _in_halves if header.values == "f16" else _in_bytes
+    fields, rounded = encode(below, logprobs, zero, valid)
+    rounded_mass = torch.where(logprobs == -torch.inf, -torch.inf, -rounded).logsumexp(-1)
+    top = torch.where(top == -torch.inf, top, mass - rounded_mass)
+    tail = targets.tail
+    if tail is None:  # as in `topk_distill`, a missing tail is log(1 - Σ p)
+        tail = torch.log1p(-mass.double().exp().clamp_max(1))
+    has_slots = valid[:, :1]
+    fields["top"] = torch.where(has_slots, top[:, None], torch.nan)
+    fields["tail"] = torch.where(has_slots, tail.float()[:, None], 0.0)
+    for width, part in pack(torch.where(valid, ids, 0), header.bits).items():
+        fields[f"ids.{width}"] = part
+    rows = torch.zeros(len(ids), header.row_bytes, dtype=torch.uint8, device=ids.device)
+    for name, value in fields.items():
+        header.field(rows, name).copy_(value)
+    return rows
+
+
+def _ordered(targets: SparseTargets, k: int, sorted_: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, log-probabilities and a mask of valid slots, each (T, k), sorted by probability."""
+    ids, logprobs = targets.ids.long(), targets.logprobs.detach().float()
+    valid = torch.ones_like(ids, dtype=torch.bool) if targets.mask is None else targets.mask != 0
+    if targets.k < k:
+        padding = (0, k - targets.k)
+        ids, logprobs, valid = pad(ids, padding), pad(logprobs, padding), pad(valid, padding)
+    if sorted_:
+        return ids, logprobs, valid
+    key = torch.where(valid, logprobs.clamp_min(torch.finfo(torch.float32).min), -torch.inf)
+    if bool((key[:, 1:] > key[:, :-1]).any()):
+        order = key.sort(dim=-1, descending=True, stable=True).indices
+        ids, logprobs, valid = (t.gather(-1, order) for t in (ids, logprobs, valid))
+    return ids, logprobs, valid
+
+
+def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
+    """The field of the distances `below` as fp16 codes, and the rounded distances."""
+    codes = below.clamp_max(torch.finfo(torch.float16).max).half()
+    rounded = codes.float()
+    codes = codes.masked_fill(zero, torch.inf).masked_fill(~valid, torch.nan)
+    return {"codes": codes[:, 1:]}, rounded
+
+
+def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
+    """The fields of the distances `below` as 8-bit codes, and the rounded distances.
+
+    A row's first unit is the smallest with which no slot is beyond NEAR units. If the divergence of
+    the decoded row exceeds NEGLIGIBLE, TRIED other units are tried too, the smallest of which
+    leaves slots with a mass of at most FAR_MASS beyond NEAR, and the best is taken. Trying helps
+    because a row has most of its mass in a few slots, and some units round all of these well.
+    """
+    p = torch.softmax(logprobs.clamp_min(torch.finfo(torch.float32).min), -1)
+    beyond = p.flip(-1).cumsum(-1).flip(-1) <= FAR_MASS
+    widest = torch.stack((below, below.masked_fill(beyond, 0.0))).amax(-1)
+    whole, least = torch.log2(widest / NEAR).mul_(PER_OCTAVE).ceil_().sub_(LOWEST)[..., None]
+    steps = torch.cat((whole, least + torch.arange(TRIED, device=p.device)), -1).clamp_(0, 255)
+    together = max(1, AT_ONCE // max(p.numel(), 1))
+    errors = torch.cat([_divergence(below, p, some) for some in steps.split(together, -1)], -1)
+    errors[:, 0].masked_fill_(errors[:, 0] <= NEGLIGIBLE, -torch.inf)
+    step = steps.gather(-1, errors.argmin(-1, keepdim=True))
+    codes, rounded = _codes(below, _unit(step))
+    codes = codes.masked_fill_(zero, ZERO).masked_fill_(~valid, EMPTY).to(torch.uint8)
+    return {"codes": codes[:, 1:], "step": step.to(torch.uint8)}, rounded
+
+
+def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
+    """KL(p ‖ p̂) as (T, n), where p̂ is the row p after rounding with each of its n units."""
+    below, p = below[:, None], p[:, None]
+    off = below - _codes(below, _unit(steps)[..., None])[1]
+    # `off` is the rounding error of each distance: log p̂ = log p + off - log Σ p e^off. Its limit
+    # keeps e^off finite and changes no choice: a slot with p = 0 does not count, and with p > 0,
+    # such an error makes the divergence so large that another unit is chosen.
+    return (p * off.clamp_max(80.0).exp_()).sum(-1).log_() - (p * off).sum(-1)
+
+
+def _codes(below: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes of the distances `below`, and the distances after decoding."""
+    units = below / unit
+    far = torch.log2(units.clamp_min(NEAR) / NEAR).div_(GROWTH).round_().clamp_max_(CODES - NEAR)
+    near = units.round_().clamp_max_(NEAR)
+    return near + far, near.mul(torch.exp2(far * GROWTH)).mul_(unit)
+
+
+def _unit(step: Tensor) -> Tensor:
+    return torch.exp2((step.float() + LOWEST) / PER_OCTAVE)
+
+
+def tokens_of(rows: Tensor, header: Header) -> Tensor:
+    tokens = header.column(rows, "token").long()
+    return tokens & 2**32 - 1 if header.bits == 32 else tokens
+
+
+def decoded(rows: Tensor, header: Header) -> SparseTargets:
+    if header.sampled:
+        return decoded_counts(rows, header)
+    ids = torch.empty(len(rows), header.k, dtype=header.id_dtype)
+    logprobs, mask = torch.empty(ids.shape, dtype=torch.float32), None
+    portion = max(1, SLOTS // header.k)
+    for a in range(0, len(rows), portion):
+        b = a + portion
+        empty = _decode(rows[a:b], ids[a:b], logprobs[a:b], header)
+        if empty is not None:
+            mask = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask
+            mask[a:b] = ~empty
+    tail = header.column(rows, "tail").clone()
+    return unchecked(ids, logprobs, tail, mask)
+
+
+def _decode(rows: Tensor, ids: Tensor, logprobs: Tensor, header: Header) -> Tensor | None:
+    """Decodes rows into `ids` and `logprobs`, and returns a mask of the empty slots, or None."""
+    unpack(header.ids_of(rows), ids)
+    top, codes = header.column(rows, "top").unsqueeze(1), header.field(rows, "codes")
+    logprobs.narrow(1, 0, 1).zero_()  # the first slot has distance 0 from `top`
+    below = logprobs.narrow(1, 1, header.k - 1).copy_(codes)
+    if header.values == "u8":
+        most = _far(below, codes) if header.k > 1 else EMPTY
+        unit = _units().index_select(0, header.column(rows, "step").int())
+        torch.sub(top, logprobs.mul_(unit.unsqueeze(1)), out=logprobs)
+        if most < EMPTY:  # all slots of a row without slots are empty
+            return None
+    else:
+        torch.sub(top, logprobs, out=logprobs)
+    empty = logprobs.isnan()
+    empty |= empty[:, :1].clone()
+    if not bool(empty.any()):
+        return None
+    logprobs.masked_fill_(empty, -torch.inf)
+    return empty
+
+
+def _far(units: Tensor, codes: Tensor) -> int:
+    """Replaces codes above NEAR by their distances, and returns the largest code.
+
+    Smaller codes equal their distances in units.
+    """
+    last = codes.select(1, -1)  # a row's codes ascend, so its last code is the largest
+    most = int(last.max())
+    if most > NEAR:
+        rows = (last > NEAR).nonzero()[:, 0]
+        of_rows = codes.index_select(0, rows)
+        far = _distances().index_select(0, of_rows.flatten().int())
+        units.index_copy_(0, rows, far.view(of_rows.shape))
+    return most
+
+
+@functools.lru_cache
+def _units() -> Tensor:
+    return _unit(torch.arange(256))
+
+
+@functools.lru_cache
+def _distances() -> Tensor:
+    """The distance of each of the 256 codes in units: inf for ZERO, NaN for EMPTY."""
+    codes = torch.arange(256, dtype=torch.float32)
+    units = codes.clamp_max(NEAR) * torch.exp2((codes - NEAR).clamp_min(0) * GROWTH)
+    units[ZERO], units[EMPTY] = torch.inf, torch.nan
+    return units
