@@ -24,7 +24,6 @@ from ..core.evaluate import evaluate
 from ..core.loss import RowLoss
 from ..core.source import Source, teacher_rows
 from ..heads.head import Head
-from ..heads.linear import captured_of_head
 from .compiled import leave_to_python
 from .formula import HeadLogits
 from .history import Alias, Root, Sent, Shield, is_copy, product, tied
@@ -373,7 +372,8 @@ class UnscaledLogits(Source):
         return recipe.scores.evaluate(recipe, loss, computed, z.sends)
 
     def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
-        return captured_of_head(self.recipe.oriented(False), capture, temperature, softcap)
+        source = self.recipe.source(self.recipe.oriented(False))
+        return source.capture(capture, temperature, softcap)
 
     def ranks_of_call(self):
         return self.z.ranks_of_call()

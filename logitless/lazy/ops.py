@@ -100,7 +100,9 @@ def applied(
     first = lazy[0]
     shape = first.shape
     usable = all(z.from_head and z.shape == shape for z in lazy) and not in_func()
-    if not usable or not shape.numel():
+    # A rank can hold no columns, and must still evaluate its head like the others.
+    empty = not (first.recipe.vocab if whole_rows else 1) or not first.recipe.lead.numel()
+    if not usable or empty:
         return NotImplemented
     first.recipe.check_versions()
     arguments = [argument_of(t, first) for t in leaves]
