@@ -9,7 +9,6 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -99,12 +98,13 @@ class Applied(Formula):
     dtype: torch.dtype
     autocast: "Autocast"
 
-    @cached_property
-    def depth(self) -> int:  # pyright: ignore
-        return 1 + max(getattr(t, "depth", 0) for t in pytree.tree_leaves((self.args, self.kwargs)))
+    def __post_init__(self) -> None:
+        # Attributes, because compiled code reads them of logits that were made outside the graph.
+        parts = pytree.tree_leaves((self.args, self.kwargs))
+        self.depth = 1 + max(getattr(t, "depth", 0) for t in parts)
+        self.direct = self.normal_form()
 
-    @cached_property
-    def direct(self) -> "Direct | None":  # pyright: ignore
+    def normal_form(self) -> "Direct | None":
         step = STEPS.get(self.function)
         if step is None or not self.args:
             return None

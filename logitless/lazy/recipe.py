@@ -170,6 +170,8 @@ class Recipe:
 
     def check(self) -> None:
         """Raises if a tensor has changed, because the values can then no longer be computed."""
+        if torch.compiler.is_compiling():  # a graph checks its inputs itself, and reads no versions
+            return
         self.check_versions()
         if self.watch is not None and self.watch.differs():
             raise_changed()
@@ -262,7 +264,9 @@ def raise_changed(of_input: bool = False) -> None:
 
 def constant(t: Tensor) -> Tensor:
     """t, detached. Inference tensors are cloned, because autograd cannot save them."""
-    return t.clone() if t.is_inference() else t.detach()
+    if not torch.compiler.is_compiling() and t.is_inference():
+        return t.clone()
+    return t.detach()
 
 
 def own(t: Tensor) -> Tensor:
