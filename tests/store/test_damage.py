@@ -27,7 +27,7 @@ def test_random_changes(tmp_path):
 
 
 def test_kill_9(tmp_path):
-    """benchmarks/results/store-kills.txt has 200 rounds."""
+    """For more rounds: python -m tests.support.store_kills 200."""
     assert store_kills.rounds(2, 1, tmp_path / "store") > 0
 
 
