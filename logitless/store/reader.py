@@ -158,6 +158,18 @@ class Store:
                 self._lookup = self._opened_lookup(newer)
         return self._lookup
 
+    def _numbers(self, low: int, high: int) -> list[int]:
+        """The documents with keys in [low, high]. Damaged files in the cache are fetched again."""
+        try:
+            return self.lookup.numbers(low, high)
+        except ValueError:
+            if not isinstance(self._folder, RemoteFolder):
+                raise
+            for run in self.listing.runs:
+                self._folder.discard(run.name, self.listing.crc)
+            self._lookup = None
+            return self.lookup.numbers(low, high)
+
     def _opened_lookup(self, listing: Listing) -> Lookup:
         files = []
         for run in listing.runs:
@@ -390,7 +402,7 @@ class Store:
         least = max(1, int(other[-1]) + 1 if len(other) else 1)  # the rest may be padding
         if len(tokens) > FIRST:
             longest = None
-            for candidate in self.lookup.numbers(*keys_from(tokens)):
+            for candidate in self._numbers(*keys_from(tokens)):
                 n = self._length_of(candidate)
                 longer = least <= n < len(tokens) and (longest is None or n > longest[1])
                 if longer and self._begins(candidate, tokens[:n]):
@@ -408,19 +420,19 @@ class Store:
         Whole documents are compared by their hashes, of 88 bits together.
         """
         key, check = hashes_of(tokens)
-        for number in self.lookup.numbers(key, key):
+        for number in self._numbers(key, key):
             if self._is(number, check, len(tokens)):
                 return number
         if whole or len(tokens) < FIRST:
             return None
-        for number in self.lookup.numbers(*keys_from(tokens)):
+        for number in self._numbers(*keys_from(tokens)):
             if self._length_of(number) > len(tokens) and self._begins(number, tokens):
                 return number
         return None
 
     def has(self, hashes: Hashes, n: int) -> bool:
         """Whether a document has these hashes and this length."""
-        return any(self._is(d, hashes.check, n) for d in self.lookup.numbers(*2 * hashes[:1]))
+        return any(self._is(d, hashes.check, n) for d in self._numbers(*2 * hashes[:1]))
 
     def _is(self, number: int, check: int, n: int) -> bool:
         if number >= len(self):  # a writer has added it since this store was opened

@@ -117,6 +117,9 @@ class Remote:
             except (PermissionError, ImportError):
                 raise
             except Exception as error:  # each file system of fsspec raises its own kinds of errors
+                if getattr(error, "status", None) in (401, 403):  # of aiohttp
+                    text = checks.failed(self.address(name), done, number + 1, error)
+                    raise PermissionError(str(text)) from error
                 if getattr(error, "errno", None) in checks.LOCAL_ERRORS:
                     raise
                 last = error
