@@ -12,19 +12,17 @@ ranks, a row is complete only after the last step of the ring.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..contract import PRECISION
 from ..core import call
-from ..core.autograd import Node, refuse_second
-from ..eager.contrastive import Block
-from ..heads.gemms import without_autocast
 from . import checks
+from .pairwise import How, Needs, Objective, Pairs, Sums, around
+from .pairwise import evaluate as evaluate_pairs
 from .ring import Ring
-from .similarities import Gradients, Similarities, cast_embeddings, picked, times
+from .similarities import Chunk, Similarities, cast_embeddings, picked
 
 
 @call.named()
@@ -115,160 +113,75 @@ def _evaluate(
     if mask is not None:
         with ring.same_call("mask"):
             checks.pair_mask(mask, a, sum(ring.columns))
-    if not isinstance(scale, Tensor):
-        scale = torch.full((), float(scale), device=a.device, dtype=PRECISION[a.dtype])
-    grad = torch.is_grad_enabled() and any(t.requires_grad for t in (a, b, scale))
-    early = grad and reduction != "none" and ring.count == 1
-    how = How(ring, symmetric, ignore_index, reduction, averaged, workspace, early)
-    return _Contrastive.apply(a, b, scale, positives, mask, of_a, of_b, how)  # pyright: ignore
+    how = How(ring, reduction, averaged, workspace, ignore_index, symmetric)
+    return evaluate_pairs(InfoNCE(), how, a, b, (scale,), positives, mask, of_a, of_b)
 
 
-class How(NamedTuple):
-    ring: Ring
-    symmetric: bool
-    ignore_index: int
-    reduction: str
-    averaged: bool
-    workspace: int | None
-    early: bool  # whether forward computes the gradients
+class InfoNCE(Objective):
+    def early(self, how):
+        return how.ring.count == 1
 
+    def losses(self, similarities, pairs, how, needs):
+        if not how.symmetric:
+            return _losses(similarities, pairs, how, needs)
+        losses, saved, sums = _losses(similarities, pairs, how, None)
+        if needs is not None:
+            sums = self.sums(similarities, pairs, how, needs, saved, None)
+        return losses, saved, sums
 
-class Sums(NamedTuple):
-    """The gradients of the sum of all losses, before `_scaled`."""
+    def sums(self, similarities, pairs, how, needs, saved, by_row):
+        """The second pass."""
+        (rows, columns), backend = saved, similarities.backend
+        d_scale = torch.zeros_like(pairs.scale) if needs.numbers[0] else None
 
-    a: Tensor | None
-    b: Tensor | None
-    scale: Tensor | None
+        def visit(chunk: Chunk, given: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+            of_columns, by_column = (*given, None, None)[:2]
+            found = backend.contrastive_gradient(
+                chunk.x, chunk.block, rows[chunk.rows], of_columns,
+                None if by_row is None else by_row[chunk.rows], by_column, d_scale is not None,
+            )  # fmt: skip
+            if d_scale is not None:
+                d_scale.add_(found)
 
-
-class Pairs(NamedTuple):
-    """The tensors of a call."""
-
-    a: Tensor
-    b: Tensor
-    scale: Tensor  # (), fp32 or fp64
-    positives: Tensor | None  # int64, -1 for ignored rows
-    ignored: Tensor | None  # (N,), bool
-    bad: Tensor | None  # (N,), bool; rows that are ignored, or whose positive is out of range
-    mask: Tensor | None
-    labels: tuple[Tensor, ...]  # () or (labels of a, labels of b)
-    ring: Ring
-
-    @staticmethod
-    def of(a, b, scale, positives, mask, of_a, of_b, how: How) -> "Pairs":
-        ignored = bad = None
-        if positives is not None:
-            # ignored rows of `a` become 0, because they can be inf or NaN
-            ignored = positives == how.ignore_index
-            positives = torch.where(ignored, -1, positives.long())
-            bad = (positives < 0) | (positives >= len(b))
-            a = torch.where(ignored.unsqueeze(1), 0.0, a)
-        labels = () if of_a is None else (of_a.long(), of_b.long())
-        scale = scale.detach().reshape(()).to(PRECISION[a.dtype])
-        return Pairs(a, b, scale, positives, ignored, bad, mask, labels, how.ring)
-
-    def block(self, owner: int, labels: Sequence[Tensor]) -> Block:
-        """Pairs this rank's rows of `a` with the rows of `b` on rank `owner`."""
-        own, mask = owner == self.ring.index, self.mask
-        if mask is not None:
-            start = self.ring.columns_before(owner)
-            mask = mask[:, start : start + self.ring.columns[owner]]
-        return Block(
-            self.scale,
-            self.positives if own else None,
-            0 if own and self.positives is None else None,
-            mask,
-            (self.labels[0], labels[0]) if labels else None,
-        )
-
-
-class _Contrastive(Node):
-    @staticmethod
-    def forward(ctx, a, b, scale, positives, mask, of_a, of_b, how):
-        with without_autocast(a.device):
-            pairs = Pairs.of(a, b, scale, positives, mask, of_a, of_b, how)
-            similarities = Similarities(pairs.a, how.ring.largest, how.workspace)
-            needs = ctx.needs_input_grad if how.early else None
-            if how.symmetric:
-                losses, rows, columns, ctx.sums = _losses(similarities, pairs, how, None)
-                if needs is not None:
-                    ctx.sums = _sums(similarities, pairs, how, rows, columns, None, needs)
-            else:
-                losses, rows, columns, ctx.sums = _losses(similarities, pairs, how, needs)
-        ctx.how, ctx.share, ctx.backend = how, None, similarities.backend
-        if how.reduction != "none":
-            losses, ctx.share = _reduced(losses, pairs.ignored, how)
-        ctx.save_for_backward(a, b, scale, positives, mask, of_a, of_b, rows, columns)
-        return losses
-
-    @staticmethod
-    def backward(ctx, upstream):  # pyright: ignore
-        Node.refuse_vmap((upstream,))
-        *tensors, rows, columns = ctx.saved_tensors
-        (a, b, scale, *_), how = tensors, ctx.how
-        sums, ctx.sums = ctx.sums, None  # a second backward computes the sums again
-        with torch.no_grad(), without_autocast(a.device):
-            pairs = Pairs.of(*tensors, how)  # pyright: ignore
-            if sums is None:
-                similarities = Similarities(pairs.a, how.ring.largest, how.workspace, ctx.backend)
-                by_row = _of_counted(upstream, pairs) if ctx.share is None else None
-                needs = ctx.needs_input_grad
-                sums = _sums(similarities, pairs, how, rows, columns, by_row, needs)
-            gradients = _scaled(sums, pairs, how, ctx.share, upstream, scale)
-        if torch.is_grad_enabled():
-            gradients = refuse_second(gradients, (a, b, scale, upstream))
-        return *gradients, None, None, None, None, None
-
-
-def _of_counted(upstream: Tensor, pairs: Pairs) -> Tensor:
-    """`upstream` (N,) with 0 in ignored rows, where inf · 0 would be NaN."""
-    if pairs.ignored is not None:
-        upstream = torch.where(pairs.ignored, 0.0, upstream)
-    return upstream.contiguous()
+        given = [] if columns is None else [columns] if by_row is None else [columns, by_row]
+        _, gradients, d_b = around(similarities, pairs, needs, given, (), visit)
+        assert gradients is not None
+        return Sums(gradients.d_a, d_b, (d_scale,))
 
 
 def _losses(
-    similarities: Similarities, pairs: Pairs, how: How, needs: Sequence[bool] | None
-) -> tuple[Tensor, Tensor, Tensor | None, Sums | None]:
+    similarities: Similarities, pairs: Pairs, how: How, needs: Needs | None
+) -> tuple[Tensor, tuple[Tensor, Tensor | None], Sums | None]:
     """The loss of each row, the normalisers of rows and columns, and the gradients.
 
     The normalisers of columns are None in one direction, and the gradients if `needs` is None.
     """
-    backend, gradients = similarities.backend, None
+    backend = similarities.backend
     rows, columns = (_no_logits(len(t), pairs.scale) for t in (pairs.a, pairs.b))
     of_positives = torch.zeros(len(pairs.a), device=pairs.a.device, dtype=similarities.a.dtype)
-    d_b = d_scale = None
-    if needs is not None:
-        for_a, for_b, for_scale, *_ = needs
-        gradients = Gradients(similarities, for_a)
-        d_b = gradients.zeros_like(pairs.b) if for_b else None
-        d_scale = torch.zeros_like(pairs.scale) if for_scale else None
+    d_scale = torch.zeros_like(pairs.scale) if needs is not None and needs.numbers[0] else None
 
-    def visit(owner: int, given: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        b, *labels = given
-        block, overwritten = pairs.block(owner, labels), gradients is not None
-        for chunk in similarities.chunks(owner, b, block, overwritten):
-            at = chunk.rows
-            found = picked(chunk, None if pairs.bad is None else ~pairs.bad[at])
-            if found is not None:
-                of_positives[at] = found
-            backend.contrastive_read(chunk.x, chunk.block, rows[at], sums[0] if sums else None)
-            if gradients is not None:
-                _, lse = _finished(backend, rows, of_positives, pairs, at)
-                more = backend.contrastive_gradient(
-                    chunk.x, chunk.block, lse, None, d_scale=d_scale is not None
-                )
-                if d_scale is not None:
-                    d_scale.add_(more)
-                gradients.add(chunk, b, d_b)
+    def visit(chunk: Chunk, given: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+        at = chunk.rows
+        found = picked(chunk, None if pairs.bad is None else ~pairs.bad[at])
+        if found is not None:
+            of_positives[at] = found
+        backend.contrastive_read(chunk.x, chunk.block, rows[at], sums[0] if sums else None)
+        if needs is not None:
+            _, lse = _finished(backend, rows, of_positives, pairs, at)
+            more = backend.contrastive_gradient(
+                chunk.x, chunk.block, lse, None, d_scale=d_scale is not None
+            )
+            if d_scale is not None:
+                d_scale.add_(more)
 
-    given = (similarities.working(pairs.b), *pairs.labels[1:])
-    columns = pairs.ring.around(given, (columns,) if how.symmetric else (), visit)
+    states = (columns,) if how.symmetric else ()
+    states, gradients, d_b = around(similarities, pairs, needs, (), states, visit)
     loss, rows = _finished(backend, rows, of_positives, pairs, slice(None))
     if how.symmetric:
-        other, lse = backend.contrastive_finish(columns[0], of_positives, pairs.scale)
-        return (loss + other) / 2, rows, lse, None
-    return loss, rows, None, gradients and Sums(gradients.d_a, d_b, d_scale)
+        other, lse = backend.contrastive_finish(states[0], of_positives, pairs.scale)
+        return (loss + other) / 2, (rows, lse), None
+    return loss, (rows, None), gradients and Sums(gradients.d_a, d_b, (d_scale,))
 
 
 def _finished(
@@ -286,70 +199,6 @@ def _finished(
         bad, ignored = bad.unsqueeze(1), ignored.unsqueeze(1)
         lse.masked_fill_(bad, torch.nan).masked_fill_(ignored, torch.inf)
     return loss, lse
-
-
-def _reduced(losses: Tensor, ignored: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
-    """The sum or mean of the losses of all ranks, and the factor (1, or 1 / count) of each loss."""
-    count = torch.full((), len(losses), device=losses.device, dtype=torch.float64)
-    if ignored is not None:
-        count = (~ignored).sum().double()
-    total, count = how.ring.total(torch.stack((losses.sum().double(), count)))
-    share = torch.ones_like(total) if how.reduction == "sum" else 1 / count.clamp(min=1)
-    return (total * share).to(losses.dtype), share.to(losses.dtype)
-
-
-def _sums(
-    similarities: Similarities,
-    pairs: Pairs,
-    how: How,
-    rows: Tensor,
-    columns: Tensor | None,
-    by_row: Tensor | None,  # (N,), the upstream gradient, or None for ones
-    needs: Sequence[bool],  # whether `a`, `b`, `scale` and the other arguments need a gradient
-) -> Sums:
-    """The second pass: the gradients of `a`, `b` and `scale`."""
-    for_a, for_b, for_scale, *_ = needs
-    backend, gradients = similarities.backend, Gradients(similarities, for_a)
-    d_scale = torch.zeros_like(pairs.scale) if for_scale else None
-
-    def visit(owner: int, given: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        b, *rest = given
-        of_columns = rest.pop(0) if how.symmetric else None
-        by_column = rest.pop(0) if how.symmetric and by_row is not None else None
-        for chunk in similarities.chunks(owner, b, pairs.block(owner, rest), overwritten=True):
-            at = chunk.rows
-            found = backend.contrastive_gradient(
-                chunk.x, chunk.block, rows[at], of_columns,
-                None if by_row is None else by_row[at], by_column, for_scale,
-            )  # fmt: skip
-            if d_scale is not None:
-                d_scale.add_(found)
-            gradients.add(chunk, b, sums[0] if sums else None)
-
-    given = [similarities.working(pairs.b)]
-    given += [columns] if columns is not None else []
-    given += [by_row] if columns is not None and by_row is not None else []
-    sums = [gradients.zeros_like(pairs.b)] if for_b else []
-    d_b = pairs.ring.around((*given, *pairs.labels[1:]), sums, visit)
-    return Sums(gradients.d_a, d_b[0] if d_b else None, d_scale)
-
-
-def _scaled(
-    sums: Sums, pairs: Pairs, how: How, share: Tensor | None, upstream: Tensor, scale: Tensor
-) -> tuple[Tensor | None, ...]:
-    factor = pairs.scale.new_full((), 0.5 if how.symmetric else 1.0)
-    if share is not None:
-        factor = factor * share * upstream
-        if how.averaged:
-            factor = factor * pairs.ring.count
-    factored = factor * pairs.scale
-    d_a, d_b = times(sums.a, factored, pairs.a), times(sums.b, factored, pairs.b)
-    if d_a is not None and pairs.ignored is not None:
-        d_a = d_a.masked_fill_(pairs.ignored.unsqueeze(1), 0.0)
-    d_scale = None
-    if sums.scale is not None:
-        d_scale = (sums.scale * factor).to(scale.dtype).reshape(scale.shape)
-    return d_a, d_b, d_scale
 
 
 def _no_logits(count: int, like: Tensor) -> Tensor:

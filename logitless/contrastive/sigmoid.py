@@ -6,19 +6,17 @@ differ between rows, and backward computes the similarities again: four GEMMs.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..contract import PRECISION
 from ..core import call
-from ..core.autograd import Node, refuse_second
-from ..eager.contrastive import Block
-from ..heads.gemms import without_autocast
 from . import checks
+from .pairwise import How, Needs, Objective, Pairs, Sums, around
+from .pairwise import evaluate as evaluate_pairs
 from .ring import Ring
-from .similarities import Gradients, Similarities, cast_embeddings, times
+from .similarities import Chunk, Similarities, cast_embeddings
 
 
 @call.named()
@@ -70,144 +68,48 @@ def _evaluate(a, b, scale, bias, positives, reduction, group, averaged, workspac
         call.check_once(checks.sigmoid, *options)
         positives = checks.positive_ids(positives, b)
     ring.exchange_sizes(a, b)
-    full = PRECISION[a.dtype]
-    scale, bias = (
-        t if isinstance(t, Tensor) else torch.full((), float(t), device=a.device, dtype=full)
-        for t in (scale, bias)
-    )
     how = How(ring, reduction, averaged, workspace)
-    grad = torch.is_grad_enabled() and any(t.requires_grad for t in (a, b, scale, bias))
-    return _SigmoidContrastive.apply(a, b, scale, bias, positives, how, grad)  # pyright: ignore
+    return evaluate_pairs(Sigmoid(), how, a, b, (scale, bias), positives)
 
 
-class How(NamedTuple):
-    ring: Ring
-    reduction: str
-    averaged: bool
-    workspace: int | None
+class Sigmoid(Objective):
+    def early(self, how):
+        return True
 
+    def losses(self, similarities, pairs, how, needs):
+        losses, sums = _pass(similarities, pairs, needs)
+        return losses, (), sums
 
-class Inputs(NamedTuple):
-    a: Tensor
-    b: Tensor
-    scale: Tensor
-    bias: Tensor
-    positives: Tensor | None
-
-    def number(self, t: Tensor) -> Tensor:
-        return t.detach().reshape(()).to(PRECISION[self.a.dtype])
-
-
-class Needs(NamedTuple):
-    a: bool
-    b: bool
-    scale: bool
-    bias: bool
-
-    @staticmethod
-    def of(ctx) -> "Needs":
-        return Needs(*ctx.needs_input_grad[: len(Needs._fields)])
-
-
-class Sums(NamedTuple):
-    """The gradients of the sum of all losses, before `_scaled`."""
-
-    a: Tensor | None
-    b: Tensor | None
-    numbers: Tensor  # (2,), the gradients of `scale` and `bias`
-
-
-class _SigmoidContrastive(Node):
-    @staticmethod
-    def forward(ctx, a, b, scale, bias, positives, how, grad):
-        inputs = Inputs(a, b, scale, bias, positives)
-        needs = Needs.of(ctx) if grad and how.reduction != "none" else None
-        with without_autocast(a.device):
-            losses, ctx.sums = _pass(inputs, how, needs)
-        ctx.how, ctx.share = how, None
-        if how.reduction != "none":
-            losses, ctx.share = _reduced(losses, how)
-        ctx.save_for_backward(a, b, scale, bias, positives)
-        return losses
-
-    @staticmethod
-    def backward(ctx, upstream):  # pyright: ignore
-        Node.refuse_vmap((upstream,))
-        inputs, how, needs = Inputs(*ctx.saved_tensors), ctx.how, Needs.of(ctx)
-        with torch.no_grad(), without_autocast(inputs.a.device):
-            sums, ctx.sums = ctx.sums, None  # a second backward computes the sums again
-            if sums is None:
-                by_row = upstream.contiguous() if ctx.share is None else None
-                sums = _pass(inputs, how, needs, by_row)[1]
-            gradients = _scaled(sums, inputs, how, ctx.share, upstream, needs)
-        if torch.is_grad_enabled():
-            gradients = refuse_second(gradients, (*inputs, upstream))
-        return *gradients, None, None, None
+    def sums(self, similarities, pairs, how, needs, saved, by_row):
+        return _pass(similarities, pairs, needs, by_row)[1]
 
 
 def _pass(
-    inputs: Inputs, how: How, needs: Needs | None, upstream: Tensor | None = None
-) -> tuple[Tensor, Sums | None]:
+    similarities: Similarities, pairs: Pairs, needs: Needs | None, upstream: Tensor | None = None
+) -> tuple[Tensor, Any]:
     """The loss of each row, and the gradients of the sum of all, unless `needs` is None.
 
     `upstream` (N,) multiplies the gradient of each row.
     """
-    ring, a, b = how.ring, inputs.a, inputs.b
-    # Without stored normalisers, forward and backward can use different backends.
-    similarities = Similarities(a, ring.largest, how.workspace)
-    backend = similarities.backend
-    scale, bias = inputs.number(inputs.scale), inputs.number(inputs.bias)
-    gradients = None if needs is None else Gradients(similarities, needs.a)
-    losses, numbers = scale.new_zeros(len(a)), scale.new_zeros(2)
-    own, bad = inputs.positives, None
-    if own is not None:
+    backend, (scale, bias) = similarities.backend, pairs.numbers
+    losses, numbers = scale.new_zeros(len(pairs.a)), scale.new_zeros(2)
+    if pairs.bad is not None:
         # On a GPU, a positive out of range makes loss and gradient of its row NaN.
-        bad = (own < 0) | (own >= len(b))
-        upstream = torch.where(bad, torch.nan, 1.0 if upstream is None else upstream)
+        upstream = torch.where(pairs.bad, torch.nan, 1.0 if upstream is None else upstream)
 
-    def visit(owner: int, given: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        here = owner == ring.index
-        block = Block(scale, own if here else None, 0 if here and own is None else None)
-        for chunk in similarities.chunks(owner, given[0], block, gradients is not None):
-            at = chunk.rows
-            by_row = None if upstream is None else upstream[at]
-            loss, found = backend.sigmoid_contrastive(
-                chunk.x, chunk.block, bias, gradients is not None, by_row
-            )
-            losses[at] += loss
-            if gradients is not None:
-                numbers.add_(found)
-                gradients.add(chunk, given[0], sums[0] if sums else None)
-
-    sums = [gradients.zeros_like(b)] if gradients is not None and needs and needs.b else []
-    d_b = ring.around((similarities.working(b),), sums, visit)
-    if bad is not None:
-        losses = losses.masked_fill(bad, torch.nan)
-    if gradients is None:
-        return losses, None
-    return losses, Sums(gradients.d_a, d_b[0] if d_b else None, numbers)
-
-
-def _reduced(losses: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    """The sum or mean of the losses of all ranks, and the factor (1, or 1 / rows) of each loss."""
-    total = how.ring.total(losses.sum().double())
-    share = 1 / max(sum(how.ring.rows), 1) if how.reduction == "mean" else 1.0
-    return (total * share).to(losses.dtype), losses.new_full((), share)
-
-
-def _scaled(
-    sums: Sums, inputs: Inputs, how: How, share: Tensor | None, upstream: Tensor,
-    needs: Needs,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    factor = inputs.number(torch.ones_like(inputs.scale))
-    if share is not None:
-        factor = share * upstream * (how.ring.count if how.averaged else 1)
-    scaled = factor * inputs.number(inputs.scale)
-    d_a, d_b = times(sums.a, scaled, inputs.a), times(sums.b, scaled, inputs.b)
-    numbers = [
-        (d * factor).to(t.dtype).reshape(t.shape) if needed else None
-        for d, t, needed in zip(
-            sums.numbers, (inputs.scale, inputs.bias), (needs.scale, needs.bias), strict=True
+    def visit(chunk: Chunk, given: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+        by_row = None if upstream is None else upstream[chunk.rows]
+        loss, found = backend.sigmoid_contrastive(
+            chunk.x, chunk.block, bias, needs is not None, by_row
         )
-    ]
-    return d_a, d_b, *numbers
+        losses[chunk.rows] += loss
+        if found is not None:
+            numbers.add_(found)
+
+    _, gradients, d_b = around(similarities, pairs, needs, (), (), visit)
+    if pairs.bad is not None:
+        losses = losses.masked_fill(pairs.bad, torch.nan)
+    if gradients is None or needs is None:
+        return losses, None
+    needed = zip(numbers, needs.numbers, strict=True)
+    return losses, Sums(gradients.d_a, d_b, tuple(d if need else None for d, need in needed))
