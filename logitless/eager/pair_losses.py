@@ -273,5 +273,5 @@ LOSSES = {
     "jsd": PairLoss(_jsd_fold, _first_two, _jsd_dz),
     "skewed_forward": PairLoss(_skewed_forward_fold, _first_two, _skewed_forward_dz),
     "skewed_reverse": PairLoss(_skewed_reverse_fold, _first_two, _skewed_reverse_dz),
-    "tvd": PairLoss(_tvd_fold, _tvd_finish, _tvd_dz, divisor=2),
+    "tvd": PairLoss(_tvd_fold, _tvd_finish, _tvd_dz, divisor=4),
 }
