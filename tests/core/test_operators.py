@@ -277,6 +277,7 @@ QUICK = {"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}
 
 
 @inductor
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # of Inductor, on a GPU
 @pytest.mark.parametrize("used", [False, True], ids=["dead logits", "logits that are returned"])
 def test_the_gradient_overwrites_logits_that_nothing_else_reads(used, device):
     """As that of F.cross_entropy, so the backward allocates no tensor of their size."""
