@@ -3,9 +3,9 @@
 A fused head returns a `LazyLogits`. It holds the head's hidden states, weight, bias and adapters
 with their autograd history, and a formula over their product (recipe.py). A view of rows is the
 view of `hidden`, a slice of columns the slice of `weight`; a bias or an adapter is an ordinary sum
-(rows.py, ops.py); other functions extend the formula. A loss brings the
-formula into normal form (formula.py) and is computed from the head, chunk by chunk, so gradients go
-straight to `hidden` and `weight` (history.py). Anything else reads the values (memory.py).
+(rows.py, ops.py); other functions extend the formula. A loss brings the formula into normal form
+(formula.py) and is computed from the head, chunk by chunk, so gradients go straight to `hidden` and
+`weight` (history.py). Anything else reads the values (memory.py).
 """
 
 import functools

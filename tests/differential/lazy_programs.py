@@ -192,7 +192,7 @@ def outcome(p: Program, lazy: bool, until: str | None = None) -> Outcome:
 
 
 def layout(tensors: list[Tensor]) -> list:
-    return [None if isinstance(t, Shared) else t.stride() for t in tensors]
+    return [None if isinstance(t, Shared) and t.path else t.stride() for t in tensors]
 
 
 def depends_on_layout(lazy: Outcome, plain: Outcome) -> bool:

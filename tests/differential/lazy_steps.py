@@ -147,7 +147,9 @@ def hooked(t: Tensor, factor: float | None) -> Tensor:
     def hook(g: Tensor) -> Tensor | None:
         return None if factor is None else g * factor + g.sum() * 0
 
-    if t.requires_grad:
+    # `grad_fn` renews the node of a view whose memory was written to, without which PyTorch's
+    # register_hook crashes.
+    if t.requires_grad and (t.grad_fn is not None or t.is_leaf):
         t.register_hook(hook)  # pyright: ignore
     return t
 
