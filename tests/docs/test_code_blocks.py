@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 # The number of "py" blocks per page. These blocks are not run, because they need a server, a
 # bucket, a dataset, torchdata, vLLM, Liger or TRL.
 EXCERPTS = {
-    "docs/store.md": 4, "docs/migrating.md": 1, "docs/trainers.md": 1, "docs/recipes/vllm.md": 1,
+    "docs/store.md": 5, "docs/migrating.md": 1, "docs/trainers.md": 1, "docs/recipes/vllm.md": 1,
     "docs/recipes/configured.md": 1,
 }  # fmt: skip
 # Pages that other tests run: tests/trainers/test_recipes.py and tests/gpu/test_recipes.py.
