@@ -1,6 +1,7 @@
 """Compares fused and plain training of the language models of Transformers, tiny and random.
 
-    make test-families                           all causal LMs; rewrites the table in docs/fuse.md
+    make test-families                           all causal LMs; rewrites the table in docs/fuse.md,
+                                                 and the names in benchmarks/results
     make test-families ARGS=--others             masked, seq2seq, speech and vision-language
                                                  models; prints a table
     make test-families ARGS="LlamaForCausalLM"   the named classes only
@@ -44,6 +45,7 @@ from tests.support.paths import ROOT
 from tests.support.tiny_models import V, batch, build
 
 PAGE = ROOT / "docs/fuse.md"
+NAMES = ROOT / "benchmarks/results/x86_64-cpu/families.md"
 CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 OTHERS = {  # a class counts in the first mapping that has it
     "masked LM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -210,13 +212,19 @@ def same(a, b) -> bool:
 
 
 def table(found: dict[str, Outcome]) -> str:
-    """Markdown tables of the outcomes and of classes that are not fused, and all fused classes."""
+    """Markdown tables of the outcomes, and of the classes that are not fused."""
     count = {kind: sum(o.kind == kind for o in found.values()) for kind in KINDS}
     lines = [f"| of {len(found)} classes | | |", "|---|---|---|"]
     lines += [f"| {kind} | {count[kind]} | {KINDS[kind]} |" for kind in KINDS if count[kind]]
-    lines += ["", *tokens(found), "", *not_generating(found), "", *not_fused(found)]
+    return "\n".join([*lines, "", *not_fused(found), ""])
+
+
+def details(found: dict[str, Outcome]) -> str:
+    """How many classes generate the same tokens, which do not, and the names of all fused ones."""
     fused = [re.sub("ForCausalLM$", "", name) for name, o in found.items() if o.kind == "fused"]
-    return "\n".join([*lines, "", *textwrap.wrap(f"Fused: {', '.join(fused)}.", 100), ""])
+    lines = ["# Causal language models of Transformers, fused", "", *tokens(found), ""]
+    lines += [*not_generating(found), "", *textwrap.wrap(f"Fused: {', '.join(fused)}.", 100), ""]
+    return "\n".join(lines)
 
 
 def tokens(found: dict[str, Outcome]) -> list[str]:
@@ -276,10 +284,12 @@ def in_order(mapping: dict) -> list[str]:
     return sorted(set(mapping.values()), key=str.lower)
 
 
-def write(text: str) -> None:
-    """Replaces the table of docs/fuse.md."""
-    versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
-    PAGE.write_text(BLOCK.sub(lambda m: f"{m[1]}{text}\n{versions}.\n{m[2]}", PAGE.read_text()))
+def write(found: dict[str, Outcome]) -> None:
+    """Replaces the table of docs/fuse.md, and the file of names."""
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}."
+    text = f"{table(found)}\n{versions}\n"
+    PAGE.write_text(BLOCK.sub(lambda m: f"{m[1]}{text}{m[2]}", PAGE.read_text()))
+    NAMES.write_text(f"{details(found)}\n{versions} Written by `make test-families`.\n")
 
 
 def main(names: list[str]) -> int:
@@ -295,7 +305,7 @@ def main(names: list[str]) -> int:
     else:
         found = checked_all(names or in_order(CAUSAL))
         if not names:
-            write(table(found))
+            write(found)
     return int(any(o.kind == "wrong" for o in found.values()))
 
 
