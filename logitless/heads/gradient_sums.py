@@ -45,6 +45,7 @@ class HeadGradients(NamedTuple):
     row_weight: Tensor | None = None
     row_inputs: tuple[Tensor | None, ...] = ()
     low_rank: Tensor | None = None
+    rest: Callable[[], None] | None = None  # adds what is missing, before the gradients are read
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -109,6 +110,7 @@ class GradientSums:
         into: Tensor | None = None,  # a tensor to which the weight's gradient is added
     ):
         backend, self.head, self.weight = head.backend(), head, head.weight.detach()
+        self.left, self.rest = chunks, None
         self.low_rank, self.skips_first = None, head.skips_first
         if head.low_rank is not None:
             self.low_rank = head.low_rank.detach().to(hidden.dtype)
@@ -143,7 +145,17 @@ class GradientSums:
                 self.low_rank_sums.append(Sum(backend, self.d_low_rank[block], chunks))
 
     def add(self, rows: Rows, h: Tensor, dz: Tensor) -> None:
-        """Adds the gradients of a chunk of rows, where dz is the gradient of its logits."""
+        """Adds the gradients of a chunk of rows, where dz is the gradient of its logits.
+
+        Over a head with `late`, those of the last chunk are added by `rest`.
+        """
+        self.left -= 1
+        if self.head.late and not self.left and self.over_ranks is None:
+            self.rest = partial(self._add, rows, h, dz)
+        else:
+            self._add(rows, h, dz)
+
+    def _add(self, rows: Rows, h: Tensor, dz: Tensor) -> None:
         if dz.device.type == "cpu":
             clear_padding(dz)
         if self.d_hidden is not None:
@@ -162,10 +174,18 @@ class GradientSums:
         if self.low_rank_sums:
             self.low_rank_sums[block].add(dz, second)
 
-    def result(self) -> HeadGradients:
-        """The gradients: `hidden` in its dtype, all others maybe fp32 even for 16-bit tensors."""
+    def result(self, late: bool = False) -> HeadGradients:
+        """The gradients: `hidden` in its dtype, all others maybe fp32 even for 16-bit tensors.
+
+        With `late`, the caller calls `rest`.
+        """
+        rest, self.rest = self.rest, None
+        if rest is not None and not late:
+            rest = rest()
         d_hidden = self.d_hidden if self.over_ranks is None else self.over_ranks.result()
-        return HeadGradients(d_hidden, self.d_weight, self.d_bias, low_rank=self.d_low_rank)
+        return HeadGradients(
+            d_hidden, self.d_weight, self.d_bias, low_rank=self.d_low_rank, rest=rest
+        )
 
 
 class RowInputGradients:

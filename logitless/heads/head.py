@@ -67,6 +67,9 @@ class Head:
     invariant: bool = False  # whether rows have the same bits in every batch (core/invariant.py)
     low_rank: Tensor | None = None  # (V, R), a second weight; fp32 or the dtype of `hidden`
     skips_first: bool = False  # whether the first D columns of `hidden` need no gradient
+    # Whether a mean or sum leaves the gradients of its last chunk to backward, so that a GPU has
+    # work while the host waits for something else.
+    late: bool = False
     # The Signature of the tensors and options (core/call.py). None if the head is a copy with
     # changed fields, or was made by compiled code.
     signature: Signature | None = field(default=None, compare=False, repr=False)

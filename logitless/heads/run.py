@@ -185,7 +185,7 @@ def forward(call: Call, keeps: bool = False) -> Done:
         put_outputs(results, outputs_of_no_rows(call), slice(0, 0), shape.numel())
     ones = None
     if scales or not by_row:
-        ones = HeadGradients() if sums is None else sums.result()
+        ones = HeadGradients() if sums is None else sums.result(late=not by_row)
         none = (None,) * len(needs.row_inputs)
         ones = ones._replace(row_inputs=none if row_inputs is None else tuple(row_inputs.gradients))
     if by_row:
@@ -340,7 +340,7 @@ class Kept:
             ctx.mark_non_differentiable(*loss.without_gradient(outputs))
             ctx.set_materialize_grads(False)
         else:
-            if not (call.scales_in_backward or head.main_grad is not None):
+            if not (call.scales_in_backward or head.main_grad is not None or ones.rest):
                 ones = ones.like(head.inputs)
             ctx.mark_non_differentiable(*outputs[1:])
         # Saved by autograd, so that hooks of saved tensors and checkpointing see these tensors.
@@ -367,9 +367,11 @@ class Kept:
             return HeadGradients(row_inputs=(None,) * len(call.loss.row_inputs))
         if not call.by_row:
             ones, self.ones = self.ones, None  # a second backward computes new gradients
-            if ones is None:
+            if ones is None or ones.rest is not None:
                 with call.head.ready(call.loss):
-                    ones = forward(call).ones
+                    ones = ones or forward(call).ones
+                    if ones.rest is not None:
+                        ones.rest()
             return scaled(call, self.later, ones, upstream[0])
         if self.scales:
             return scaled_rows(call, more, upstream)

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from ..contract import PRECISION
 from ..core.evaluate import evaluate
+from ..heads.chunks import to_host
 from ..heads.head import Head
 from ..heads.linear import HeadLogits
 from ..losses.cross_entropy import cross_entropy_and_scores
@@ -203,7 +204,7 @@ class TokenStatistics(torch.autograd.Function):
             t.detach().requires_grad_() if t is not None and t.requires_grad else t for t in inputs
         ]
         hidden, weight, bias, low_rank = ctx.leaves
-        head = head.replace(hidden=hidden, weight=weight, bias=bias, low_rank=low_rank)
+        head = head.replace(hidden=hidden, weight=weight, bias=bias, low_rank=low_rank, late=True)
         trained = any(t is not None and t.requires_grad for t in inputs[1:])
         way = ways.choose(trained, tokens.step, not tokens.wants["total"] and tokens.half is None)
         results = None
@@ -235,8 +236,11 @@ class TokenStatistics(torch.autograd.Function):
             exact = g_entropy is None or statistics.entropy.requires_grad
         else:
             factor, near = _common_factor(used, (g_logprob, g_entropy))
-            # The gradients are scaled before the host waits for `near`.
+            near, copied = to_host(near)
+            # The GEMMs of the last chunk are queued before the host waits for `near`.
             gradients = _gradients([(loss, factor)], wanted)
+            if copied is not None:
+                copied.synchronize()
             exact = bool(near)
         if not exact:
             head, tokens, ways = ctx.given

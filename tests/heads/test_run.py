@@ -13,6 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import logitless as ll
 from logitless.heads import choose_cut
+from logitless.heads.head import Head
+from logitless.heads.linear import HeadLogits
 from tests.support import calls
 from tests.support.calls import CALLS, made, outcome
 from tests.support.heads import (
@@ -278,3 +280,29 @@ def test_logits_that_fit_into_the_workspace_are_kept(dtype, logits_dtype, monkey
         torch.testing.assert_close(a, b, rtol=8 * eps, atol=float(8 * eps * b.abs().max()))
     for a, b in zip(found[3:], again, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=float(4 * eps * b.abs().max()))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+def test_a_late_head_leaves_the_last_chunk_to_backward(reduction, dtype, frozen, monkeypatch):
+    """All bits stay the same, in a second backward too."""
+    cut_like("rows", monkeypatch)
+    hidden, weight, bias, target = (
+        t.to(dtype) if t.is_floating_point() else t for t in make(device=DEVICE)
+    )
+    hidden, weight, bias = leaves(hidden, weight, bias)
+    inputs = [hidden] if frozen else [hidden, weight, bias]
+    weight.requires_grad_(not frozen), bias.requires_grad_(not frozen)
+    found, backward = [], []
+    for late in (False, True):
+        logits = HeadLogits(Head(hidden, weight, bias, late=late))
+        loss = ll.cross_entropy(logits, target, reduction=reduction)
+        with FlopCounterMode(display=False) as counter:
+            first = torch.autograd.grad(loss, inputs, torch.ones_like(loss), retain_graph=True)
+        backward.append(counter.get_total_flops())
+        again = torch.autograd.grad(loss, inputs, torch.ones_like(loss))
+        found.append([loss, *first, *again])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    assert backward[1] > backward[0] == 0 or reduction == "none"
