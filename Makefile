@@ -53,7 +53,7 @@ test-gpu: $(READY)  ## tests at real sizes, on a GPU
 test-families: $(READY)  ## fuse every causal LM of Transformers; prints the table of docs/fuse.md
 	$(PY) -W ignore -m tests.support.families $(ARGS)
 
-test-clients: .venv-clients/sources/tests  ## other libraries' tests over fused models: Transformers, PyTorch, PEFT, TRL
+test-clients: .venv-clients/sources/tests  ## other libraries' tests over fused models: Transformers, PyTorch, PEFT, torchao
 	LOGITLESS_CLIENTS=$< HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest $(TWO_WORKERS) \
 		tests/clients tests/lazy/test_peft_accelerate.py $(ARGS)
 

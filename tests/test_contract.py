@@ -1,7 +1,6 @@
 """What losses and backends share."""
 
 import torch
-import torch.utils.checkpoint
 
 
 def test_what_is_made_once_is_no_inference_tensor(device):

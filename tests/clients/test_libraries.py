@@ -1,10 +1,7 @@
-"""torchao, TRL and Lightning beside a fused model: the plain model's numbers."""
-
-import copy
+"""torchao and bitsandbytes beside a fused model: the plain model's numbers."""
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import logitless as ll
@@ -13,7 +10,7 @@ from logitless.heads.choose_cut import Cut
 from logitless.lazy import report
 from logitless.lazy.logits import LazyLogits
 from tests.support.families import apart, trained
-from tests.support.tiny_models import V, batch, build
+from tests.support.tiny_models import batch, build
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -227,105 +224,3 @@ def test_other_heads_of_bitsandbytes_are_plain(change, first):
     fused = change(ll.fuse(llama())) if first == "fuse" else ll.fuse(change(llama()))
     with pytest.warns(UserWarning, match="does not compute its logits by torch.nn.functional.lin"):
         assert_as_plain(change(llama()), fused, is_lazy=False)
-
-
-# --- TRL
-
-
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(V)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="w2", pad_token="w1", unk_token="w0"
-    )
-
-
-def text(start: int, length: int = 6) -> str:
-    return " ".join(f"w{3 + (7 * start + i) % (V - 3)}" for i in range(length))
-
-
-def losses(trainer) -> list[float]:
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-ARGUMENTS = {
-    "max_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True, "bf16": False,
-    "save_strategy": "no", "logging_steps": 1, "per_device_train_batch_size": 2,
-}  # fmt: skip
-
-
-def sft(model: nn.Module, folder, **options):
-    import datasets
-    import trl
-
-    data = datasets.Dataset.from_list([{"text": text(i)} for i in range(8)])
-    arguments = trl.SFTConfig(output_dir=str(folder), **ARGUMENTS, **options)
-    return trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer())
-
-
-def dpo(model: nn.Module, folder, **options):
-    import datasets
-    import trl
-
-    rows = [{"prompt": text(i), "chosen": text(i + 1), "rejected": text(i + 2)} for i in range(8)]
-    arguments = trl.DPOConfig(output_dir=str(folder), **ARGUMENTS, **options)
-    data = datasets.Dataset.from_list(rows)
-    reference = copy.deepcopy(model)
-    return trl.DPOTrainer(
-        model, reference, args=arguments, train_dataset=data, processing_class=tokenizer()
-    )
-
-
-@pytest.mark.parametrize("make", [sft, dpo], ids=lambda make: make.__name__)
-def test_trainers_of_trl_never_call_the_head(make, tmp_path):
-    plain = llama()
-    fused = ll.fuse(copy.deepcopy(plain))
-    with pytest.warns(UserWarning, match="LlamaForCausalLM did not call its head"):
-        got = losses(make(fused, tmp_path))
-    assert got == losses(make(plain, tmp_path))
-    assert not ll.is_fused(fused)
-
-
-def test_sft_with_label_smoothing_calls_the_head(tmp_path):
-    plain = llama()
-    fused = ll.fuse(copy.deepcopy(plain))
-    how = {"label_smoothing_factor": 0.1}
-    got, want = losses(sft(fused, tmp_path, **how)), losses(sft(plain, tmp_path, **how))
-    assert got == pytest.approx(want, rel=1e-4)
-    assert ll.is_fused(fused)
-
-
-# --- Lightning
-
-
-def test_lightning():
-    import lightning
-
-    class Module(lightning.LightningModule):
-        def __init__(self, model):
-            super().__init__()
-            self.model, self.losses = model, []
-
-        def training_step(self, given, _):
-            loss = self.model(**given).loss
-            self.losses.append(float(loss))
-            return loss
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def trained_losses(model):
-        module = Module(model)
-        trainer = lightning.Trainer(
-            max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        trainer.fit(module, torch.utils.data.DataLoader([batch(model)] * 3, batch_size=None))
-        return module
-
-    got, want = trained_losses(ll.fuse(llama())), trained_losses(llama())
-    assert got.losses == pytest.approx(want.losses, rel=1e-5)
-    assert ll.is_fused(got)

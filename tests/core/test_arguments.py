@@ -42,55 +42,6 @@ def test_an_option_without_its_name(call, words):
     assert refusal(call) == words
 
 
-SPARSE = {"divergence": "tvd", "support": "tail"}
-TYPOS = {
-    "cross_entropy": (
-        lambda o: ll.cross_entropy(TEACHER, TARGET, **o), "ignore_idx", "ignore_index"),
-    "linear_cross_entropy": (
-        lambda o: ll.linear_cross_entropy(*head(), TARGET, **o), "ignore_idx", "ignore_index"),
-    "linear_cross_entropy, its own": (
-        lambda o: ll.linear_cross_entropy(*head(), TARGET, **o), "workspaces", "workspace"),
-    "LinearLogits": (lambda o: ll.LinearLogits(*head(), **o), "accumulated", "accumulate"),
-    "logsumexp": (lambda o: ll.logsumexp(TEACHER, **o), "temperatur", "temperature"),
-    "entropy": (lambda o: ll.entropy(TEACHER, **o), "soft_cap", "softcap"),
-    "token_logprobs": (lambda o: ll.token_logprobs(TEACHER, IDS, **o), "temprature", "temperature"),
-    "score": (lambda o: ll.score(TEACHER, TARGET, **o), "ignored_index", "ignore_index"),
-    "kept_scores": (lambda o: ll.kept_scores(TEACHER, TARGET, IDS, **o), "masss", "mass"),
-    "row_stats": (lambda o: ll.row_stats(TEACHER, **o), "entropies", "entropy"),
-    "row_loss": (lambda o: ll.row_loss(lambda s: s.lse, TEACHER, **o), "reduce", "reduction"),
-    "slot_loss": (
-        lambda o: ll.slot_loss(lambda s: s.student_tail, TEACHER, ll.capture_topk(TEACHER, K), **o),
-        "tails", "tail"),
-    "kl_div": (lambda o: ll.kl_div(TEACHER, TEACHER, direction="forward", **o), "masks", "mask"),
-    "jsd": (lambda o: ll.jsd(TEACHER, TEACHER, **o), "t_square", "t_squared"),
-    "tvd": (lambda o: ll.tvd(TEACHER, TEACHER, **o), "row_weights", "row_weight"),
-    "soft_cross_entropy": (
-        lambda o: ll.soft_cross_entropy(TEACHER, TEACHER, **o), "smoothing", "label_smoothing"),
-    "topk_distill": (
-        lambda o: ll.topk_distill(TEACHER, ll.capture_topk(TEACHER, K), **SPARSE, **o), "label",
-        "labels"),
-    "gathered_kl": (lambda o: ll.gathered_kl(TEACHER, TEACHER, **o), "reductions", "reduction"),
-    "capture_topk": (lambda o: ll.capture_topk(TEACHER, K, **o), "temperature_", "temperature"),
-    "CrossEntropyLoss": (lambda o: ll.nn.CrossEntropyLoss(**o), "ignore_idx", "ignore_index"),
-    "LinearCrossEntropyLoss": (lambda o: ll.nn.LinearCrossEntropyLoss(**o), "soft_cap", "softcap"),
-    "Score": (lambda o: ll.nn.Score(**o), "temperatures", "temperature"),
-    "LogSumExp": (lambda o: ll.nn.LogSumExp(**o), "soft_cap", "softcap"),
-    "TopKDistillLoss": (lambda o: ll.nn.TopKDistillLoss(**SPARSE, **o), "betas", "beta"),
-    "JSDLoss": (lambda o: ll.nn.JSDLoss(**o), "betta", "beta"),
-    "TVDLoss": (lambda o: ll.nn.TVDLoss(**o), "soft_cap", "softcap"),
-    "FusedHead": (lambda o: ll.nn.FusedHead(2, 3, **o), "worksp", "workspace"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TYPOS)
-def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(name):
-    """It was "_Reads.__init__() got an unexpected keyword argument"."""
-    call, typo, meant = TYPOS[name]
-    words = refusal(lambda: call({typo: None}))
-    assert words.startswith(f"{name.split(',')[0]} must be called with only the arguments ")
-    assert words.endswith(f", got {typo!r}. Did you mean {meant!r}?")
-
-
 @pytest.mark.parametrize("loss", [ll.contrastive, ll.sigmoid_contrastive])
 def test_a_temperature_is_answered_with_the_scale(loss):
     words = refusal(lambda: loss(torch.eye(3), torch.eye(3), temperature=0.07))
@@ -103,6 +54,8 @@ def test_an_option_like_no_other_is_named_with_those_there_are():
     assert refusal(lambda: ll.logsumexp(TEACHER, dim=-1)) == want
 
 
+HEAD = dict(zip(("hidden", "weight"), head(), strict=True))
+SPARSE = {"divergence": "tvd", "support": "tail"}
 SLOTS = {"targets": ll.capture_topk(TEACHER, K)}
 BOTH = {"student": TEACHER, "teacher": TEACHER}
 X_AND_TARGET = {"logits": TEACHER, "target": TARGET}
@@ -126,9 +79,32 @@ VALID = {
     ll.gathered_kl: {"student_logits": TEACHER, "teacher_logprobs": TEACHER},
     ll.capture_topk: {"logits": TEACHER, "k": K},
     ll.capture_sampled: {"logits": TEACHER, "n": K},
-    ll.sampled_softmax: dict(zip(("hidden", "weight"), head(), strict=True))
-    | {"target": TARGET, "negatives": IDS},
+    ll.sampled_softmax: HEAD | {"target": TARGET, "negatives": IDS},
 }
+
+
+BY_NAME = VALID | {  # what else has options
+    ll.linear_cross_entropy: HEAD | {"target": TARGET},
+    ll.LinearLogits: HEAD,
+    ll.nn.FusedHead: {"in_features": 2, "out_features": 3},
+    ll.nn.KLDivLoss: {"direction": "forward"},
+    ll.nn.TopKDistillLoss: SPARSE,
+    **{
+        getattr(ll.nn, name): {}
+        for name in ll.nn.__all__
+        if name not in ("FusedHead", "KLDivLoss", "TopKDistillLoss")
+    },
+}
+
+
+@pytest.mark.parametrize("function", BY_NAME, ids=lambda f: f.__name__)
+def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(function):
+    parameters = inspect.signature(function).parameters.values()
+    named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    meant = named[-1] if named else "softcap"
+    words = refusal(lambda: function(**BY_NAME[function], **{f"{meant}_": None}))
+    assert words.startswith(f"{function.__name__} must be called with only the arguments ")
+    assert words.endswith(f", got '{meant}_'. Did you mean {meant!r}?")
 
 
 @pytest.mark.parametrize("function", VALID, ids=lambda f: f.__name__)

@@ -1,73 +1,35 @@
-"""cross_entropy(..., inplace=True): the gradient takes the logits' place, and autograd is told."""
+"""cross_entropy(..., inplace=True): the gradient takes the logits' place, and autograd is told.
+
+Leaves, views, other uses of the logits, and what is refused.
+"""
 
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 
 import logitless as ll
-from tests.support.in_place import V, make, truth
+from tests.support import oracle
+from tests.support.calls import TARGET, N, leaves
 from tests.support.laws import ROUNDING, error, value_and_grad
+from tests.support.pairwise import pairwise
+from tests.support.refusals import T, refusal, refuses
+
+V = 37
+CHANGED = "modified by an inplace operation"
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("upstream", [1.0, -2.5, 0.0])
-def test_gradient_for_a_scalar_upstream(reduction, upstream, impl, device):
-    x, target = make(device=device)
-    leaf = x.clone().requires_grad_()
-    loss = ll.cross_entropy(leaf * 1, target, reduction=reduction, inplace=True)
-    (loss * upstream).backward()
-    want_loss, want = truth(x, target, upstream, reduction)
-    assert error(loss.detach(), want_loss) <= ROUNDING
-    assert error(leaf.grad, want) <= ROUNDING
-    assert not leaf.grad[1].any()
+def make(rows=5, device="cpu"):
+    target = torch.randint(0, V, (rows,), device=device)
+    target[1] = -100
+    return torch.randn(rows, V, device=device), target
 
 
-@pytest.mark.parametrize(
-    "upstream", [[1.0] * 5, [0.5, 9.0, -2.0, 0.0, 3.0]], ids=["ones", "different"]
-)
-def test_gradient_for_an_upstream_of_each_row(upstream, impl, device):
-    x, target = make(device=device)
-    leaf = x.clone().requires_grad_()
-    loss = ll.cross_entropy(leaf * 1, target, reduction="none", inplace=True)
-    loss.backward(torch.tensor(upstream, device=device))
-    want_loss, want = truth(x, target, upstream, "none")
-    assert error(loss.detach(), want_loss) <= ROUNDING
-    assert error(leaf.grad, want) <= ROUNDING
-
-
-OPTIONS = {
-    "smoothing": {"label_smoothing": 0.2},
-    "weight": {"weight": torch.linspace(0.1, 2, V)},
-    "z_loss": {"z_loss": 0.1, "softcap": 5.0, "temperature": 0.7},
-    "row temperature": {"temperature": torch.linspace(0.5, 2, 5)},
-    "row_weight": {"row_weight": torch.tensor([1.0, 2.0, -1.0, 0.0, 3.0])},
-    "mask": {"mask": torch.tensor([True, True, False, True, False])},
-    "counts": {"row_weight": torch.tensor([1, 2, 0, 3, 1])},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_every_option_agrees_with_inplace_false(options, reduction, impl, device):
-    x, target = make(device=device)
-    how = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    upstream = torch.randn(() if reduction == "mean" else 5, device=device)
-    kept, replaced = (
-        value_and_grad(
-            lambda x, inplace=inplace: ll.cross_entropy(
-                x * 1, target, reduction=reduction, inplace=inplace, **how
-            ),
-            x,
-            upstream,
-        )
-        for inplace in (False, True)
+def truth(x, target, upstream, reduction="mean"):
+    """Cross-entropy and its gradient, in fp64."""
+    upstream = torch.as_tensor(upstream, dtype=torch.float64).to(x.device)
+    return value_and_grad(
+        lambda x: oracle.cross_entropy(x, target, reduction=reduction), x.double(), upstream
     )
-    if reduction == "none":
-        assert torch.equal(replaced[0], kept[0])
-    else:  # the two kernels add the same five losses in different orders
-        torch.testing.assert_close(replaced[0], kept[0], rtol=4e-7, atol=0)
-    torch.testing.assert_close(replaced[1], kept[1], rtol=1e-6, atol=1e-7)
 
 
 class TestHalf:
@@ -190,30 +152,6 @@ def test_an_infinite_upstream_gradient_of_an_ignored_row(impl, device):
         assert not grad[1].any()
 
 
-def test_second_backward_in_place_raises(impl, device):
-    """Second backward on a retained graph scaled twice: the logits are gone, so it raises."""
-    leaf = torch.randn(3, 37, device=device, requires_grad=True)
-    target = torch.randint(0, 37, (3,), device=device)
-    loss = ll.cross_entropy(leaf * 1, target, inplace=True) * 3
-    loss.backward(retain_graph=True)
-    first = leaf.grad.clone()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    assert torch.equal(leaf.grad, first)
-
-
-def test_autograd_is_told_of_inplace(impl, device):
-    """Input logits overwritten without telling autograd: its count of writes goes up."""
-    leaf = torch.randn(3, 37, device=device, requires_grad=True)
-    logits = leaf * 1
-    square = logits.square().sum()  # saves the logits
-    before = logits._version
-    loss = ll.cross_entropy(logits, torch.tensor([1, 2, 3], device=device), inplace=True)
-    assert logits._version > before
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (square + loss).backward()
-
-
 def test_wide_rows_in_place_under_the_interpreter(device):
     """Programs that run one after another cannot wait for each other."""
     x = torch.randn(1, 9000, device=device)
@@ -226,10 +164,183 @@ def test_wide_rows_in_place_under_the_interpreter(device):
     torch.testing.assert_close(leaf.grad, want.grad)
 
 
-def test_in_place_under_a_watching_mode(device):
-    from torch._subclasses.fake_tensor import FakeTensorMode
+# --- leaves, views, and other uses
 
-    with FakeTensorMode():
-        x = torch.randn(4, 50, device=device, requires_grad=True) * 1
-        loss = ll.cross_entropy(x, torch.zeros(4, dtype=torch.int64, device=device), inplace=True)
-        assert loss.shape == ()
+
+@pytest.mark.parametrize("use", [lambda x: x.sum(), lambda x: x.square().sum()], ids=["+", "²"])
+@pytest.mark.parametrize("through", ["itself", "a view of it"])
+def test_a_later_use_raises(use, through, impl, device):
+    x, target = make(device=device)
+    logits = x.clone().requires_grad_() * 1
+    loss = ll.cross_entropy(logits, target, inplace=True)
+    later = use(logits if through == "itself" else logits.view(-1))
+    with pytest.raises(RuntimeError, match=r"logits must not be used after .*inplace=True"):
+        (loss + later).backward()
+
+
+@pytest.mark.parametrize("leaf_given", [False, True], ids=["made", "leaf"])
+def test_an_earlier_saved_use_raises(leaf_given, impl, device):
+    x, target = make(device=device)
+    logits = x.clone().requires_grad_()
+    if not leaf_given:
+        logits = logits * 1
+    earlier = logits.square().sum()
+    loss = ll.cross_entropy(logits, target, inplace=True)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        (loss + earlier).backward()
+
+
+def test_an_earlier_use_that_saved_nothing_is_fine(impl, device):
+    x, target = make(device=device)
+    leaf = x.clone().requires_grad_()
+    logits = leaf * 1
+    earlier = logits.sum()
+    (ll.cross_entropy(logits, target, inplace=True) + earlier).backward()
+    assert error(leaf.grad, truth(x, target, 1.0)[1] + 1) <= ROUNDING
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("leaf_given", [False, True], ids=["made", "leaf"])
+def test_a_second_backward_raises(retain, leaf_given, impl, device):
+    x, target = make(device=device)
+    logits = x.clone().requires_grad_()
+    loss = ll.cross_entropy(logits if leaf_given else logits * 1, target, inplace=True) * 2
+    loss.backward(retain_graph=retain)
+    first = logits.grad.clone()
+    with pytest.raises(RuntimeError, match=CHANGED if retain else "second time"):
+        loss.backward()
+    assert torch.equal(logits.grad, first)
+
+
+SHAPES = {  # of the tensor that the logits (6, V) are a view of
+    "itself": (6, V),
+    "rows in two dimensions": (2, 3, V),
+    "rows in three dimensions": (1, 6, 1, V),
+    "flat": (6 * V,),
+    "two rows in one": (3, 2 * V),
+}
+
+
+@pairwise(shape=SHAPES, reduction=["mean", "none"], leaf_given={"made": False, "leaf": True})
+def test_views(shape, reduction, leaf_given, impl, device):
+    """logits.view(-1, V) of anything: the gradient is that of a copy."""
+    x = torch.randn(6, V, device=device)
+    target = torch.randint(0, V, (6,), device=device)
+    upstream = torch.tensor([1.0, 2.0, -3.0, 0.5, 0.0, 4.0], device=device)
+    if reduction == "mean":
+        upstream = upstream[1]
+    leaf = x.view(shape).clone().requires_grad_()
+    base = leaf if leaf_given else leaf * 1
+    ll.cross_entropy(base.view(6, V), target, reduction=reduction, inplace=True).backward(upstream)
+    assert error(leaf.grad.view(6, V), truth(x, target, upstream, reduction)[1]) <= ROUNDING
+
+
+def test_a_later_use_of_the_base_raises(impl, device):
+    x, target = make(6, device=device)
+    base = x.view(2, 3, V).clone().requires_grad_() * 1
+    loss = ll.cross_entropy(base.view(6, V), target, inplace=True)
+    with pytest.raises(RuntimeError, match=r"logits must not be used after .*inplace=True"):
+        (loss + base.sum()).backward()
+
+
+PARTS = {
+    "all but the last": lambda h: h[:, :-1],
+    "columns": lambda h: h[..., 2:],
+    "one of a batch": lambda h: h[1],
+    "every other": lambda h: h[:, ::2],
+    "transposed rows": lambda h: h.transpose(0, 1),
+    "transposed vocabulary": lambda h: h[..., :4].transpose(1, 2),
+    "chunk": lambda h: h.chunk(2, 1)[1],
+    "unbound": lambda h: h.unbind(0)[1],
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
+@pytest.mark.parametrize("leaf_given", [False, True], ids=["made", "leaf"])
+def test_parts_of_a_larger_tensor(part, leaf_given, impl, device):
+    """The part is overwritten, the rest is not, and the gradient is that of a copy."""
+    h = torch.randn(2, 4, V, device=device)
+    x = part(h).contiguous()
+    target = torch.randint(0, x.shape[-1], x.shape[:-1], device=device)
+    upstream = torch.randn(x.shape[:-1], device=device)
+    leaf = h.clone().requires_grad_()
+    base = leaf if leaf_given else leaf * 1
+    logits = part(base)
+    loss = ll.cross_entropy(logits, target, reduction="none", inplace=True)
+    rest = torch.ones_like(h, dtype=torch.bool)
+    part(rest).fill_(False)
+    assert torch.equal(base.detach()[rest], h[rest])
+    loss.backward(upstream)
+    copy = h.double().requires_grad_()
+    oracle.cross_entropy(part(copy), target, reduction="none").backward(upstream.double())
+    assert error(leaf.grad, copy.grad) <= ROUNDING
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [lambda h: h.detach(), lambda h: h.detach().view(6, V).view(6, V), lambda h: h.data],
+    ids=["detach", "view of detach", "data"],
+)
+def test_a_detached_leaf_keeps_its_gradient_to_itself(cut, impl, device):
+    x, target = make(6, device=device)
+    source = x.clone().requires_grad_()
+    leaf = cut(source * 1).requires_grad_()
+    ll.cross_entropy(leaf, target, inplace=True).backward()
+    assert error(leaf.grad, truth(x, target, 1.0)[1]) <= ROUNDING
+    assert source.grad is None
+
+
+def test_a_view_made_without_gradients_sends_none_to_its_base(impl, device):
+    """It is a leaf although what it looks at isn't; PyTorch may refuse to have it overwritten."""
+    x, target = make(6, device=device)
+    source = x.view(2, 3, V).clone().requires_grad_()
+    hidden = source * 1
+    with torch.no_grad():
+        leaf = hidden.view(6, V)
+    leaf.requires_grad_()
+    refused = False
+    try:
+        ll.cross_entropy(leaf, target, inplace=True).backward()
+    except RuntimeError as refusal:
+        refused = "view was created in no_grad mode" in str(refusal)
+    assert source.grad is None
+    assert refused or error(leaf.grad, truth(x, target, 1.0)[1]) <= ROUNDING
+
+
+def test_expanded_logits_cannot_be_overwritten():
+    x = torch.zeros(1, 5, requires_grad=True).expand(3, 5)
+    with refuses(
+        ValueError,
+        "logits must not have elements that share memory if inplace=True, "
+        "got shape (3, 5) with strides (0, 1).",
+    ):
+        ll.cross_entropy(x, T[0], inplace=True)
+    with torch.no_grad():  # nothing is overwritten
+        ll.cross_entropy(x, T[0], inplace=True)
+
+
+def test_in_place_refuses_create_graph(impl, device):
+    x, target = make(device=device)
+    logits = x.requires_grad_() * 1
+    loss = ll.cross_entropy(logits, target, inplace=True)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_no_rows_share_no_memory(device):
+    """Whatever their strides."""
+    logits = torch.empty_strided((2, 0, 1), (0, 1, 0), device=device).requires_grad_()
+    target = torch.empty((2, 0), dtype=torch.int64, device=device)
+    assert ll.cross_entropy(logits, target, inplace=True) == 0
+
+
+@pytest.mark.parametrize("of", ["the logits", "their base", "a view"])
+def test_logits_that_retain_their_gradient_cannot_be_overwritten(of, impl):
+    """It was an INTERNAL ASSERT of PyTorch's, or a gradient that never came."""
+    base = leaves("tensor")[0].requires_grad_() * 1
+    logits = base if of == "the logits" else base.view(2, N // 2, V)
+    (logits if of == "a view" else base).retain_grad()
+    words = refusal(lambda: ll.cross_entropy(logits, TARGET.view(logits.shape[:-1]), inplace=True))
+    assert words.startswith("logits must not retain grad (retain_grad was called) if inplace=True")
+    with torch.no_grad():
+        ll.cross_entropy(logits, TARGET.view(logits.shape[:-1]), inplace=True)

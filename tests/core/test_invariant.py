@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless import eager
 from logitless.contract import Reading
-from logitless.core.invariant import aligned, is_invariant, starts_aligned
-from logitless.kernels import config, host, stats_split_fwd
+from logitless.core.invariant import is_invariant
+from logitless.kernels import config
 from logitless.losses.statistics import SCORES
 from tests.support import oracle
 from tests.support.invariance import (
@@ -148,22 +147,6 @@ def test_with_and_without_a_gradient(backend):
     assert loss.requires_grad
 
 
-def test_every_function_has_the_same_log_probability(backend):
-    """So the ratio of equal policies is exactly 1, also if two functions compute the policies."""
-    hidden, weight, target = torch.randn(4, WIDTH), torch.randn(75, WIDTH), torch.arange(4)
-    with ll.invariant():
-        for z in (hidden @ weight.t(), ll.LinearLogits(hidden, weight)):
-            logprob = ll.score(z, target).logprob
-            others = [
-                ll.token_logprobs(z, target)[2:3],
-                -ll.cross_entropy(z, target, reduction="none")[2:3],
-                ll.row_loss(lambda stats: stats.logprob, z, target, reduction="none")[2:3],
-                ll.row_stats(z, target[:, None], total=True).logprob[2],
-            ]
-            for other in others:
-                assert torch.equal(bits(other), bits(logprob[2:3]))
-
-
 def test_backward_outside_of_the_block(backend):
     """The nodes of autograd keep the setting of forward, also for a second backward."""
     hidden, weight = torch.randn(5, WIDTH), torch.randn(75, WIDTH)
@@ -246,42 +229,6 @@ def test_a_teacher_head(backend):
     assert all(map(torch.equal, *found))
 
 
-class TestTheseTestsCanFail:
-    """If a part of the implementation is replaced or turned off, bits differ between batches."""
-
-    @interpreted
-    def test_splits_that_depend_on_the_number_of_rows(self, monkeypatch):
-        def by_rows(rows, device, sums, softcap, invariant):
-            return config.overridden(config.Config(64, 1, 3 if rows.count > 2 else 1))
-
-        with ll.impl("triton"), config.override(block_v=64), ll.invariant():
-            assert differing(statistics, plain, 400, 400, torch.float32, (3,)) == 0
-            monkeypatch.setattr(host, "cut_of", by_rows)
-            monkeypatch.setattr(stats_split_fwd, "cut_of", by_rows)
-            host._read_plan.cache_clear()
-            assert differing(statistics, plain, 400, 400, torch.float32, (3,)) > 0
-        host._read_plan.cache_clear()
-
-    @interpreted
-    def test_rows_that_start_anywhere(self):
-        """Outside of the block, kernels divide a row of odd length according to its address."""
-        with ll.impl("triton"), config.override(block_v=64):
-            assert differing(statistics, plain, 401, 401, torch.float32, (3,)) > 0
-
-    def test_a_gemm_that_depends_on_the_number_of_rows(self, monkeypatch):
-        def by_rows(a, b, out, bias=None, transposed=False):
-            b = b.t() if transposed else b
-            order = torch.randperm(a.shape[1]) if len(a) > 2 else torch.arange(a.shape[1])
-            return torch.mm(a[:, order], b[order], out=out)
-
-        with ll.impl("eager"), ll.invariant():
-            weight = torch.randn(75, WIDTH)
-            monkeypatch.setattr(eager, "row_gemm", by_rows)
-            monkeypatch.setattr("logitless.heads.head.computes_single_rows", lambda backend: False)
-            source = lambda x, seed: ll.LinearLogits(x, weight)  # noqa: E731
-            assert differing(statistics, source, WIDTH, 75, torch.float32, (8,)) > 0
-
-
 def test_the_setting_is_read_once():
     with ll.invariant():
         with ll.invariant():
@@ -297,13 +244,6 @@ def test_the_setting_is_read_once():
         raise ZeroDivisionError
     assert not is_invariant()
     assert not Reading(4).invariant
-
-
-def test_no_rows(backend):
-    with ll.invariant():
-        for z in (torch.zeros(0, 8), ll.LinearLogits(torch.zeros(0, 4), torch.zeros(8, 4))):
-            assert ll.score(z, torch.zeros(0, dtype=torch.int64)).lse.shape == (0,)
-            assert ll.cross_entropy(z, torch.zeros(0, dtype=torch.int64)) == 0
 
 
 def test_torch_func_is_refused():
@@ -324,23 +264,3 @@ def test_torch_compile_leaves_the_loss_to_python():
         compiled, alone = loss(x, target), ll.LinearLogits(x[1:2], weight)
         alone = 2 * ll.cross_entropy(alone, target[1:2], reduction="none")
     assert torch.equal(bits(compiled[1:2]), bits(alone))
-
-
-class TestAligned:
-    def test_rows_that_start_aligned_are_not_copied(self):
-        x = torch.zeros(3, 4, 80, dtype=torch.float16)
-        for z in (x, x[:, :-1], x[:1], x[..., :75], torch.zeros(2, 75)[:1]):
-            assert starts_aligned(z)
-            assert aligned(z) is z
-
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_others_are_copied(self, dtype):
-        x = torch.randn(2, 2, 3, 75).to(dtype)
-        for z in (x, x[0], x[0, 0], x[..., 1:9], x[0, 0].t(), x[0, 0, 1:2, 1:]):
-            z = z.detach().requires_grad_()
-            copy = aligned(z)
-            assert starts_aligned(copy.reshape(-1, z.shape[-1]) if z.dim() > 3 else copy)
-            assert torch.equal(copy, z)
-            copy.backward(torch.ones_like(copy))
-            assert z.grad is not None
-            assert bool((z.grad == 1).all())

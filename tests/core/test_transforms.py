@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.utils.checkpoint
 
 import logitless as ll
 from tests.support.calls import CALLS, TARGET, TEACHER, N, V, leaves, normal, outcome

@@ -250,10 +250,6 @@ def _transposed(t: Tensor) -> Tensor:
     return shuffled.permute([order.index(i) for i in range(t.dim())])
 
 
-def _columns_outermost(t: Tensor) -> Tensor:
-    return t.new_empty((t.shape[-1], *t.shape[:-1])).movedim(0, -1)
-
-
 # The first is what the others are held against.
 SOURCES: dict[str, Callable[[Given], tuple[Any, dict[str, Tensor]]]] = {
     "tensor": _copied(torch.empty_like),

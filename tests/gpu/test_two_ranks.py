@@ -1,15 +1,20 @@
-"""A vocabulary over two processes that share one GPU, by gloo on its tensors and the kernels.
+"""A vocabulary over two ranks by the kernels. The ranks are threads, which share the GPU.
 
-Without a GPU, on the CPU; tests/parallel/test_rank_processes.py has more cases there.
+tests/parallel/test_shard.py has every call and more ranks, at the same size.
 """
 
-from tests.support.rank_processes import failures, run
+import pytest
+
+from tests.support.calls import CALLS, N, V, normal
+from tests.support.meanings import MEANINGS
 from tests.support.shard_cases import SHORT
-from tests.support.sizes import sized
-
-NAMES = sized(SHORT, ("cross_entropy", "score"))
+from tests.support.shards import close, on_shards, plainly
 
 
-def test_as_one_process():
-    outcomes = run(2, "tests.support.shard_cases", f"on_the_device({NAMES})")
-    assert not failures(outcomes), "\n".join(failures(outcomes))
+@pytest.mark.parametrize("name", SHORT)
+def test_as_one_process(name):
+    x = normal(N, V, seed=1) * 2
+    got, d_got, _ = on_shards(CALLS[name], x, (20, 17))
+    want, torchs = (plainly(MEANINGS[name], t) for t in (x.double(), x))
+    for a, b, c in zip((*got, d_got), (*want[0], want[1]), (*torchs[0], torchs[1]), strict=True):
+        close(a, b, c)

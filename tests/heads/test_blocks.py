@@ -10,7 +10,6 @@ from logitless.heads.choose_cut import Cut
 from tests.support.heads import V, leaves, make
 
 N = 21
-CUTS = [Cut(N, 8), Cut(N, 8, kept=True), Cut(8, 16)]  # the last has groups of rows, not even ones
 
 
 @pytest.fixture
@@ -101,28 +100,6 @@ def test_many_blocks_are_no_less_exact(cut, device):
     ours = gradients(torch.bfloat16, 16)
     for a, b, c in zip(plain, ours, truth, strict=True):
         assert (b - c).norm() <= 1.1 * (a - c).norm()
-
-
-@pytest.mark.parametrize("count", [0, 5])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_rows_that_count_alone_are_computed(reduction, count, cut, device):
-    """None at all too; those that do not count could hold anything."""
-    cut(Cut(3, 8))
-    hidden, weight, bias, target = make(lead=(N,), device=device)
-    target[:] = -100
-    target[3 : 3 + count] = 1
-    hidden[target == -100] = torch.nan
-    live = target != -100
-    got, want = leaves(hidden, weight, bias), leaves(hidden[live], weight, bias)
-    source = ll.LinearLogits(*got, workspace=1)
-    loss = ll.cross_entropy(source, target, reduction=reduction).sum()
-    plain = ll.cross_entropy(F.linear(*want), target[live], reduction=reduction).sum()
-    torch.testing.assert_close(loss, plain)
-    (loss + plain).backward()
-    torch.testing.assert_close(got[0].grad[live], want[0].grad)
-    assert not got[0].grad[~live].any()
-    for a, b in zip(got[1:], want[1:], strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
 
 
 @pytest.mark.usefixtures("nobody_looks")

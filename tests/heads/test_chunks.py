@@ -82,15 +82,6 @@ def test_autocast_around_a_head_built_before_it(device):
     torch.testing.assert_close(loss.detach(), want)
 
 
-def test_row_weights_of_another_dtype(device):
-    hidden, weight = torch.randn(2048, 8, device=device), torch.randn(30, 8, device=device)
-    target = torch.randint(30, (2048,), device=device)
-    row_weight = (torch.rand(2048, device=device) * 0.01).half()
-    got = ll.cross_entropy(ll.LinearLogits(hidden, weight), target, row_weight=row_weight)
-    want = ll.cross_entropy(hidden @ weight.t(), target, row_weight=row_weight.float())
-    torch.testing.assert_close(got, want)
-
-
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32])
 def test_memory_between_the_rows_of_a_workspace_is_never_read(logits_dtype):
     """On a CPU with AVX-512, PyTorch's bf16 product reads beyond the rows of a wider tensor."""

@@ -33,21 +33,6 @@ def test_fp16_sums_do_not_overflow(how, device):
     torch.testing.assert_close(weight.grad[0].float(), torch.full((8,), -56.25, device=device))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_main_grad(reduction, device):
-    """The weight's gradient is added to it; the weight's own stays."""
-    hidden, weight = torch.randn(9, 8, device=device), torch.randn(30, 8, device=device)
-    target = torch.randint(30, (9,), device=device)
-    target[4] = -100
-    want, got = weight.clone().requires_grad_(), weight.clone().requires_grad_()
-    (ll.cross_entropy(hidden @ want.t(), target, reduction=reduction) * 3).sum().backward()
-    main_grad = torch.ones_like(weight)
-    source = ll.LinearLogits(hidden, got, workspace=2 * 32 * 4, main_grad=main_grad)
-    (ll.cross_entropy(source, target, reduction=reduction) * 3).sum().backward()
-    assert got.grad is None
-    torch.testing.assert_close(main_grad, 1 + want.grad)
-
-
 def test_main_grad_keeps_what_fp32_sums_have(device):
     hidden, weight = torch.randn(64, 8).bfloat16().to(device), torch.randn(30, 8).bfloat16()
     weight = weight.to(device).requires_grad_()

@@ -24,23 +24,6 @@ from tests.support.refusals import refuses
 from tests.support.sizes import DEVICE
 
 
-def test_row_weights_get_gradients(device):
-    hidden, weight, bias, target = make(device=device)
-    for reduction in ("mean", "none"):
-        grads = []
-        for chunk in (None, 3):
-            own = rows(device=device).requires_grad_()
-            parts = leaves(hidden, weight, bias)
-            z = (
-                F.linear(*parts)
-                if chunk is None
-                else ll.LinearLogits(*parts, workspace=chunk * V * 8)
-            )
-            ll.cross_entropy(z, target, row_weight=own, reduction=reduction).sum().backward()
-            grads.append(own.grad)
-        torch.testing.assert_close(*grads)
-
-
 def test_weights_of_any_strides(device):
     hidden, weight, bias, target = make(device=device)
     for view in (weight.t().contiguous().t(), weight[:1].expand(V, D)):

@@ -73,12 +73,6 @@ def test_one_shard_per_rank():
     on_ranks(2, run)
 
 
-def test_linear_cross_entropy(device):
-    (hidden, weight, bias, *pair), target = tensors(device=device)
-    got = ll.linear_cross_entropy(hidden, weight, target, bias=bias, low_rank=tuple(pair))
-    torch.testing.assert_close(got, ll.cross_entropy(lazily((hidden, weight, bias, *pair)), target))
-
-
 def test_members():
     (hidden, weight, bias, second, low), _ = tensors()
     z = ll.LinearLogits(hidden, weight, bias, low_rank=(second, low))

@@ -1,4 +1,4 @@
-"""The laws of losses over a head; results per row, frozen heads, and checkpoints around a head."""
+"""The laws of losses over a head; results per row, frozen heads, and kept logits."""
 
 import contextlib
 import functools
@@ -8,15 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import logitless as ll
 from logitless.heads import choose_cut
 from logitless.heads.head import Head
 from logitless.heads.linear import HeadLogits
-from tests.support import calls
-from tests.support.calls import CALLS, made, outcome
 from tests.support.heads import (
     CUTS,
     LOSSES,
@@ -29,10 +26,8 @@ from tests.support.heads import (
     leaves,
     make,
     materialised,
+    outcome,
     tensors,
-)
-from tests.support.heads import (
-    outcome as outcome_of,
 )
 from tests.support.sizes import DEVICE
 
@@ -119,9 +114,9 @@ class TestLaws:
         truth = [t.detach().double().requires_grad_() for t in truth]
         plain, got = (tensors(dtype, device, pair=pair)[0] for _ in range(2))
         loss = lambda z: ll.cross_entropy(z, target)  # noqa: E731
-        exact = outcome_of(loss, materialised(truth), truth)
-        near = outcome_of(loss, materialised(plain), plain)
-        ours = outcome_of(loss, lazily(got, **options), got)
+        exact = outcome(loss, materialised(truth), truth)
+        near = outcome(loss, materialised(plain), plain)
+        ours = outcome(loss, lazily(got, **options), got)
         assert [t.dtype for t in ours[1]] == [dtype] * len(got)
         for e, p, o in zip(
             (exact[0], *exact[1]), (near[0], *near[1]), (ours[0], *ours[1]), strict=True
@@ -164,21 +159,6 @@ class TestLaws:
             topk = ll.capture_topk(z, 4)
             found.append([*numbers, *d, stats.argmax, topk.ids, topk.logprobs, topk.tail])
         torch.testing.assert_close(*found)
-
-
-@pytest.mark.usefixtures("cut")
-@pytest.mark.parametrize(
-    "name", ["score", "cross_entropy", "cross_entropy, none", "row_stats", "row_loss"]
-)
-def test_checkpointing_over_a_head(name):
-    """Results a row over a head raised CheckpointError."""
-    want = outcome(name, "head")
-    parts = [t.requires_grad_() for t in calls.leaves("head")]
-    found = checkpoint(lambda *p: CALLS[name](made("head", p)), *parts, use_reentrant=False)
-    real = [t for t in found if t.is_floating_point()]
-    sum((t.double() * (i + 1)).sum() for i, t in enumerate(real)).backward()
-    for part, grad in zip(parts, want[len(found) :], strict=True):
-        torch.testing.assert_close(part.grad, grad)
 
 
 ONE_RESULT = {  # losses with one differentiable result per row, of logits and targets

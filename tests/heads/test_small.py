@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
@@ -68,22 +67,6 @@ def test_padded_rows(name, impl, no_chunks, monkeypatch, device):
             assert_same(got, want, **exact, check_dtype=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_errors_of_16_bits_are_those_of_pytorch(reduction, dtype, impl, padded, device):
-    hidden, weight, b, target = make(dtype, device)
-    exact = [t.double() for t in (hidden, weight, b)]
-    torch_loss = functools.partial(F.cross_entropy, reduction=reduction)
-    _, want = result(torch_loss, leaves(*exact), target)
-    _, theirs = result(torch_loss, leaves(hidden, weight, b), target)
-    loss = LOSSES["cross_entropy"]
-    _, ours = result(loss, leaves(hidden, weight, b), target, 100, reduction=reduction)
-    # Triton's interpreter truncates to bf16 instead of rounding.
-    factor = 4 if impl == "triton" and device == "cpu" else 2
-    for a, b, truth in zip(ours, theirs, want, strict=True):
-        assert (a - truth).abs().max() <= factor * (b - truth).abs().max()
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_a_slice_of_hidden_is_as_exact_as_its_copy(reduction, impl, padded, no_chunks, device):
     """F.linear of a slice with three dimensions would round twice, after the GEMM and the bias."""
@@ -120,7 +103,7 @@ def test_vmap_raises(needed, reduction, impl, no_chunks, device):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", ["cross_entropy", "weighted", "jsd"])
+@pytest.mark.parametrize("name", ["cross_entropy", "jsd"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_second_backward_and_a_second_derivative(
     reduction, name, autocast, impl, no_chunks, device
@@ -136,30 +119,6 @@ def test_a_second_backward_and_a_second_derivative(
     (d_hidden,) = torch.autograd.grad(loss, parts[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiated twice"):
         d_hidden.sum().backward()
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_hidden_states_of_ignored_rows_do_not_matter(value, reduction, impl, no_chunks, device):
-    hidden, weight, bias, target = make(torch.float32, device)
-    spoilt = hidden.masked_fill((target == -100).unsqueeze(-1), value)
-    loss = LOSSES["cross_entropy"]
-    want = result(loss, leaves(hidden, weight, bias), target, 100, reduction=reduction)
-    got = result(loss, leaves(spoilt, weight, bias), target, 100, reduction=reduction)
-    assert_same(got, want)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_a_frozen_weight_has_no_gradient(reduction, impl, no_chunks, device, monkeypatch):
-    hidden, weight, _, target = make(torch.float32, device)
-    gemm, calls = gemms.gemm, []
-    monkeypatch.setattr(run, "gemm", lambda *tensors: calls.append(1) or gemm(*tensors))
-    monkeypatch.setattr(run, "is_aligned", lambda *_: False)  # otherwise, torch.mm is called
-    hidden.requires_grad_()
-    loss = ll.cross_entropy(ll.LinearLogits(hidden, weight), target, reduction=reduction)
-    loss.sum().backward()
-    assert len(calls) == 1  # only for the gradient of `hidden`
-    assert weight.grad is None
 
 
 # --- which heads are small
@@ -220,19 +179,6 @@ def test_forward_mode_raises(no_chunks, device):
             ll.cross_entropy(ll.LinearLogits(dual, weight), target)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_fake_tensors(reduction, no_chunks, device):
-    hidden, weight, b, target = make(torch.float32, device)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        parts = [mode.from_tensor(t).requires_grad_() for t in (hidden, weight, b)]
-        loss = ll.cross_entropy(
-            ll.LinearLogits(*parts), mode.from_tensor(target), reduction=reduction
-        )
-        loss.sum().backward()
-    assert loss.shape == (() if reduction == "mean" else target.shape)
-    assert parts[1].grad.shape == weight.shape
-
-
 def test_results_per_row_are_saved_by_autograd(no_chunks, device):
     """Hooks for saved tensors can move or drop the logits."""
     hidden, weight, b, target = make(torch.float32, device)
@@ -290,33 +236,6 @@ def test_the_host_does_little_in_a_backward(used, no_chunks, monkeypatch, device
             torch.autograd.grad(outputs, parts, d)
     assert len(seen) == 1
     assert sorted(ran.names) == ["empty_strided", "mm", "mm"]
-
-
-@pytest.mark.parametrize("backend", ["eager", "triton"])
-@pytest.mark.parametrize("lead", [(6,), (2, 3), (6, 1), (1, 6)])
-def test_results_per_row_of_other_losses(lead, backend, no_chunks, monkeypatch, device):
-    """The gradient of the logits gets memory of shape (N, V) for every shape of hidden."""
-    monkeypatch.setattr(gemms, "reads_vectors", lambda t: True)
-    hidden, weight, bias, target = make(torch.float32, device, lead=lead)
-    teacher = torch.randn(*lead, V, device=device).log_softmax(-1)
-    kept = torch.arange(4, device=device).expand(*lead, 4)
-    losses = {
-        "gathered_kl": lambda z: ll.gathered_kl(z, teacher, reduction="none"),
-        "row_loss": lambda z: ll.row_loss(lambda s: s.logprob * s.lse, z, target, reduction="none"),
-        "row_stats": lambda z: ll.row_stats(z, target, entropy=True).entropy,
-        "kept_scores": lambda z: ll.kept_scores(z, target, kept, mass=True).entropy,
-    }
-    for name, loss in losses.items():
-        found = []
-        for source in (F.linear, ll.LinearLogits):
-            parts = leaves(hidden, weight, bias)
-            with ll.impl(backend), poisoned_memory():
-                out = loss(source(*parts))
-                out.backward(torch.linspace(1.7, 0.6, out.numel(), device=device).view(out.shape))
-            found.append((out.detach(), [t.grad for t in parts]))
-        assert_same(
-            found[1], found[0], rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
-        )
 
 
 # --- a loss of one launch is repeated without building it

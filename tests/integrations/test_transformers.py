@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: requirements/tests.txt")
 
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback
 
 import logitless as ll
@@ -15,6 +15,7 @@ from logitless.lazy import logits as lazy
 from logitless.store import Store, Writer, capture
 from tests.support import stores
 from tests.support.forked import together
+from tests.support.on_policy import arguments, assert_same, distill_trainer, logged, parameters
 from tests.support.tiny_models import V, build
 
 pytestmark = pytest.mark.filterwarnings(
@@ -69,37 +70,9 @@ def captured(tmp_path_factory):
     return Store(path)
 
 
-def arguments(path, **how):
-    about = {
-        "output_dir": str(path), "max_steps": 6, "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2, "logging_steps": 2, "save_strategy": "no", "report_to": [],
-        "disable_tqdm": True, "use_cpu": True, "lr_scheduler_type": "constant", "seed": 3,
-        "remove_unused_columns": False, "max_grad_norm": 0.0, "optim": "sgd",
-        "dataloader_pin_memory": False,
-    }  # fmt: skip
-    return TrainingArguments(**(about | how))
-
-
 def trainer(path, model, how=None, **options):
-    found = ll.hf.DistillTrainer(
-        model, arguments(path, **(how or {})), train_dataset=data(), eval_dataset=data(8),
-        data_collator=collate, **(HOW | options),
-    )  # fmt: skip
-    found.remove_callback(PrinterCallback)
-    return found
-
-
-def parameters(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def assert_same(one, other, most=1e-5):
-    for name, p in other.items():
-        assert (one[name] - p).abs().max() <= most, name
-
-
-def logged(found, name):
-    return [entry[name] for entry in found.state.log_history if name in entry]
+    how = {"max_steps": 6, "logging_steps": 2} | (how or {})
+    return distill_trainer(path, model, data, collate, how, **(HOW | options))
 
 
 class TestTrainer:
@@ -196,15 +169,6 @@ class TestTrainer:
         assert "eval_kd_loss" not in alone
         mean = 0.5 * (both["eval_ce_loss"] + both["eval_kd_loss"])
         assert both["eval_loss"] == pytest.approx(mean, abs=1e-2)
-
-    def test_resumed_from_a_checkpoint(self, captured, tmp_path):
-        whole = trainer(tmp_path / "a", student_model(), store=captured)
-        whole.train()
-        how = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
-        trainer(tmp_path / "b", student_model(), how, store=captured).train()
-        again = trainer(tmp_path / "b", student_model(), store=captured)
-        again.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-3"))
-        assert_same(parameters(again.model), parameters(whole.model), 1e-6)
 
     def test_refusals(self, captured, tmp_path):
         with pytest.raises(

@@ -18,7 +18,7 @@ from tests.support.dense_teachers import (
     ours,
 )
 from tests.support.inputs import on
-from tests.support.laws import FLOOR, assert_as_good_as_torch, error, value_and_grad
+from tests.support.laws import assert_as_good_as_torch, value_and_grad
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -47,14 +47,6 @@ def factor_of(how):
     return 4.0 if isinstance(how.get("temperature"), torch.Tensor) else 2.0
 
 
-@every_loss
-@pytest.mark.parametrize("how", [OPTIONS["plain"], OPTIONS["all"]], ids=["plain", "all"])
-def test_gradcheck(loss, how, device):
-    x, t = make(loss, vocab=13, dtype=torch.float64, device=device)
-    how = on(how, device)
-    assert torch.autograd.gradcheck(lambda x: ours(x, t, loss, **how), x.requires_grad_())
-
-
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_jsd_ends_in_the_kl_divergences(direction, impl, device):
     x, t = make(("jsd", 0.5), device=device)
@@ -64,20 +56,6 @@ def test_jsd_ends_in_the_kl_divergences(direction, impl, device):
     want = value_and_grad(lambda x: kl_div(x, t, direction=direction), x, upstream)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
-
-
-@every_divergence
-@pytest.mark.parametrize("temperature", [2.5, torch.tensor([0.5, 1.0, 2.5])])
-def test_t_squared_scales_value_and_gradient(loss, temperature, impl, device):
-    x, t = make(loss, device=device)
-    temperature = temperature.to(device) if isinstance(temperature, torch.Tensor) else temperature
-    upstream = torch.randn(ROWS, device=device)
-    how = {"temperature": temperature, "reduction": "none"}
-    plain = value_and_grad(lambda x: ours(x, t, loss, **how), x, upstream)
-    scaled = value_and_grad(lambda x: ours(x, t, loss, **how, t_squared=True), x, upstream)
-    square = torch.as_tensor(temperature, device=device).expand(ROWS) ** 2
-    torch.testing.assert_close(scaled[0], plain[0] * square)
-    torch.testing.assert_close(scaled[1], plain[1] * square[:, None])
 
 
 @every_divergence
@@ -139,93 +117,17 @@ def test_soft_cross_entropy_is_pytorchs(smoothing, weighted, reduction, device):
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)
 
 
-def test_soft_cross_entropy_of_one_hot_rows_is_cross_entropy(impl, device):
-    x, _ = make(("soft", None), device=device)
-    target = torch.randint(0, V, (ROWS,), device=device)
-    probs = F.one_hot(target, V).float()
-    x[probs == 0] = x[probs == 0].masked_fill(torch.rand_like(x[probs == 0]) < 0.2, -torch.inf)
-    torch.testing.assert_close(soft_cross_entropy(x, probs), ll.cross_entropy(x, target))
-
-
-def test_forward_kl_is_pytorchs(impl, device):
-    x, t = make(("forward", None), device=device)
-    want = F.kl_div(x.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="batchmean")
-    torch.testing.assert_close(kl_div(x, t, direction="forward"), want)
-
-
-@every_divergence
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_two_heads(loss, reduction, impl, device):
-    """Student and teacher are heads of different widths; the teacher's gets no gradient."""
-    parts = [torch.randn(n, 5, device=device) for n in (7, V)]
-    teacher = [torch.randn(n, 9, device=device) / 2 for n in (7, V)]
-    mask = torch.arange(7, device=device) != 2
-    how = {"mask": mask, "temperature": 1.5, "reduction": reduction}
-    upstream = torch.rand(7 if reduction == "none" else (), device=device)
-
-    def trained(dtype, function):
-        leaves = [t.to(dtype, copy=True).requires_grad_() for t in parts]
-        value = function(*leaves, *(t.to(dtype) for t in teacher))
-        return [value.detach(), *torch.autograd.grad(value, leaves, upstream.to(value.dtype))]
-
-    def by_heads(h, w, th, tw):
-        student = ll.LinearLogits(h, w, workspace=2 * V * 4)
-        return ours(student, ll.LinearLogits(th, tw), loss, **how)
-
-    def by_logits(h, w, th, tw):
-        return naive(h @ w.T, th @ tw.T, loss, **how)
-
-    got, torchs = trained(torch.float32, by_heads), trained(torch.float32, by_logits)
-    for a, b, c in zip(got, torchs, trained(torch.float64, by_logits), strict=True):
-        assert error(a, c) <= 2 * error(b, c) + FLOOR[torch.float32]
-
-
 # What is refused
 
 
-def test_bad_input_is_named(device):
+def test_a_teacher_that_wants_a_gradient_is_refused(device):
     x, t = make(("jsd", 0.5), device=device)
-    refused = [
-        (ValueError, "direction must be one of 'forward', 'reverse', got 'up'.",
-         lambda: kl_div(x, t, direction="up")),
-        (ValueError, "reduction must be one of 'mean', 'sum', 'none', got 'batchmean'.",
-         lambda: kl_div(x, t, direction="forward", reduction="batchmean")),
-        (ValueError, "reduction must be one of", lambda: soft_cross_entropy(x, t, reduction="no")),
-        (ValueError, r"beta must be in \[0, 1\], got 1.5.", lambda: jsd(x, t, beta=1.5)),
-        (TypeError, "beta must be a number, got '1'.", lambda: jsd(x, t, beta="1")),
-        (ValueError, r"teacher must have shape \(3, 75\) to match student .*, got \(2, 75\).",
-         lambda: jsd(x, t[:2])),
-        (ValueError, "probs must have shape", lambda: soft_cross_entropy(x, t[:, :9])),
-        (TypeError, "probs must be float16, bfloat16, float32 or float64, got torch.int64.",
-         lambda: soft_cross_entropy(x, t.long())),
-        (TypeError, "student must be a Tensor, got list.", lambda: jsd([1.0], t)),
-        (ValueError, "teacher must be on .* like student, got meta.",
-         lambda: jsd(x, t.to("meta"))),
-        (ValueError, "teacher must not require grad, .*; pass teacher.detach",
-         lambda: jsd(x, t.clone().requires_grad_())),
-        (ValueError, "probs must not require grad, .*; pass probs.detach",
-         lambda: soft_cross_entropy(x, t.clone().requires_grad_())),
-        (ValueError, r"mask must have shape \(3,\)", lambda: jsd(x, t, mask=torch.ones(4))),
-        (TypeError, "mask must be a Tensor, got list.", lambda: jsd(x, t, mask=[1])),
-        (ValueError, r"row_weight must have shape \(3,\)",
-         lambda: jsd(x, t, row_weight=torch.ones(4))),
-        (ValueError, r"temperature must be in \[1e-12, 1e\+12\], got 0\.",
-         lambda: jsd(x, t, temperature=0)),
-        (ValueError, "label_smoothing must be in",
-         lambda: soft_cross_entropy(x, t, label_smoothing=2)),
-        (ValueError, "weight must have shape",
-         lambda: soft_cross_entropy(x, t, weight=torch.ones(3, device=x.device))),
-        (TypeError, "direction", lambda: kl_div(x, t)),  # pyright: ignore
-        (ValueError, "reduction must be one of", lambda: tvd(x, t, reduction="batchmean")),
-        (ValueError, r"temperature must be in", lambda: tvd(x, t, temperature=0)),
-        (ValueError, r"mask must have shape \(3,\)", lambda: tvd(x, t, mask=torch.ones(4))),
-        (TypeError, "beta", lambda: tvd(x, t, beta=0.5)),  # pyright: ignore
-        (ValueError, "teacher must not require grad",
-         lambda: tvd(x, t.clone().requires_grad_())),
-    ]  # fmt: skip
-    for kind, message, call in refused:
-        with pytest.raises(kind, match=message):
-            call()
+    t.requires_grad_()
+    for loss in (jsd, tvd, lambda x, t: kl_div(x, t, direction="forward")):
+        with pytest.raises(ValueError, match="teacher must not require grad, "):
+            loss(x, t)
+    with pytest.raises(ValueError, match="probs must not require grad, "):
+        soft_cross_entropy(x, t)
 
 
 def test_a_student_and_a_teacher_by_name():

@@ -1,22 +1,19 @@
 """The statistic "rank": how many logits of a row are greater than the logit of the row's id.
 
-The fuzzer (tests/differential) and the calls of tests/support/calls.py cover rank over every source
-and several ranks. Here are its definition for odd logits, and the metrics of the docs.
+tests/differential and the calls of tests/support/calls.py have rank over every source and several
+ranks. Here are its definition for odd logits, and the metrics of the docs.
 """
 
-import itertools
 import math
 
 import pytest
 import torch
 
 import logitless as ll
-from logitless.heads import choose_cut
-from logitless.heads.choose_cut import Cut
 from logitless.kernels import config
 from tests.support.rank_threads import on_ranks
 
-N, D, V = 6, 5, 101
+V = 101
 INF, NAN = math.inf, math.nan
 
 
@@ -85,22 +82,6 @@ def test_an_id_out_of_range_ranks_last(shard, device):
     assert got.tolist() == [V, V, by_definition(x, ids.clamp(0, 4))[2]]
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.mark.parametrize(
-    ("by", "dtype"), [("eager", torch.float64), *itertools.product(("eager", "triton"), DTYPES)]
-)
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_dtypes(by, dtype, softcap, device):
-    """16-bit logits have many equal numbers. A softcap keeps equal logits equal."""
-    x = (torch.randn(N, V, device=device) * 2).to(dtype)
-    ids = torch.randint(0, V, (N,), device=device)
-    with ll.impl(by):
-        got = ll.row_stats(x, ids, rank=True, softcap=softcap, temperature=0.3).rank
-    assert torch.equal(got, by_definition(x, ids))
-
-
 @pytest.mark.usefixtures("impl")
 def test_saturated_logits_are_equal(device):
     """Logits are compared after the softcap: 900 and 1000 are both 2 after a softcap of 2."""
@@ -108,20 +89,6 @@ def test_saturated_logits_are_equal(device):
     ids = torch.tensor([1], device=device)
     assert ll.row_stats(x, ids, rank=True).rank.item() == 1
     assert ll.row_stats(x, ids, rank=True, softcap=2.0).rank.item() == 0
-
-
-@pytest.mark.parametrize("cut", [Cut(N, 16), Cut(4, 32), Cut(N, on_chip=True), Cut(2)], ids=str)
-def test_cuts_of_a_head(cut, device):
-    """A head cut by columns, or computed on the chip, computes whole rows for a rank."""
-    h, w = torch.randn(N, D, device=device), torch.randn(V, D, device=device)
-    target = torch.randint(0, V, (N,), device=device)
-
-    def choose(work):
-        return cut if work.merges else Cut(3)
-
-    with choose_cut.override(choose):
-        got = ll.row_stats(ll.LinearLogits(h, w), target, rank=True).rank
-    assert torch.equal(got, by_definition(h @ w.T, target))
 
 
 def test_metrics_of_the_docs():
@@ -134,27 +101,6 @@ def test_metrics_of_the_docs():
     assert torch.equal(rank < 10, (top == ids[:, None]).any(-1))
 
 
-def test_compiled(device):
-    x = torch.randn(N, V, device=device)
-    target = torch.randint(0, V, (N,), device=device)
-    want = by_definition(x, target)
-    assert torch.equal(torch.compile(ranks, backend="eager", fullgraph=True)(x, target), want)
-    h, w = torch.randn(N, D, device=device), torch.randn(V, D, device=device)
-    loss, rank = torch.compile(scored, backend="aot_eager", fullgraph=True)(h, w, target)
-    want, scores = ll.cross_entropy_and_scores(h @ w.T, target, rank=True)
-    torch.testing.assert_close(loss, want)
-    assert torch.equal(rank, scores.rank)
-
-
-def ranks(x, target):
-    return ll.row_stats(x, target, rank=True).rank
-
-
-def scored(h, w, target):
-    loss, scores = ll.cross_entropy_and_scores(ll.LinearLogits(h, w), target, rank=True)
-    return loss, scores.rank
-
-
 def test_bad_arguments():
     x = torch.randn(2, V)
     with pytest.raises(ValueError, match="ids must be given if rank=True, got None"):
@@ -163,7 +109,3 @@ def test_bad_arguments():
         ValueError, match=r"ids must hold at least one id per row if rank=True, got \(2, 0\)"
     ):
         ll.row_stats(x, torch.zeros(2, 0, dtype=torch.int64), rank=True)
-    with pytest.raises(TypeError, match="rank must be True or False, got 'yes'"):
-        ll.score(x, torch.tensor([0, 1]), rank="yes")
-    with pytest.raises(IndexError, match=r"ids must be in \[0, 101\)"):
-        ll.row_stats(x, torch.tensor([0, V]), rank=True)

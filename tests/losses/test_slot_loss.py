@@ -1,63 +1,25 @@
 """slot_loss: the formulas of topk_distill, what a formula gets, and errors."""
 
-import math
-
 import pytest
 import torch
 
 import logitless as ll
+from tests.support import oracle
 from tests.support.inputs import on
 from tests.support.laws import ROUNDING, error, value_and_grad
 from tests.support.pairwise import pairwise
 from tests.support.refusals import refuses
-from tests.support.sparse_teachers import MATRIX, ROWS, K, V, make, masked, told
-
-# --- the four divergences and the four supports of topk_distill
-
-
-def forward_kl(log_p, log_q):
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def reverse_kl(log_p, log_q):
-    return (log_q.exp() * (log_q - log_p)).sum(-1)
-
-
-def jsd(log_p, log_q):
-    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-    return 0.5 * forward_kl(log_p, log_m) + 0.5 * forward_kl(log_q, log_m)
-
-
-def tvd(log_p, log_q):
-    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
-
-
-def truncate(slots):
-    return slots.teacher, slots.student
-
-
-def renorm_teacher(slots):
-    return slots.teacher.log_softmax(-1), slots.student
-
-
-def renorm(slots):
-    return slots.teacher.log_softmax(-1), slots.student.log_softmax(-1)
-
-
-def tail(slots):
-    return (
-        torch.cat((slots.teacher, slots.teacher_tail.unsqueeze(-1)), -1),
-        torch.cat((slots.student, slots.student_tail.unsqueeze(-1)), -1),
-    )
-
-
-DIVERGENCES = {f.__name__: f for f in (forward_kl, reverse_kl, jsd, tvd)}
-SUPPORTS = {f.__name__: f for f in (truncate, renorm_teacher, renorm, tail)}
+from tests.support.sparse_teachers import DIVERGENCES, MATRIX, ROWS, K, V, make, masked, told
 
 
 def formula_of(divergence, support):
+    """A divergence of topk_distill by its definition."""
+
     def formula(slots):
-        return DIVERGENCES[divergence](*SUPPORTS[support](slots))
+        tails = (slots.student_tail, slots.teacher_tail) if support == "tail" else ()
+        return oracle.over_slots(
+            slots.student, slots.teacher, slots.mask, *tails, kind=divergence, support=support
+        )
 
     return formula
 
@@ -154,9 +116,8 @@ def test_probabilities_of_zero(impl, device):
 
     def formula(slots):
         seen.append(slots)
-        return reverse_kl(slots.teacher[:, :1], slots.student[:, :1]) + tvd(
-            slots.teacher, slots.student
-        )
+        p, q = slots.teacher, slots.student
+        return (q[:, 0].exp() * (q[:, 0] - p[:, 0])) + (p.exp() - q.exp()).abs().sum(-1)
 
     got, d_got = value_and_grad(
         lambda x: ll.slot_loss(formula, x, targets, reduction="none"),
@@ -223,34 +184,6 @@ def test_a_row_without_slots_has_no_gradient(impl, device):
             assert d.flatten(0, len(lead) - 1)[0].all()
 
 
-def blend(slots, share):
-    """A mixture of forward and reverse KL over slots and tails, and a metric."""
-    p = torch.cat((slots.teacher, slots.teacher_tail[:, None]), -1)
-    q = torch.cat((slots.student, slots.student_tail[:, None]), -1)
-    weight = share[:, None] * p.exp() - (1 - share[:, None]) * q.exp()
-    return (weight * (p - q)).sum(-1)
-
-
-def without_tail(slots, share):
-    p, q = slots.teacher, slots.student
-    return share * (p.exp() - q.exp()).square().sum(-1) - q.sum(-1)
-
-
-@pytest.mark.parametrize("tail", [True, False])
-def test_gradcheck(tail):
-    """Also of the numbers beside the rows."""
-    x, targets = make(rows=3, vocab=8)
-    share = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
-
-    def loss(x, share):
-        return ll.slot_loss(
-            blend if tail else without_tail, x, targets, rows=(share,), tail=tail,
-            temperature=1.5, reduction="none",
-        )  # fmt: skip
-
-    assert torch.autograd.gradcheck(loss, (x.requires_grad_(), share.requires_grad_()), atol=1e-6)
-
-
 # --- errors
 
 
@@ -276,38 +209,9 @@ def test_a_tail_that_was_not_requested_is_named(device):
             ll.slot_loss(formula, x, targets, tail=False)
 
 
-@pytest.mark.usefixtures("checked")
-def test_wrong_arguments_are_refused(device):
-    x, targets = make(torch.float32, device)
-
-    def formula(slots, *rows):
-        return slots.student.sum(-1)
-
-    with refuses(TypeError, "formula must be a function, got NoneType."):
-        ll.slot_loss(None, x, targets)
-    with refuses(TypeError, "targets must be SparseTargets, got Tensor."):
-        ll.slot_loss(formula, x, targets.ids)
-    with refuses(
-        ValueError, f"targets must have rows (3,) to match logits (3, {V}), got ids ({ROWS}, {K})."
-    ):
-        ll.slot_loss(formula, x[:3], targets)
-    with refuses(TypeError, "tail must be True or False, got 1."):
-        ll.slot_loss(formula, x, targets, tail=1)
-    with refuses(TypeError, "rows[0] must be a Tensor, got list."):
-        ll.slot_loss(formula, x, targets, rows=([1.0],))
-    with pytest.raises(ValueError, match="mask must have shape"):
-        ll.slot_loss(formula, x, targets, mask=torch.ones(3))
-    with pytest.raises(ValueError, match="labels must have shape"):
-        ll.slot_loss(formula, x, targets, labels=torch.ones(3).long())
-    ids = targets.ids.clone()
-    ids[2, 1] = V
-    with pytest.raises(IndexError, match=r"targets.ids must be in \[0, 53\)"):
-        ll.slot_loss(formula, x, ll.SparseTargets(ids, targets.logprobs))
-
-
 def test_a_look_across_rows_is_caught_on_request(device, monkeypatch):
     monkeypatch.setenv("LOGITLESS_CHECK", "1")
     x, targets = make(torch.float32, device)
-    ll.slot_loss(lambda s: tvd(*tail(s)), x, targets)
+    ll.slot_loss(formula_of("tvd", "tail"), x, targets)
     with pytest.raises(ValueError, match="formula must not mix rows"):
         ll.slot_loss(lambda s: s.student.sum(-1) - s.student.mean(), x, targets)

@@ -209,10 +209,12 @@ def made(source: str, parts):
     return ll.LinearLogits(*parts, workspace=chunk)
 
 
-def outcome(name: str, source: str, dtype=torch.float32) -> list[torch.Tensor]:
+def outcome(
+    name: str, source: str, dtype=torch.float32, through: Callable = lambda f, *parts: f(*parts)
+) -> list[torch.Tensor]:
     """The results of a call, and the gradients of the tensors of its source."""
     parts = [t.requires_grad_() for t in leaves(source, dtype)]
-    found = CALLS[name](made(source, parts))
+    found = through(lambda *parts: CALLS[name](made(source, parts)), *parts)
     if name in NOT_DIFFERENTIABLE:
         return list(found)
     real = [t for t in found if t.is_floating_point()]

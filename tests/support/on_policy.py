@@ -1,4 +1,4 @@
-"""A student, a teacher and prompts for the tests of on-policy distillation."""
+"""Students, teachers and data for the tests of DistillTrainer, also on-policy."""
 
 import torch
 from transformers import GenerationConfig, TrainingArguments
@@ -63,9 +63,13 @@ def arguments(path, **how):
 
 def trainer(path, model, how=None, **options):
     given = {"teacher": teacher_model(), "on_policy": 0.5, "generation_config": CONFIG, **WHOLE}
+    return distill_trainer(path, model, data, collate, how, **(given | options))
+
+
+def distill_trainer(path, model, data, collate, how=None, **options):
     found = ll.hf.DistillTrainer(
         model, arguments(path, **(how or {})), train_dataset=data(), eval_dataset=data(8),
-        data_collator=collate, **(given | options),
+        data_collator=collate, **options,
     )  # fmt: skip
     found.remove_callback(PrinterCallback)
     return found

@@ -5,24 +5,16 @@ error of the result divided by the allowed error, or the text of an exception. A
 same processes, because starting processes is slow.
 """
 
-import contextlib
-import itertools
-import json
 import os
-import socket
-import subprocess
-import sys
-import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.support.paths import ROOT
+from tests.support.forked import together
 from tests.support.patience import HANG
 
 WORLD = 4
@@ -71,87 +63,27 @@ def largest(numbers: Iterable[float]) -> float:
     return torch.tensor(list(numbers), dtype=torch.float64).max().item()
 
 
-def in_process(rank: int, world: int, cases: dict[str, Case]) -> None:
-    """Runs all cases in the process of one rank, and prints the outcomes."""
-    torch.set_num_threads(1)
+def in_process(rank: int, world: int, cases: Callable[[], dict[str, Case]]) -> dict:
+    """The outcomes of all cases in the process of one rank."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks and their meshes are on the CPU
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=PATIENCE)
     for ranks in WIDTHS:
         if ranks <= world:
             GROUPS[ranks] = dist.new_group(list(range(ranks)), timeout=PATIENCE)
-    for name, work in cases.items():
+    outcomes = {}
+    for name, work in cases().items():
         try:
-            far = work()
+            outcomes[name] = work()
         except Exception:
-            far = traceback.format_exc()
-        print(json.dumps([name, far]), flush=True)
+            outcomes[name] = traceback.format_exc()
     dist.destroy_process_group()
+    return outcomes
 
 
-def started(world: int, code: str) -> list[tuple[str, str]]:
-    """The stdout and stderr of each of `world` processes that run `code`, which may use `rank`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
-    environment.pop("TRITON_INTERPRET", None)
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # the ranks and their meshes are on the CPU
-    with contextlib.ExitStack() as stack:  # ranks write to files, because a full pipe would block
-        written = [
-            [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in ("stdout", "stderr")]
-            for _ in range(world)
-        ]
-        ranks = [
-            subprocess.Popen([sys.executable, "-W", "ignore", "-c", f"rank = {rank}\n{code}"],
-                             env=environment, stdout=out, stderr=error)
-            for rank, (out, error) in enumerate(written)
-        ]  # fmt: skip
-        late = not all_ended(ranks, [file for files in written for file in files])
-        for file in itertools.chain(*written):
-            file.seek(0)
-        said = [(out.read(), error.read()) for out, error in written]
-    assert not late, f"the ranks neither write nor end: {errors_of(said)}"
-    return said
-
-
-def all_ended(ranks: list[subprocess.Popen], files: list[IO[str]]) -> bool:
-    """Whether all ranks end by themselves. Kills ranks that write nothing for HANG seconds."""
-    written, since = 0, time.monotonic()
-    try:
-        for rank in ranks:
-            while rank.poll() is None:
-                size = sum(os.fstat(file.fileno()).st_size for file in files)
-                if size != written:
-                    written, since = size, time.monotonic()
-                if time.monotonic() - since > HANG:
-                    return False
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    rank.wait(timeout=1)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return True
-
-
-def errors_of(said: list[tuple[str, str]]) -> str:
-    """The last part of each rank's stderr."""
-    return "".join(f"\nrank {rank}: {error[-2000:]}" for rank, (_, error) in enumerate(said))
-
-
-def run(world: int, module: str, which: str) -> list[dict[str, float | str]]:
-    """The outcomes of the cases of `module` on each of `world` ranks."""
-    code = (
-        f"import {module} as cases\nfrom tests.support import rank_processes\n"
-        f"rank_processes.in_process(rank, {world}, cases.{which})"
-    )
-    said = started(world, code)
-    # Lines of other formats are skipped, because PyTorch 2.9 writes to stdout too.
-    lines = [[line for line in out.splitlines() if line.startswith('["')] for out, _ in said]
-    found = [dict(map(json.loads, own)) for own in lines]
-    assert all(own.keys() == found[0].keys() != set() for own in found), errors_of(said)
+def run(world: int, cases: Callable[[], dict[str, Case]]) -> list[dict[str, float | str]]:
+    """The outcomes of cases on each of `world` ranks."""
+    found = together(world, in_process, world, cases)
+    assert all(own.keys() == found[0].keys() != set() for own in found)
     return found
 
 

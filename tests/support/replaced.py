@@ -6,7 +6,7 @@ from collections.abc import Callable
 from unittest import mock
 
 
-def replaced(right: Callable, wrong: Callable) -> contextlib.AbstractContextManager:
+def replaced(right: Callable, wrong: Callable) -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     for name, module in [*sys.modules.items()]:
         if name.partition(".")[0] == "logitless":

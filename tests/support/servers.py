@@ -5,7 +5,6 @@ but Python's standard library, so that the tests run without aiohttp too.
 """
 
 import contextlib
-import importlib.util
 import threading
 import urllib.error
 import urllib.request
@@ -24,7 +23,6 @@ FAULTS = (
     "refuse", "busy", "reset", "stall", "stall inside", "truncate", "shorten", "wrong", "longer",
 )  # fmt: skip
 TIMEOUT = 0.2  # seconds; only a stall waits this long
-HAS_HTTP = importlib.util.find_spec("aiohttp") is not None
 PROTOCOLS = ["loopback", "http"]
 
 

@@ -32,21 +32,21 @@ SHORT = (
 )  # fmt: skip
 
 
-def logits(name: str, ranks: int, dtype: torch.dtype) -> float:
+def logits(name: str, ranks: int) -> float:
     """The error of values and gradients of a call over shards of logits."""
     from logitless import VocabShard
 
     c, widths, index = calls(), WIDTHS[ranks], dist.get_rank()
     if index >= ranks:
         return 0.0
-    x = c.normal(c.N, c.V, seed=1, dtype=dtype)
+    x = c.normal(c.N, c.V, seed=1, dtype=torch.float64)
     own = (-1, sum(widths[:index]), widths[index])
     part = x.narrow(*own).clone().requires_grad_()
     got, d_got = differentiated(c.CALLS[name], VocabShard(part * 1, GROUPS[ranks]), [part])
     return too_far(name, [*got, *d_got], [x], torch.clone, [own])
 
 
-def heads(name: str, ranks: int, dtype: torch.dtype, sequence_parallel: bool = False) -> float:
+def heads(name: str, ranks: int, sequence_parallel: bool = False) -> float:
     """The error of values and gradients of a call over shards of a head, in chunks of rows."""
     from logitless import LinearLogits, VocabShard
 
@@ -54,12 +54,12 @@ def heads(name: str, ranks: int, dtype: torch.dtype, sequence_parallel: bool = F
     if index >= ranks:
         return 0.0
     sizes = [(c.N, c.D), (c.V, c.D), (c.V,)]
-    parts = [c.normal(*size, seed=i, dtype=dtype) for i, size in enumerate(sizes)]
+    parts = [c.normal(*size, seed=i, dtype=torch.float64) for i, size in enumerate(sizes)]
     own = (0, sum(widths[:index]), widths[index])
     tokens = (0, c.N // ranks * index, c.N // ranks) if sequence_parallel else (0, 0, c.N)
     mine = [tokens, own, own]
     local = [t.narrow(*at).clone().requires_grad_() for t, at in zip(parts, mine, strict=True)]
-    head = LinearLogits(*local, workspace=3 * 32 * dtype.itemsize)
+    head = LinearLogits(*local, workspace=3 * 32 * 8)
     shard = VocabShard(head, GROUPS[ranks], sequence_parallel=sequence_parallel)
     got, d_got = differentiated(c.CALLS[name], shard, local)
     return too_far(name, [*got, *d_got], parts, linear, mine)
@@ -72,18 +72,12 @@ def too_far(
     source: Callable[..., Tensor],  # computes logits from the whole tensors
     mine: list[tuple[int, int, int]],  # dimension, start and length of this rank's slices
 ) -> float:
-    """The error relative to a computation in fp64 without ranks, divided by the allowed error."""
-    from tests.support.meanings import MEANINGS, excess
+    """The error relative to a computation without ranks, divided by the allowed error."""
+    from tests.support.meanings import MEANINGS
 
-    def plainly(dtype: torch.dtype) -> list[Tensor]:
-        leaves = [t.to(dtype, copy=True).requires_grad_() for t in parts]
-        found, d = differentiated(MEANINGS[name], source(*leaves), leaves)
-        return [*found, *(t.narrow(*at) for t, at in zip(d, mine, strict=True))]
-
-    truth, dtype = plainly(torch.float64), parts[0].dtype
-    if dtype == torch.float64:
-        return apart(got, truth)
-    return max(map(excess, got, plainly(dtype), truth))
+    leaves = [t.clone().requires_grad_() for t in parts]
+    found, d = differentiated(MEANINGS[name], source(*leaves), leaves)
+    return apart(got, [*found, *(t.narrow(*at) for t, at in zip(d, mine, strict=True))])
 
 
 def mesh_for_a_group() -> float:
@@ -205,23 +199,13 @@ def cases() -> dict[str, Case]:
     """All cases by name. A case returns its error relative to one process."""
     found: dict[str, Case] = {}
     for ranks, name in itertools.product(WIDTHS, SHORT):
-        how = (name, ranks, torch.float64)
+        how = (name, ranks)
         found[f"{ranks} ranks, logits: {name}"] = lambda how=how: logits(*how)
         found[f"{ranks} ranks, head: {name}"] = lambda how=how: heads(*how)
     for name in ("cross_entropy", "score"):
-        how = (name, 3, torch.float64, True)
+        how = (name, 3, True)
         found[f"3 ranks, tokens cut: {name}"] = lambda how=how: heads(*how)
     found["a mesh for a group"] = mesh_for_a_group
     found["global_mean"] = global_mean
     found["calls that differ"] = differing_calls
     return found | dtensor_cases.cases(SHORT) | fused_cases.cases()
-
-
-def on_the_device(names: tuple[str, ...]) -> dict[str, Case]:
-    """The cases of two ranks in fp32. These cases run on a GPU if there is a GPU."""
-    found: dict[str, Case] = {}
-    for name in names:
-        how = (name, 2, torch.float32)
-        found[f"logits: {name}"] = lambda how=how: logits(*how)
-        found[f"head: {name}"] = lambda how=how: heads(*how)
-    return found

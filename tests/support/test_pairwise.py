@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.support.pairwise import covering, pairwise
+from tests.support.pairwise import covering
 
 
 @pytest.mark.parametrize("sizes", [[2, 2], [1, 3], [3, 2, 2], [10, 3, 3], [7, 4, 3, 2, 2]])
@@ -14,11 +14,3 @@ def test_every_pair_occurs(sizes):
         pairs = {(case[i], case[j]) for case in cases}
         assert pairs == set(itertools.product(range(sizes[i]), range(sizes[j])))
     assert len(cases) <= len(list(itertools.product(*map(range, sizes))))
-
-
-def test_as_a_parametrisation():
-    names, cases = pairwise(letter={"a": "A", "b": "B"}, number=[1, 2], truth=[False, True]).args
-    assert names == ("letter", "number", "truth")
-    assert {case.values for case in cases} >= {("A", 1, False)}
-    assert "a-1-False" in {case.id for case in cases}
-    assert len(cases) == 4

@@ -78,10 +78,6 @@ SFT, DPO, DISTILLATION = (
 )
 
 
-def steps(trainer) -> list[float]:
-    return [entry["loss"] for entry in run(trainer).logs if "loss" in entry]
-
-
 def test_a_fused_and_adapted_model_is_fused(tmp_path):
     """The options of `fuse` are the defaults, and there is no warning that `fuse` has no effect."""
     trainer = ll.hf.use_in_trl(SFT.trainer(tmp_path, fused))
