@@ -27,20 +27,14 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 RESULTS = ROOT / "benchmarks/results/h200"
 BLOCK = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TITLES = {EAGER: "PyTorch", COMPILED: "torch.compile", "liger": "Liger", OURS: OURS}
-TITLES |= {"cce": "cut-cross-entropy", "3 GEMMs": "the three GEMMs alone"}
-LARGE, UNALIGNED, SMALL = "8192×128256", "16384×50257", "64×1024"
+TITLES |= {"cce": "cut-cross-entropy"}
+LARGE, UNALIGNED = "8192×128256", "16384×50257"
 PLAIN_HEAD = {"family": "heads", "op": "cross_entropy", "variant": PLAIN}
 PLAIN_LOGITS = {"family": "logits", "op": "cross_entropy", "variant": PLAIN}
 NAMES = (EAGER, COMPILED, "liger", OURS)
 ON_LOGITS = (EAGER, COMPILED, "liger", "fla", "quack", OURS)
 HEAD = "rows × width × vocabulary"
 WORKSPACE = re.compile(r"\d+ MiB")
-SETTINGS = {  # variants of a head, and their titles in a table
-    PLAIN: '1 GiB, `"auto"`',
-    "summed in fp32": '1 GiB, `"fp32"`',
-    "128 MiB": '128 MiB, `"auto"`',
-    "128 MiB, summed in the weight's dtype": '128 MiB, `"weight"`',
-}
 MEMORY = "memory"  # stands for the runs of benchmarks/heads_memory.py
 DAGGER = "†"  # marks the time of a contender that overwrites its input
 Rows = list[dict[str, str]]
@@ -159,27 +153,8 @@ def summary(logits: Run, heads: Run) -> str:
             f"Not measured in Liger's memory in this run: {', '.join(untried)}.",
             "[docs/heads.md]({up}docs/heads.md) has newer times against memory, ours and Liger's.",
         ]
-    small = logits.cells(NAMES, "extra_mib", **PLAIN_LOGITS, shape=SMALL, mode=Mode.WALL)
-    rows.append({"": f"logits {sizes(SMALL)}, host included", **small, equal: NOTHING})
     after = ["", *notes] if notes else []
     return "\n".join([table(rows), "", origin(logits, heads), *after])
-
-
-def heads(run: Run) -> Rows:
-    names = (EAGER, COMPILED, "liger", "cce", "fla", OURS, "3 GEMMs")
-    shapes = run.shapes(**PLAIN_HEAD, contender="liger")
-    wanted = {"memory": "spare_mib", **PLAIN_HEAD}
-    return [{HEAD: sizes(shape), **run.cells(names, shape=shape, **wanted)} for shape in shapes]
-
-
-def accumulate(run: Run) -> Rows:
-    """Time and memory of each way to sum the weight's gradient."""
-    rows = []
-    for shape in run.shapes(**PLAIN_HEAD, contender="liger"):
-        at = {"op": "cross_entropy", "contender": OURS, "shape": shape}
-        tried = {title: run.find(**at, variant=variant) for variant, title in SETTINGS.items()}
-        rows.append({HEAD: sizes(shape), **{t: cell(r, "spare_mib") for t, r in tried.items()}})
-    return rows
 
 
 def head_memory(run: Run) -> Rows:
@@ -192,23 +167,6 @@ def head_memory(run: Run) -> Rows:
         wanted = at | {"variant": heads_memory.OWN_MEMORY}
         row |= run.cells(heads_memory.RIVALS, "spare_mib", **wanted)
         rows.append({HEAD: sizes(shape), **row})
-    return rows
-
-
-def fp32_logits(run: Run) -> Rows:
-    """Time, memory and errors of losses with fp32 logits and with 16-bit logits."""
-    rows = []
-    for op in ("cross_entropy", "score"):
-        plain = run.find(op=op, variant="1024 MiB", shape=heads_memory.SHAPES[0])
-        wide = [r for r in run.all(op=op) if r.variant.startswith("fp32 logits")]
-        for r in (plain, *wide):
-            setting = r.variant if r in wide else f"bf16 logits, {r.variant}"
-            rows.append({
-                "loss": op, "logits, workspace": setting, "ms": ms(r.ms),
-                "× bf16": number(r.ms / plain.ms, ".2f"),
-                "MiB taken": number(r.spare_mib, ",.0f"),
-                "largest error of a value": number(r.value_error, ".0e"),
-            })  # fmt: skip
     return rows
 
 
@@ -275,10 +233,7 @@ def training_step() -> str:
 TABLES: dict[str, tuple[Callable, tuple[str, ...]]] = {  # name: (function, families of its runs)
     "training-step": (training_step, ()),
     "summary": (summary, ("logits", "heads")),
-    "heads": (heads, ("heads",)),
-    "accumulate": (accumulate, ("heads",)),
     "head-memory": (head_memory, (MEMORY,)),
-    "fp32-logits": (fp32_logits, (MEMORY,)),
     "cross-entropy": (cross_entropy, ("logits",)),
     "small-calls": (small_calls, ("logits",)),
     "teachers": (teachers, ("teachers",)),
