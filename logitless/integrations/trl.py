@@ -25,9 +25,9 @@ from torch import nn
 
 from ..core.call import named
 from ..lazy.checks import kind_of, options_of_fuse
+from ..lazy.fuse import GUARD, Guard, named_head
 from ..lazy.fused_head import is_lazy
 from ..lazy.linear_logits import LinearLogits
-from ..lazy.model_hooks import GUARD, Guard, named_head
 from .token_gradients import Ways
 from .trl_rehearsal import STEP, rehearsed
 from .trl_statistics import (
@@ -283,7 +283,7 @@ def _computed_by_us(switch: Switch, use: Use, model: nn.Module, **how) -> Iterat
 
 
 def _guard_of(model: nn.Module) -> Guard | None:
-    """Returns the `Guard` (lazy/model_hooks.py) of a fused model, also inside PEFT, or None."""
+    """Returns the `Guard` (lazy/fuse.py) of a fused model, also inside PEFT, or None."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
     guards = [g for each in (model, inner) for g in each.__dict__.get(GUARD, ()) if g.active]
     if len(guards) < 2:

@@ -19,8 +19,7 @@ from ..core.autograd import Node
 from ..heads.gemms import plain_weight, times_weight, two_parts, without_autocast
 from ..heads.unshard import in_memory
 from .formula import HeadLogits
-from .recipe import raise_changed
-from .weight_changes import versions
+from .recipe import raise_changed, versions
 
 aten = torch.ops.aten
 
@@ -166,18 +165,6 @@ class Alias(Node):
     @staticmethod
     def backward(ctx, g):  # pyright: ignore
         return g, None, None
-
-
-class Shield(Node):
-    """t, which must not be written to with history."""
-
-    @staticmethod
-    def forward(ctx, t):
-        return t.view_as(t)
-
-    @staticmethod
-    def backward(ctx, g):  # pyright: ignore
-        return g
 
 
 def product(recipe: Any, anchors: tuple = ()) -> Tensor:

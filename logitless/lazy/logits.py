@@ -26,12 +26,11 @@ from ..core.source import Source, teacher_rows
 from ..heads.head import Head
 from .compiled import leave_to_python
 from .formula import HeadLogits
-from .history import Alias, Root, Sent, Shield, is_copy, product, tied
+from .history import Alias, Root, Sent, is_copy, product, tied
 from .memory import Cell, Shared, on_values, running, write, written
-from .recipe import Recipe, own, same
+from .recipe import Recipe, Watch, own, same, versions
 from .report import note
 from .scores import Remembered
-from .weight_changes import Watch, versions
 
 T = Tensor
 
@@ -152,7 +151,7 @@ class LazyLogits(Shared, Source):
             self.cell.keep(t.detach())
         else:
             self.own = t.detach()
-        return Shield.apply(t)  # pyright: ignore
+        return Alias.apply(t, [t], True)  # pyright: ignore
 
     def head_logits(self) -> Tensor:
         """The logits of the head, before the formula, with their history."""
@@ -431,10 +430,10 @@ def lazy_logits_of(
     watch = Watch(head.weight, inference)
     recipe = Recipe(
         head, HeadLogits(head.dtype), watch, trains, inference, shard=shard,
-        versions=versions(*tensors), **(Remembered.of(head) if scores else {}),
+        versions=versions(*tensors),
     )  # fmt: skip
+    if scores and (remembered := Remembered.of(recipe)) is not None:
+        places = torch.arange(head.rows, device=head.device).view(*head.lead, 1)
+        recipe = recipe.replace(scores=remembered, places=places)
     z = LazyLogits.of(recipe if trains else recipe.detached(), kind)
-    z = z.rooted() if trains else z
-    if recipe.scores is not None:
-        recipe.scores.logits = weakref.ref(z)
-    return z
+    return z.rooted() if trains else z

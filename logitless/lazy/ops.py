@@ -16,11 +16,10 @@ from ..core.call import in_func
 from ..heads.gemms import side_by_side
 from ..heads.head import Head
 from ..heads.quantized import is_freed, is_quantized
-from .formula import Applied, Autocast, Constant, Elsewhere, Formula, HeadLogits, Input, number
+from .formula import Applied, Autocast, Constant, Elsewhere, Formula, HeadLogits, Input
 from .logits import LazyLogits, derived, unchanged
-from .recipe import Recipe, own
+from .recipe import Recipe, Watches, own
 from .rows import is_alias, view
-from .weight_changes import Watch, Watches
 
 # --- elementwise functions, and functions of whole rows
 
@@ -235,7 +234,7 @@ def dtype_of_result(function, tree, autocast: Autocast, blanks: list, vocab: int
     return result.dtype if fits and not result.is_complex() else None
 
 
-# --- operations that change the head: bias, masked columns, adapters
+# --- operations that change the head: bias, adapters
 
 
 def simple_head(z: LazyLogits) -> bool:
@@ -243,22 +242,6 @@ def simple_head(z: LazyLogits) -> bool:
     recipe, logits = z.recipe, z.recipe.logits
     plain = recipe.axis is None and recipe.shard is None and not recipe.inputs
     return plain and z.from_head and logits is not None and not logits.capped
-
-
-def per_column(t: Any, z: LazyLogits) -> Tensor | None:
-    """Returns t in the shape (V,) if t has one number per column, else None."""
-    if not isinstance(t, Tensor) or isinstance(t, LazyLogits) or t.device != z.device:
-        return None
-    fits = 0 < t.dim() <= z.dim() and t.shape[-1] == t.numel() == z.shape[-1]
-    return t.reshape(-1) if fits else None
-
-
-def head_in(head: Head, dtype: torch.dtype) -> Head | None:
-    """Returns a head that computes its logits in `dtype`, or None."""
-    if dtype == head.dtype:
-        return head
-    narrow = head.hidden.dtype in (torch.float16, torch.bfloat16)
-    return head.replace(logits_dtype=dtype) if narrow and dtype == torch.float32 else None
 
 
 def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
@@ -269,17 +252,18 @@ def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
         return summed(z, other, sign)
     if z.recipe.logits.pre != 1:
         return NotImplemented
-    if type(other) in (int, float):
-        if abs(other) > torch.finfo(z.dtype).max:
+    if not isinstance(other, Tensor) or not other.is_floating_point() or other.device != z.device:
+        return NotImplemented
+    if not 0 < other.dim() <= z.dim() or not other.shape[-1] == other.numel() == z.shape[-1]:
+        return NotImplemented
+    recipe, bias, dtype = z.recipe, other.reshape(-1), torch.promote_types(z.dtype, other.dtype)
+    head, narrow = recipe.head, recipe.head.hidden.dtype in (torch.float16, torch.bfloat16)
+    if bias.requires_grad and torch.is_grad_enabled() and not z.sends:
+        return NotImplemented
+    if dtype != head.dtype:
+        if not narrow or dtype != torch.float32:
             return NotImplemented
-        other = torch.full((z.shape[-1],), other, dtype=z.dtype, device=z.device)
-    bias = per_column(other, z)
-    if bias is None or not bias.is_floating_point():
-        return NotImplemented
-    recipe, dtype = z.recipe, torch.promote_types(z.dtype, bias.dtype)
-    head = head_in(recipe.head, dtype)
-    if head is None or (bias.requires_grad and torch.is_grad_enabled() and not z.sends):
-        return NotImplemented
+        head = head.replace(logits_dtype=dtype)
     recipe.check_versions()
     with torch.inference_mode(False):
         total = own(bias).to(head.dtype) * sign
@@ -289,45 +273,6 @@ def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
 
 def minus(z: LazyLogits, other: Any, *, alpha: Any = 1):
     return plus(z, other, alpha=alpha, sign=-1.0)
-
-
-def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
-    """Fills columns, by a weight whose rows are 0 and by a bias. It copies the weight."""
-    columns, value = per_column(mask, z), number(value)
-    if columns is None or value is None or columns.dtype != torch.bool or not simple_head(z):
-        return NotImplemented
-    recipe, pre = z.recipe, z.recipe.logits.pre
-    head = head_in(recipe.head, z.dtype)
-    most = torch.finfo(z.dtype).max * (1 if pre == 1 else 0.5 * min(abs(pre), 1))
-    inside = abs(value) <= most or abs(value) == torch.inf
-    fixed = head is None or is_quantized(head.weight) or is_freed(head.weight)
-    if not inside or fixed or head.weight.numel() > z.numel():
-        return NotImplemented
-    recipe.check()
-    with torch.inference_mode(False):
-        columns = own(columns)
-        _, weight, bias, low_rank = (
-            None
-            if t is None
-            else t.masked_fill(columns.view(-1, *[1] * (t.dim() - 1)), 0)
-            if i
-            else t
-            for i, t in enumerate(head.tensors)
-        )
-        fill = torch.zeros(len(columns), dtype=head.dtype, device=z.device)
-        fill = fill.masked_fill(columns, value / pre)
-        bias = fill if bias is None else bias.to(head.dtype) + fill
-    head = head.replace(weight=weight, bias=bias, low_rank=low_rank)
-    formula = recipe.formula if head.dtype == recipe.head.dtype else rebased(recipe, head.dtype)
-    return derived(recipe.with_head(head, watch=Watch(weight), formula=formula), z)
-
-
-def rebased(recipe: Recipe, dtype: torch.dtype) -> Formula:
-    """The formula of `recipe`, over head logits of another dtype."""
-    base, pre = HeadLogits(dtype), recipe.logits.pre
-    if pre == 1:
-        return base
-    return Applied(torch.mul, (base, pre), {}, dtype, Autocast.of(recipe.device))
 
 
 def summed(a: LazyLogits, b: LazyLogits, sign: float) -> Any:

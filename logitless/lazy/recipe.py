@@ -1,6 +1,7 @@
 """The recipe of lazy logits: a head whose tensors keep their autograd history, and a formula."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,6 @@ from ..heads.head import Head, ScaledHead
 from ..heads.linear import HeadLogits as HeadSource
 from ..heads.unshard import in_memory
 from .formula import Direct, Formula, Input, Rows
-from .weight_changes import Watch, Watches, versions
 
 # Logits without gradients of at most SMALL bytes are plain: lazy ones would save little memory and
 # cost time on the host, for example in decoding, with one row per sequence.
@@ -34,7 +34,7 @@ class Recipe:
 
     head: Head
     formula: Formula
-    watch: Watch | Watches | None  # shared by all logits of one call of a head
+    watch: "Watch | Watches | None"  # shared by all logits of one call of a head
     trains: bool = False  # whether the logits were created in a training forward
     inference: bool = False  # whether a fused head made them without gradients
     inputs: dict[Input, Tensor | Head] = field(default_factory=dict)
@@ -276,3 +276,61 @@ def own(t: Tensor) -> Tensor:
     """
     with torch.inference_mode(False):
         return t.clone()
+
+
+# --- whether tensors were written to before the logits are computed
+
+
+class Watch:
+    """Detects writes to a weight, even if they do not change the weight's version counter.
+
+    Some optimisers write through `.data` or a raw pointer. So about 32 x 32 numbers of the weight
+    are copied when the logits are created, and compared before each use: on a CPU and for logits
+    for inference always, on other devices only after a backward, because the host must wait.
+    """
+
+    def __init__(self, weight: Tensor, inference: bool = False):
+        self.inference, self.parameter = inference, weight if weight.is_leaf else None
+        grad = None if self.parameter is None else self.parameter.grad
+        self.grad = (lambda: None) if grad is None else weakref.ref(grad)
+        self.version = 0 if grad is None else grad._version
+        self.weight = weight = weight.detach()
+        known = type(weight) is Tensor and weight.device.type != "meta" and weight.dim() == 2
+        known = known and not torch.compiler.is_compiling()
+        in_memory = known and weight.untyped_storage().size() > 0  # FSDP may have freed the weight
+        self.sample = self.read() if in_memory else None
+
+    @property
+    def passed(self) -> bool:
+        """Whether a backward has reached the weight, after which an optimiser may write to it."""
+        grad = None if self.parameter is None else self.parameter.grad
+        return grad is not None and (grad is not self.grad() or grad._version != self.version)
+
+    def read(self) -> Tensor:
+        rows, columns = (max(size // 32, 1) for size in self.weight.shape)
+        some = self.weight[::rows, ::columns].clone(memory_format=torch.contiguous_format)
+        return some.view(-1).view(torch.uint8)
+
+    def differs(self) -> bool:
+        weight, sample = self.weight, self.sample
+        freed = not weight.untyped_storage().size() if sample is not None else True  # by FSDP
+        if freed or not (weight.is_cpu or self.inference or self.passed):
+            return False
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        with torch.no_grad():
+            return not torch.equal(self.read(), sample)  # pyright: ignore
+
+
+class Watches:
+    """Detects writes to the weights of all heads in a sum of lazy logits (ops.py)."""
+
+    def __init__(self, watches: "tuple[Watch | Watches, ...]"):
+        self.watches = watches
+
+    def differs(self) -> bool:
+        return any(watch.differs() for watch in self.watches)
+
+
+def versions(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(0 if t is None or t.is_inference() else t._version for t in tensors)

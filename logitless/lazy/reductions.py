@@ -167,66 +167,19 @@ def reduced(function: Callable, outputs: type | None = None):
     return reduction
 
 
-def of_all(function: Callable, by_dim: Callable):
-    """Returns a version of torch.any or torch.all for lazy logits.
+def overall(function: Callable, by_dim: Callable, of_rows: Callable | None = None):
+    """Returns a version of torch.max, min, any or all for lazy logits, with or without `dim`.
 
-    Without `dim`, the function reduces each row to one value, and then reduces the values of all
-    rows to one result.
+    Without `dim`, it is the function of the results of all rows, by `of_rows`. With gradients this
+    is not lazy: PyTorch divides the gradient equally among all equal extremes, of whatever row.
     """
 
     def reduction(z: LazyLogits, *args, **kwargs):
         if args or kwargs:
-            return by_dim(z, *args, **kwargs)
-        rows = by_dim(z, -1)
+            of_two = args and isinstance(args[0], Tensor)  # the larger of two tensors
+            return NotImplemented if of_two else by_dim(z, *args, **kwargs)
+        rows = NotImplemented if z.sends or not z.numel() else (of_rows or by_dim)(z, -1)
         return rows if rows is NotImplemented else function(rows)
-
-    return reduction
-
-
-class Attached(torch.autograd.Function):
-    """Returns `value`, and passes the gradient of `value` to `rows`.
-
-    `rows` has the max or min of each row, and `value` is the max or min of `rows`. Backward
-    multiplies the gradient of `value` by `shares`, and passes the product to `rows`. `shares` has
-    one number per row.
-    """
-
-    @staticmethod
-    def forward(ctx, rows, value, shares):
-        ctx.save_for_backward(shares)
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (shares,) = ctx.saved_tensors
-        return g * shares, None, None
-
-
-def extreme(function: Callable, amax: Callable, by_dim: Callable):
-    """Returns a version of torch.max or torch.min for lazy logits, with or without `dim`."""
-
-    def reduction(z: LazyLogits, *args, **kwargs):
-        if args or kwargs:
-            first = args[0] if args else None
-            return NotImplemented if isinstance(first, Tensor) else by_dim(z, *args, **kwargs)
-
-        def of_rows(t: Tensor) -> tuple[Tensor, Tensor]:
-            value = amax(t, -1)
-            return value, (t == value[:, None]).sum(-1)
-
-        results = by_rows(z, of_rows) if z.numel() else NotImplemented
-        if results is NotImplemented:
-            return results
-        rows, ties = results
-        value = function(rows.detach())
-        if not rows.requires_grad:
-            return value
-        # torch.max and torch.min divide the gradient equally among all values that equal the
-        # result. `equal` is the number of these values in each row. So a row gets a part of the
-        # gradient in proportion to this number. The backward of torch.amax or torch.amin then
-        # divides this part equally among the row's largest or smallest values.
-        equal = torch.where(rows == value, ties, 0).to(rows.dtype)
-        return Attached.apply(rows, value, equal / equal.sum())
 
     return reduction
 

@@ -83,38 +83,22 @@ def unsqueeze(z: LazyLogits, dim: int):
     return NotImplemented if dim == z.dim() else rows(z, lambda t: t.unsqueeze(dim))
 
 
-def permute(z: LazyLogits, *dims):
-    dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
-    dims = [dim_of(z, dim) for dim in dims]
-    if sorted(dims) != list(range(z.dim())):
-        return NotImplemented  # PyTorch raises
-    last, at = z.dim() - 1, axis_of(z)
-    others = [dim for dim in range(z.dim()) if dim != at]
-    order = [others.index(dim) for dim in dims if dim != at]
-    axis = dims.index(at)
-    return rows(
-        z, lambda t: t.permute(*order, last), lambda t: t.permute(dims),
-        axis=None if axis == last else axis,
-    )  # fmt: skip
+def permuted(function: Callable):
+    """Returns a version of torch.permute or of another permutation of dimensions."""
 
+    def permute(z: LazyLogits, *args, **kwargs):
+        last, at = z.dim() - 1, axis_of(z)
+        numbered = torch.empty(tuple(range(z.dim())), device="meta")  # dimension i has the size i
+        dims = tuple(function(numbered, *args, **kwargs).shape)
+        others = [dim for dim in range(z.dim()) if dim != at]
+        order = [others.index(dim) for dim in dims if dim != at]
+        axis = dims.index(at)
+        return rows(
+            z, lambda t: t.permute(*order, last), lambda t: t.permute(dims),
+            axis=None if axis == last else axis,
+        )  # fmt: skip
 
-def transpose(z: LazyLogits, dim0: int, dim1: int):
-    dims = list(range(z.dim()))
-    dim0, dim1 = dim_of(z, dim0), dim_of(z, dim1)
-    dims[dim0], dims[dim1] = dim1, dim0
-    return permute(z, dims)
-
-
-def movedim(z: LazyLogits, source: int | tuple[int, ...], destination: int | tuple[int, ...]):
-    sources, places = (
-        [dim_of(z, dim) for dim in ((dims,) if isinstance(dims, int) else dims)]
-        for dims in (source, destination)
-    )
-    if len(set(sources)) != len(sources) or len(set(places)) != len(sources):
-        return NotImplemented  # PyTorch raises
-    there = dict(zip(places, sources, strict=True))
-    rest = iter(dim for dim in range(z.dim()) if dim not in sources)
-    return permute(z, [there[i] if i in there else next(rest) for i in range(z.dim())])
+    return permute
 
 
 MASKS = (torch.bool, torch.uint8)

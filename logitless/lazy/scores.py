@@ -4,8 +4,8 @@ A trainer computes its loss, and then metrics such as accuracy and entropy from 
 each of which takes one GEMM, a third of a loss with its gradients. A loss that also computes the
 scores of each row, its entropy, logsumexp, argmax and the log-probability of its label, takes only
 1.016 times as long (benchmarks/results/h200/loss-and-scores.md). Metrics of these logits and of
-their rows are then read from a `Table`. The first metric computes the scores of the rows that the
-loss ignored.
+their rows are then read from a `Table`. The first metric of a row that the loss ignored
+computes the scores of all such rows.
 """
 
 import weakref
@@ -18,7 +18,6 @@ from torch import Tensor
 from ..contract import Reading, has_values
 from ..core.call import reading_of
 from ..core.loss import RowLoss, ignored_value
-from ..heads.head import Head
 from ..heads.linear import HeadLogits
 from ..losses.cross_entropy import CrossEntropy, ScoredCrossEntropy
 from ..losses.statistics import NO_CLASS, SCORES, Read, Scores, score
@@ -72,24 +71,23 @@ class Table:
 class Remembered:
     """The scores of all logits that are derived from one call of a head."""
 
-    def __init__(self, rows: int):
-        self.rows = rows
+    def __init__(self, whole: Recipe):
+        self.whole = whole  # of all rows, without history
         self.tables: dict[Options, Table] = {}
-        self.logits: Any = lambda: None  # a weak reference to the lazy logits of all rows
 
     @staticmethod
-    def of(head: Head) -> dict[str, Any]:
-        """Fields of the Recipe of a head's logits.
+    def of(recipe: Recipe) -> "Remembered | None":
+        """What the logits of a head remember, or None.
 
         There are no scores with drop_ignored=False, because the host would have to wait for the
         number of rows without scores, nor of an FSDP module, because computing missing scores would
         gather its weight, and other ranks may have none missing.
         """
+        head = recipe.head
         gathers = head.module is not None and hasattr(type(head.module), "unshard")
         if gathers or not head.drop_ignored or not may_wait(head.hidden):
-            return {}
-        places = torch.arange(head.rows, device=head.device).view(*head.lead, 1)
-        return {"scores": Remembered(head.rows), "places": places}
+            return None
+        return Remembered(recipe.detached())
 
     def evaluate(
         self, recipe: Recipe, loss: Any, evaluate: Callable[[RowLoss], Any], grad: bool
@@ -115,7 +113,7 @@ class Remembered:
             label = torch.where(ignored, UNKNOWN, label)
         flat = Scores(*(t.detach().reshape(-1) for t in scores))
         if options not in self.tables:
-            self.tables[options] = Table(self.rows, flat)
+            self.tables[options] = Table(self.whole.head.rows, flat)
         self.tables[options].put(places_of(recipe), label.reshape(-1), reading.vocab, flat)
 
     def statistics(self, recipe: Recipe, loss: Read) -> tuple[Tensor, ...] | None:
@@ -131,10 +129,18 @@ class Remembered:
             ids = ids[..., 0]
         elif "logprob" in reading.wants:
             ids = reading.label
-        known, at, computed = self.complete(table, recipe, options, ids, ignored)  # pyright: ignore
-        places, outputs = places_of(recipe), []
+        places, at, computed, outputs = places_of(recipe), None, None, []
+        if ids is None:
+            if not self.has_rows(table, options, recipe.places):  # pyright: ignore
+                return None
+        else:  # an id out of range can be equal to UNKNOWN
+            label, ids = table.label[places], ids.reshape(-1)
+            others = (label == UNKNOWN) | (label != ids)
+            at = (others if ignored is None else others & ~ignored.reshape(-1)).nonzero()[:, 0]
+            if len(at):
+                computed = scores_of(recipe, options, at, ids[at])  # pyright: ignore
         for name in reading.wants:
-            t = getattr(known, name)[places]
+            t = getattr(table.scores, name)[places]
             if computed is not None:
                 t[at] = getattr(computed, name)
             t = t.view(recipe.lead)
@@ -143,35 +149,24 @@ class Remembered:
             outputs.append(t[..., None] if name == "logprob" and reading.ids is not None else t)
         return tuple(outputs)
 
-    def complete(
-        self, table: Table, recipe: Recipe, options: Options, ids: Tensor | None, ignored: Any
-    ) -> tuple[Scores, Tensor | None, Scores | None]:
-        """Computes the scores that the `Table` lacks for the rows of `recipe`, except ignored ones.
+    def has_rows(self, table: Table, options: Options, places: Tensor) -> bool:
+        """Whether the table has the scores of these rows, perhaps because they are computed now.
 
-        With `ids`, a row lacks the scores if its label is another id. Returns (known, at, scores):
-        the scores computed and the indices of their rows, or None, and the known scores of all
-        other rows. Computed scores are added to the `Table`, but not to `known`, which has one id
-        per row, while `recipe` can contain a row several times with different ids.
-
-        A trainer may compute a metric without `ids` for many small views in turn. So if `recipe`
-        has less than half of the head call's rows, the missing scores of all rows are computed at
-        once, and the host waits only once.
+        If one is missing, those of all rows are computed: the next metrics will ask for them.
         """
-        known = table.scores
-        if ids is None and (table.complete or table.seen() is recipe.places):
-            return known, None, None
-        at = missing(table, recipe, ids, ignored)
-        if ids is None and ignored is None:
-            table.seen = weakref.ref(recipe.places)
-        if not len(at):
-            return known, None, None
-        few = ids is None and 2 * recipe.lead.numel() < self.rows
-        logits = self.logits() if few else None
-        if logits is None or logits.recipe.scores is not self or logits.recipe.changed():
-            return known, at, fill(table, recipe, options, at, ids)
-        fill(table, logits.recipe, options, missing(table, logits.recipe, None, None), None)
+        if table.complete or table.seen() is places:
+            return True
+        if not lacks(table, places):
+            table.seen = weakref.ref(places)
+            return True
+        if self.whole.stale():
+            return False
+        at = (table.label == UNKNOWN).nonzero()[:, 0]
+        target = torch.zeros_like(at)
+        scores = scores_of(self.whole, options, at, target)
+        table.put(at, target, self.whole.vocab, scores)
         table.complete = True
-        return table.scores, None, None
+        return True
 
 
 def tensors_of(scores: Scores) -> list[Tensor]:
@@ -183,29 +178,20 @@ def places_of(recipe: Recipe) -> Tensor:
     return recipe.places.reshape(-1)
 
 
-def missing(table: Table, recipe: Recipe, ids: Tensor | None, ignored: Tensor | None) -> Tensor:
-    """The rows of `recipe` that have no scores in the `Table`. The host waits for the GPU."""
-    label = table.label[places_of(recipe)]
-    rows = label == UNKNOWN
-    if ids is not None:  # an id out of range can be equal to UNKNOWN
-        rows = rows | (label != ids.reshape(-1))
-    return (rows if ignored is None else rows & ~ignored.reshape(-1)).nonzero()[:, 0]
+def lacks(table: Table, places: Tensor) -> bool:
+    """Whether the table has no scores of some of these rows. The host waits for the answer."""
+    return bool((table.label[places.reshape(-1)] == UNKNOWN).any())
 
 
-def fill(table: Table, recipe: Recipe, options: Options, at: Tensor, ids: Tensor | None) -> Scores:
-    """Computes the scores of the rows `at`, and adds those of rows that had none to the `Table`."""
+def scores_of(recipe: Recipe, options: Options, at: Tensor, target: Tensor) -> Scores:
+    """The scores of the rows `at`. The host waits for their number."""
     head = recipe.constant_head()
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])[at]
-    target = torch.zeros_like(at) if ids is None else ids.reshape(-1)[at]
     with torch.no_grad():
-        scores = score(
+        return score(
             HeadLogits(head.replace(hidden=hidden)), target, temperature=options.temperature,
             softcap=options.softcap, ignore_index=NO_CLASS,
         )  # fmt: skip
-    places = places_of(recipe)[at]
-    new = torch.where(table.label[places] == UNKNOWN, target, UNKNOWN)
-    table.put(places, new, recipe.vocab, scores)
-    return scores
 
 
 def may_wait(hidden: Tensor) -> bool:

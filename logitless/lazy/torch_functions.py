@@ -113,23 +113,17 @@ def _softmax_of_nn(z: LazyLogits, dim=None, _stacklevel=3, dtype=None):
     return _softmax(z, dim, dtype)
 
 
-# Names of elementwise functions in torch, Tensor, torch.special and torch.nn.functional. These
-# functions are deterministic and do not write to their arguments.
+# Names of elementwise functions in torch, Tensor, torch.special and torch.nn.functional. They are
+# deterministic and do not write to their arguments.
 NAMES = [
-    "abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "asin", "asinh", "atan",
-    "atan2", "atanh", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "copysign", "cos",
-    "cosh", "deg2rad", "digamma", "div", "divide", "entr", "eq", "erf", "erfc", "erfinv", "exp",
-    "exp2", "expit", "expm1", "fix", "float_power", "floor", "floor_divide", "fmax", "fmin",
-    "fmod", "frac", "ge", "gelu", "greater", "greater_equal", "gt", "hardshrink", "heaviside",
-    "hypot", "i0", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "ldexp", "le", "lerp",
-    "less", "less_equal", "lgamma", "log", "log10", "log1p", "log2", "log_sigmoid", "logaddexp",
-    "logaddexp2", "logical_and", "logical_not", "logical_or", "logical_xor", "logit",
-    "logsigmoid", "lt", "masked_fill", "maximum", "minimum", "mul", "multiply", "nan_to_num",
-    "ne", "neg", "negative", "nextafter", "not_equal", "polygamma", "positive", "pow",
-    "rad2deg", "reciprocal", "relu", "remainder", "round", "rsqrt", "rsub", "sgn", "sigmoid",
-    "sign", "signbit", "sin", "sinc", "sinh", "softplus", "softshrink", "softsign", "sqrt",
-    "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "true_divide", "trunc", "where",
-    "xlog1py", "xlogy",
+    "abs", "add", "addcmul", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "cos", "div",
+    "divide", "entr", "eq", "erf", "exp", "expit", "expm1", "floor", "ge", "gelu", "greater",
+    "greater_equal", "gt", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "le", "lerp",
+    "less", "less_equal", "log", "log1p", "log2", "logaddexp", "logical_and", "logical_not",
+    "logical_or", "logsigmoid", "lt", "masked_fill", "maximum", "minimum", "mul", "multiply",
+    "nan_to_num", "ne", "neg", "negative", "not_equal", "pow", "reciprocal", "relu", "remainder",
+    "round", "rsqrt", "rsub", "sigmoid", "sign", "signbit", "sin", "softplus", "sqrt", "square",
+    "sub", "subtract", "tanh", "true_divide", "where", "xlogy",
 ]  # fmt: skip
 OPERATORS = [
     "abs", "add", "and", "eq", "floordiv", "ge", "gt", "invert", "le", "lt", "mod", "mul", "ne",
@@ -145,6 +139,7 @@ ELEMENTWISE = {
 ELEMENTWISE |= {getattr(T, f"__{name}__") for name in OPERATORS if hasattr(T, f"__{name}__")}
 
 _amax, _amin = reductions.reduced(torch.amax), reductions.reduced(torch.amin)
+_max, _min = reductions.reduced(torch.max, Max), reductions.reduced(torch.min, Min)
 _any, _all = reductions.reduced(torch.any), reductions.reduced(torch.all)
 
 SUMS = {T.add, T.__add__, T.__radd__, torch.add}
@@ -162,6 +157,14 @@ SECOND: dict[Any, Callable] = {
     **dict.fromkeys(SUMS, lambda other, z, **kwargs: ops.plus(z, other, **kwargs)),
     **LOSSES_OF_VALUES,
 }
+PERMUTATIONS = {
+    function: rows.permuted(function)
+    for function in (
+        T.permute, torch.permute, T.transpose, torch.transpose, T.swapaxes, torch.swapaxes,
+        T.swapdims, torch.swapdims, T.movedim, torch.movedim, T.moveaxis, torch.moveaxis,
+        T.mT.__get__,  # pyright: ignore
+    )
+}  # fmt: skip
 OPERATIONS: dict[Any, Callable] = {
     # values
     T.float: lambda z: ops.to(z, torch.float32),
@@ -176,10 +179,7 @@ OPERATIONS: dict[Any, Callable] = {
     T.cpu: lambda z: ops.to(z, "cpu"),
     T.cuda: lambda z: z if z.is_cuda else NotImplemented,
     T.contiguous: ops.contiguous,
-    **{
-        function: lambda z, dims=dims: z if z.dim() >= dims else NotImplemented
-        for dims, function in enumerate((torch.atleast_1d, torch.atleast_2d, torch.atleast_3d), 1)
-    },
+    torch.atleast_1d: lambda z: z,  # the Trainer calls it before torch.cat
     **dict.fromkeys((T.clone, torch.clone), ops.clone),
     **dict.fromkeys(DETACHES, ops.detach),
     **dict.fromkeys(SUMS, ops.plus),
@@ -188,18 +188,13 @@ OPERATIONS: dict[Any, Callable] = {
     **dict.fromkeys((T.log_softmax, torch.log_softmax), _log_softmax),
     F.softmax: _softmax_of_nn,
     **dict.fromkeys((T.softmax, torch.softmax), _softmax),
-    **dict.fromkeys((T.masked_fill, torch.masked_fill), ops.masked_fill),
     # rows and columns
     **dict.fromkeys((T.view, T.reshape, torch.reshape), rows.view),
     **dict.fromkeys((T.view_as, T.reshape_as), ops.view_as),
     **dict.fromkeys((T.flatten, torch.flatten), rows.flatten),
     **dict.fromkeys((T.squeeze, torch.squeeze), rows.squeeze),
     **dict.fromkeys((T.unsqueeze, torch.unsqueeze), rows.unsqueeze),
-    **dict.fromkeys((T.transpose, torch.transpose), rows.transpose),
-    **dict.fromkeys((T.swapaxes, torch.swapaxes, T.swapdims, torch.swapdims), rows.transpose),
-    T.mT.__get__: lambda z: rows.transpose(z, -2, -1),  # pyright: ignore
-    **dict.fromkeys((T.permute, torch.permute), rows.permute),
-    **dict.fromkeys((T.movedim, torch.movedim, T.moveaxis, torch.moveaxis), rows.movedim),
+    **PERMUTATIONS,
     **dict.fromkeys((T.index_select, torch.index_select), rows.index_select),
     **dict.fromkeys((T.split, torch.split), rows.split),
     **dict.fromkeys((T.chunk, torch.chunk), rows.chunk),
@@ -221,27 +216,20 @@ OPERATIONS: dict[Any, Callable] = {
     **dict.fromkeys((T.argmax, torch.argmax), reductions.argmax),
     **dict.fromkeys((T.amax, torch.amax), _amax),
     **dict.fromkeys((T.amin, torch.amin), _amin),
-    **dict.fromkeys(
-        (T.max, torch.max),
-        reductions.extreme(torch.max, torch.amax, reductions.reduced(torch.max, Max)),
-    ),
-    **dict.fromkeys(
-        (T.min, torch.min),
-        reductions.extreme(torch.min, torch.amin, reductions.reduced(torch.min, Min)),
-    ),
+    **dict.fromkeys((T.max, torch.max), reductions.overall(torch.max, _max, _amax)),
+    **dict.fromkeys((T.min, torch.min), reductions.overall(torch.min, _min, _amin)),
     **dict.fromkeys((T.topk, torch.topk), reductions.reduced(torch.topk, TopK)),
-    **dict.fromkeys((T.any, torch.any), reductions.of_all(torch.any, _any)),
-    **dict.fromkeys((T.all, torch.all), reductions.of_all(torch.all, _all)),
+    **dict.fromkeys((T.any, torch.any), reductions.overall(torch.any, _any)),
+    **dict.fromkeys((T.all, torch.all), reductions.overall(torch.all, _all)),
 }
 VIEWS = {  # operations that return a view of a plain tensor
-    *(OPERATIONS[f] for f in (T.view, T.flatten, T.squeeze, T.unsqueeze, T.transpose, T.permute)),
-    *(OPERATIONS[f] for f in (T.movedim, T.narrow, T.split, T.chunk, T.unbind, T.__getitem__)),
-    OPERATIONS[T.mT.__get__],  # pyright: ignore
-    OPERATIONS[T.detach],
+    *PERMUTATIONS.values(),
+    *(OPERATIONS[f] for f in (T.view, T.flatten, T.squeeze, T.unsqueeze, T.narrow, T.split)),
+    *(OPERATIONS[f] for f in (T.chunk, T.unbind, T.__getitem__, T.detach)),
 }
 ANY_AXIS = {  # operations that accept the vocabulary in any dimension
     *(OPERATIONS[f] for f in (T.float, T.to, T.type_as, T.contiguous, T.clone, T.detach)),
-    *(OPERATIONS[f] for f in (T.transpose, T.permute, T.movedim, T.mT.__get__)),  # pyright: ignore
+    *PERMUTATIONS.values(),
     *(OPERATIONS[f] for f in (F.cross_entropy, F.nll_loss, F.log_softmax, T.log_softmax)),
     *(OPERATIONS[f] for f in (F.softmax, T.softmax)),
 }

@@ -149,19 +149,12 @@ def four_bits_with_lora(model: nn.Module) -> nn.Module:
     return four_bits_with(model)
 
 
-def four_bits_with_dora(model: nn.Module) -> nn.Module:
-    return four_bits_with(model, use_dora=True, target_modules=["q_proj", "lm_head"])
-
-
 @pytest.mark.parametrize("first", ["fuse", "change"])
 @pytest.mark.parametrize(
     "change",
-    [
-        four_bits, fp4, four_bits_in_floats, four_bits_and_bias, four_bits_with_lora,
-        four_bits_with_dora,
-    ],
+    [four_bits, fp4, four_bits_in_floats, four_bits_and_bias, four_bits_with_lora],
     ids=lambda change: change.__name__,
-)  # fmt: skip
+)
 def test_heads_of_four_bits_stay_lazy(change, first):
     fused = change(ll.fuse(wide())) if first == "fuse" else ll.fuse(change(wide()))
     assert_as_plain(change(wide()), fused, is_lazy=True)

@@ -25,7 +25,7 @@ from logitless.core.groups import Groups
 from logitless.eager import contrastive, rows, stats_bwd
 from logitless.heads import choose_cut, gemms, run
 from logitless.lazy import rows as lazy_rows
-from logitless.lazy.weight_changes import Watch
+from logitless.lazy.recipe import Watch
 from logitless.losses import sampled_softmax
 from logitless.parallel.rank_merge import ColumnBackend
 from logitless.store import codes as store_codes

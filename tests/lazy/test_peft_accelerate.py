@@ -137,13 +137,11 @@ LAZY = {  # options, and whether the embeddings are tied
     "lora with a bias": (HEAD | {"lora_bias": True}, False),
     "tokens alone": ({"kind": peft.TrainableTokensConfig, **TOKENS}, False),
     "tokens alone, tied": ({"kind": peft.TrainableTokensConfig, **TOKENS}, True),
-    "dora alone": (HEAD | {"use_dora": True}, False),
-    "dora, scaled": (BOTH | {"use_dora": True, "lora_alpha": 3}, False),
-    "dora with dropout": (BOTH | {"use_dora": True, "lora_dropout": 0.5}, False),
     "dora, saved": (BODY | {"use_dora": True, "modules_to_save": ["lm_head"]}, False),
 }
 PLAIN = {
-    "dora alone with dropout": HEAD | {"use_dora": True, "lora_dropout": 0.5},
+    "dora alone": HEAD | {"use_dora": True},
+    "dora with dropout": BOTH | {"use_dora": True, "lora_dropout": 0.5},
     "ia3 alone": HEAD
     | {"kind": peft.IA3Config, "feedforward_modules": [], "init_ia3_weights": False},
 }

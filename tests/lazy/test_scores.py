@@ -219,8 +219,8 @@ def test_evaluation(mode, ids, monkeypatch):
 
 def test_the_host_waits_once_for_the_same_rows(ids, monkeypatch):
     _, fused = pair(ids.device)
-    waits, missing = [], scores.missing
-    monkeypatch.setattr(scores, "missing", lambda *a: waits.append(a) or missing(*a))
+    waits, lacks = [], scores.lacks
+    monkeypatch.setattr(scores, "lacks", lambda *a: waits.append(a) or lacks(*a))
     z = fused(ids)
     shifted(z, ids)
     assert not waits

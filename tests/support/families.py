@@ -38,9 +38,8 @@ from transformers.models.auto import modeling_auto
 
 import logitless as ll
 from logitless.lazy import recipe, report
-from logitless.lazy.fuse import names_of
+from logitless.lazy.fuse import named_head, names_of
 from logitless.lazy.logits import LazyLogits
-from logitless.lazy.model_hooks import named_head
 from tests.support.paths import ROOT
 from tests.support.tiny_models import V, batch, build
 
