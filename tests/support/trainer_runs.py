@@ -77,7 +77,8 @@ def text(start: int, length: int = 7) -> str:
 class Widest(TorchDispatchMode):
     """Records the largest number of rows of width V in one tensor.
 
-    Transposed weights, whose last two dimensions are (width, V), and lazy logits are left out.
+    Transposed weights, whose last two dimensions are (width, V), lazy logits, and tensors without
+    memory are left out.
     """
 
     def __init__(self, width: int = D):
@@ -88,7 +89,7 @@ class Widest(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
             plain = isinstance(t, torch.Tensor) and "logitless" not in type(t).__module__
-            if plain and t.shape[-1:] == (V,) and t.shape[-2:] != (self.width, V):
+            if plain and not t.is_meta and t.shape[-1:] == (V,) and t.shape[-2:] != (self.width, V):
                 self.rows = max(self.rows, t.numel() // V)
         return out
 
