@@ -44,20 +44,29 @@ class _Terms:
         self.log_s1 = state[:, fields.LOG_S1 : fields.LOG_S1 + 1]
         self.inv_t = inverse_temperature(reading, column)
         gain = by_row(upstream, rows) * by_row(factor, rows)
+        bad = self._locate(reading, coefficients, rows, V, start)
+        # one table with all row terms: a compiler computes it once, not in every column
         values = (coefficients.rows.expand(rows, fields.COEFFICIENTS) * gain).to(state.dtype)
+        values = torch.where(self.dead, 0.0, values)
+        if bad is not None:  # an id outside the vocabulary makes its whole row NaN
+            values = torch.where(bad, torch.nan, values)
 
         def field(name: str) -> Tensor | None:
             at = fields.FIELDS.index(name)
-            return torch.where(self.dead, 0.0, values[:, at : at + 1]) if name in has else None
+            return values[:, at : at + 1] if name in has else None
 
         self.a, self.b, self.g_total = field("a"), field("b"), field("total")
         self.a_ids, self.g_label = field("a_ids"), field("label")
         self.d_logprob_t1 = field("logprob_t1")
+        if self.a is None:
+            self.a = torch.zeros_like(self.shift)
+            self.a = self.a if bad is None else torch.where(bad, torch.nan, self.a)
+        if self.g_label is not None:
+            self.g_label = torch.where(self.has_label, self.g_label, 0.0)
         self.g_ids = None
         if coefficients.ids is not None:
             g = coefficients.ids.reshape(rows, coefficients.ids.shape[-1]) * gain
-            self.g_ids = torch.where(self.dead, 0.0, g.to(state.dtype))
-        self.a = torch.zeros_like(self.shift) if self.a is None else self.a
+            self.g_ids = torch.where(self.dead | ~self.inside, 0.0, g.to(state.dtype))
         self.logprob_t1_apart = self.d_logprob_t1 is not None and self.inv_t is not None
         self.lift = None if self.a_ids is None else lift_of(state[:, fields.TAIL : fields.TAIL + 1])
         if self.d_logprob_t1 is not None and not self.logprob_t1_apart:
@@ -66,33 +75,26 @@ class _Terms:
             d = self.d_logprob_t1
             self.a = self.a - (d if self.lift is None else d * self.lift.exp())
             self.a_ids = None if self.a_ids is None else self.a_ids - d
-        self._locate(reading, rows, V, start)
         if self.inv_t is not None:
             for name in ("a", "b", "g_total", "a_ids", "g_label", "g_ids"):
                 t = getattr(self, name)
                 setattr(self, name, None if t is None else t * self.inv_t)
 
-    def _locate(self, reading: Reading, rows: int, V: int, start: int) -> None:
-        """Finds the columns of labels and ids in x; one outside the vocabulary makes its whole row
-        NaN.
+    def _locate(
+        self, reading: Reading, coefficients: Coefficients, rows: int, V: int, start: int
+    ) -> Tensor | None:
+        """Finds the columns of labels and ids in x. Returns a mask (N, 1) of the rows with one
+        outside the vocabulary.
         """
-        bad = None
-        if self.g_label is not None or self.d_logprob_t1 is not None:
+        bad, has = None, coefficients.has
+        if "label" in has or "logprob_t1" in has:
             bad = ~locate(reading.label, rows, reading.vocab)[1]
             self.label, self.has_label = locate(reading.label - start, rows, V)
-            if self.g_label is not None:
-                self.g_label = torch.where(self.has_label, self.g_label, 0.0)
-        if self.g_ids is not None or self.a_ids is not None:
+        if coefficients.ids is not None or "a_ids" in has:
             bad_ids = is_bad(reading.ids, locate(reading.ids, rows, reading.vocab)[1])
             self.ids, self.inside = locate(reading.ids.clamp_min(-1) - start, rows, V)
             bad = bad_ids if bad is None else bad | bad_ids
-            if self.g_ids is not None:
-                self.g_ids = torch.where(self.inside, self.g_ids, 0.0)
-        assert self.a is not None
-        if bad is not None:
-            self.a = torch.where(bad, torch.nan, self.a)
-            if self.a_ids is not None:
-                self.a_ids = torch.where(bad, torch.nan, self.a_ids)
+        return bad
 
     @property
     def only_a(self) -> bool:
@@ -184,24 +186,24 @@ def fusible_gradient(
     """`gradient` of a loss without ids, as operations that a compiler fuses into one kernel.
 
     The kernel reads and writes one element at a time, so it can overwrite logits that nothing else
-    reads.
+    reads. Inductor cuts a long expression in two, which must not both read the logits: so the slope
+    of the softcap is multiplied into each term, and only the last sum is long.
     """
     flat, live = x.reshape(-1, x.shape[-1]), live_rows(reading)
     terms = _Terms(x, reading, state, coefficients, upstream, factor, 0)
     y, slope = capped(flat, reading.softcap)
-    d = centred(y, terms.shift, terms.inv_t)
-    p = d.exp() * (-terms.log_s).exp()
-    dy = p * terms.a
+    slope = 1.0 if slope is None else slope
+    logp = centred(y, terms.shift, terms.inv_t) - terms.log_s
+    p, by_p = logp.exp(), terms.a
     if terms.b is not None:
-        dy = dy + torch.where(p > 0, p * (d - terms.log_s), 0.0) * terms.b
+        by_p = by_p + torch.where(p > 0, logp, 0.0) * terms.b
+    dy = p * by_p * slope
     if terms.g_total is not None:
         weight = reading.class_weight
-        dy = dy + terms.g_total * (1.0 if weight is None else weight)
+        dy = dy + terms.g_total * (1.0 if weight is None else weight) * slope
     if terms.g_label is not None:
         columns = torch.arange(flat.shape[1], device=x.device)
-        dy = dy + torch.where(columns == terms.label, terms.g_label, 0.0)
-    if slope is not None:
-        dy = dy * slope
+        dy = dy + torch.where(columns == terms.label, terms.g_label, 0.0) * slope
     if live is not None:
         dy = torch.where(live.unsqueeze(1), dy, 0.0)
     return dy.to(x.dtype).view(x.shape)
