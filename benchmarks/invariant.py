@@ -29,7 +29,7 @@ from logitless import kernels
 from logitless.kernels import config
 
 # `kernels.row_gemm` is the function of the same name.
-row_gemm = importlib.import_module("logitless.kernels.row_gemm")
+row_gemm = importlib.import_module("logitless.kernels.gemms.row_gemm")
 
 DEVICE, VOCAB = "cuda", 128256
 HEADS = [(8192, 4096), (16384, 2048)]  # rows and D

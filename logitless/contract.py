@@ -259,9 +259,9 @@ class Slots(NamedTuple):
     tail: Tensor | None  # (...), log of the teacher's mass outside the slots; None: log(1 - Σ p)
     row_weight: Tensor | None  # (...), multiplies each row's divergence
     divergence: str  # "forward_kl", "reverse_kl", "jsd" or "tvd"
-    # How probabilities are normalised over the slots (kernels/slot_divergence.py): "truncate",
-    # "renorm_teacher", "renorm" or "tail". For logits that are already gathered at the ids,
-    # "gathered" is a softmax over all K slots, and "gathered_renorm" over the unmasked ones.
+    # How probabilities are normalised over the slots (kernels/at_ids/slot_divergence.py):
+    # "truncate", "renorm_teacher", "renorm" or "tail". For logits that are already gathered at the
+    # ids, "gathered" is a softmax over all K slots, and "gathered_renorm" over the unmasked ones.
     support: str
     beta: float  # β of "jsd"
     kd_weight: float  # multiplies the divergence

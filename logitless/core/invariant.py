@@ -3,11 +3,11 @@
 Usually the number of rows determines how a kernel splits a row, and which kernel a GEMM uses.
 Inside `invariant`, every split depends only on the vocabulary, the dtype and the options:
 
-- A kernel computes a row in one program (kernels/stats_split_fwd.py, `cut_of`), whose blocks start
-  on 16-byte boundaries, so logits with other rows are copied (`aligned`).
+- A kernel computes a row in one program (kernels/statistics/forward.py, `cut_of`), whose blocks
+  start on 16-byte boundaries, so logits with other rows are copied (`aligned`).
 - `eager` computes one row at a time (core/evaluate.py): on a CPU, PyTorch can round a row
   differently at another position of the tensor.
-- The GEMMs of a head add in a fixed order (kernels/row_gemm.py, eager/row_gemm.py).
+- The GEMMs of a head add in a fixed order (kernels/gemms/row_gemm.py, eager/row_gemm.py).
 
 A loss keeps the setting of its forward for backward (`Reading.invariant`).
 """

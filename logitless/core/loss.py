@@ -119,7 +119,7 @@ class RowLoss:
     def plan_total(
         self, total: Total, backend: Backend, rows: int, stride: int, hidden: Tensor, copies: bool
     ) -> Any:
-        """Returns a launch over a small head (`plan_total` in kernels/host.py), or None."""
+        """Returns a launch over a small head (kernels/cross_entropy/one_pass.py), or None."""
         raise NotImplementedError
 
     def traced(self, x, call: Callable = operators.call) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ of which some can stay 0.
     TVD              ½ Σ |p - q|                        q below, or -q above (see `_slopes`)
 
 If student and teacher are equal, each divergence and its gradient are exactly 0. To add a loss, put
-its functions into LOSSES here and in kernels/pair_losses.py.
+its functions into LOSSES here and in kernels/pairs/losses.py.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Divergences over the K slots of each row, and their gradients, in plain PyTorch.
 
-kernels/slot_divergence.py gives the formulas, and explains the values of `support`.
+kernels/at_ids/slot_divergence.py gives the formulas, and explains the values of `support`.
 """
 
 import torch
@@ -140,7 +140,7 @@ def rest(log_p: Tensor) -> Tensor:
 
 
 def _terms(log_p, p, log_q, q, divergence, beta):
-    """Returns f and g of kernels/slot_divergence.py."""
+    """Returns f and g of kernels/at_ids/slot_divergence.py."""
     if divergence == "forward_kl":
         return torch.where(p == 0, 0.0, p * (log_p - log_q)), -p
     if divergence == "reverse_kl":

@@ -63,8 +63,8 @@ def _rows(main: Tensor, a: Tensor) -> Tensor:
     return rows
 
 
-# -log p of the label and the gradient in one pass over the logits (kernels/host.py), with
-# `plan_total` for small heads. On a CPU, a row is still in the cache when it is read again.
+# -log p of the label and the gradient in one pass over the logits, for small heads by `plan_total`
+# (kernels/cross_entropy/one_pass.py). On a CPU, a row is still in the cache when it is read again.
 one_pass = None
 
 

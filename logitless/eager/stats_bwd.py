@@ -71,7 +71,7 @@ class _Terms:
         self.lift = None if self.a_ids is None else lift_of(state[:, fields.TAIL : fields.TAIL + 1])
         if self.d_logprob_t1 is not None and not self.logprob_t1_apart:
             # at temperature 1, d of `logprob_t1` adds -d · p, so `a` becomes a - d
-            # (kernels/stats_bwd.py)
+            # (kernels/statistics/backward.py)
             d = self.d_logprob_t1
             self.a = self.a - (d if self.lift is None else d * self.lift.exp())
             self.a_ids = None if self.a_ids is None else self.a_ids - d

@@ -1,7 +1,8 @@
 """The coefficients of the backward formula (contract.py) from the gradients of row statistics.
 
 RULES lists the terms that the gradient of each statistic adds to the coefficients.
-kernels/stats_coefficients.py applies the same RULES, in one launch or in the gradient's kernel.
+kernels/statistics/coefficients.py applies the same RULES, in one launch or in the gradient's
+kernel.
 """
 
 import functools

@@ -2,8 +2,8 @@
 
 The gradient of a bf16 weight is summed in one of three formats. bf16 rounds to 8 bits after every
 chunk, and over many chunks drifts away from one large GEMM. fp32 takes twice the memory. Block
-floating point, int16 numbers with one exponent per 128 (kernels/blockfp_gemm.py), is as exact as
-one GEMM and takes no more memory than bf16.
+floating point, int16 numbers with one exponent per 128 (kernels/gemms/blockfp_gemm.py), is as exact
+as one GEMM and takes no more memory than bf16.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -476,7 +476,7 @@ def run_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | No
 
 
 def launch_of(plan: Plan, head: Head, loss: RowLoss, reduction: str) -> Any:
-    """A launch for the loss and its gradient (`plan_total` in kernels/host.py), or None.
+    """A launch for the loss and its gradient (kernels/cross_entropy/one_pass.py), or None.
 
     The plan keeps it for `repeated`, but not while a CUDA graph is captured, whose tensors it can
     hold, and not with temperatures per row, for which `repeated` has no argument.

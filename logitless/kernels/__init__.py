@@ -1,29 +1,36 @@
 """The Triton backend, which imports only contract.py and eager/ from the rest of the package."""
 
-from .blockfp_gemm import accumulate, can_accumulate, exponents
-from .bwd_launch import gradient, stats_gradient
-from .contrastive_bwd import contrastive_gradient
-from .contrastive_fwd import contrastive_finish, contrastive_read
-from .duplicate_ids import with_repeats
-from .gather import gather, gather_gradient
-from .host import one_pass, plan_total, read, scale_, scale_two_
-from .narrow_bwd import narrow_gradients
-from .narrow_fwd import narrow_partial
-from .narrow_tile import is_narrow
-from .pair_bwd import pair_gradient
-from .pair_fwd import pair_finish, pair_partial, pair_read, pair_sums
+from .at_ids.duplicate_ids import with_repeats
+from .at_ids.gather import gather, gather_gradient
+from .at_ids.slot_divergence import slots
+from .at_ids.tail_mass import outside
+from .at_ids.topk import topk
+from .contrastive.backward import contrastive_gradient
+from .contrastive.forward import contrastive_finish, contrastive_read
+from .contrastive.sigmoid import sigmoid_contrastive
+from .cross_entropy.one_pass import one_pass, plan_total
+from .cross_entropy.smoothing_z_loss import (
+    cross_entropy,
+    label_coefficients,
+    label_mass,
+    weighted_nll,
+)
+from .gemms.blockfp_gemm import accumulate, can_accumulate, exponents
+from .gemms.row_gemm import row_gemm
+from .narrow.backward import narrow_gradients
+from .narrow.forward import narrow_partial
+from .narrow.tile import is_narrow
+from .pairs.backward import pair_gradient
+from .pairs.forward import pair_finish, pair_partial, pair_read, pair_sums
 from .reduce import reduce, share
-from .row_gemm import row_gemm
-from .sampled import sampled
-from .sigmoid_contrastive import sigmoid_contrastive
-from .slot_divergence import slots
-from .smoothing_z_loss import cross_entropy, label_coefficients, label_mass, weighted_nll
-from .stats_coefficients import coefficients
-from .stats_merge import finish, merge
-from .stats_split_fwd import above, partial
-from .table_rows import row_dots, row_dots_gradients
-from .tail_mass import outside
-from .topk import topk
+from .sampled_softmax.columns import sampled
+from .sampled_softmax.table_rows import row_dots, row_dots_gradients
+from .scale import scale_, scale_two_
+from .statistics.backward import gradient, stats_gradient
+from .statistics.coefficients import coefficients
+from .statistics.forward import above, partial
+from .statistics.merge import finish, merge
+from .statistics.read import read
 from .zero_ignored import zero_ignored
 
 single_rows = False  # the split of a row depends on no other row

@@ -161,7 +161,7 @@ def pair_bwd(vocab: int, itemsize: int, heavy: bool = False) -> Config:
 
 # (kernel, bytes per element) -> D, padded to a power of two -> (rows, columns, warps, stages), and
 # perhaps a limit of registers per thread. "fwd_expected" is the forward with the sums of
-# narrow_expected.py.
+# narrow/expected.py.
 NARROW = {
     ("fwd", 2): {64: (128, 64, 4, 4), 128: (128, 64, 8, 4)},
     ("fwd", 4): {64: (32, 32, 8, 2)},

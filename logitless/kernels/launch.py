@@ -13,7 +13,7 @@ Kernels that hot code launches have a `Launch` from a cached function; the other
 `launch`, whose key takes a few µs more.
 
 Every parameter costs host time, even a constant. A kernel with many has one, CONSTANTS, a frozen
-dataclass that it reads with `field` (state.py).
+dataclass that it reads with `field`.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
@@ -150,3 +151,9 @@ def on(device: torch.device):
     if device.type == "cpu" or device.index == torch.accelerator.current_device_index():
         return _CURRENT
     return torch.get_device_module(device).device(device)
+
+
+@triton.constexpr_function
+def field(struct, name):
+    """Returns one field of the dataclass that a kernel gets as CONSTANTS (see above)."""
+    return getattr(struct, name)

@@ -7,8 +7,10 @@ before and after, less than a pack on each side, which are loaded as one tile of
 """
 
 import functools
+from operator import attrgetter
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -138,16 +140,50 @@ def contiguous(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.is_contiguous() else t.contiguous()
 
 
+def aligned(weight: Tensor | None) -> Tensor | None:
+    """Returns the class weights, copied unless contiguous and on a 16-byte boundary."""
+    if weight is None or (weight.is_contiguous() and weight.data_ptr() % 16 == 0):
+        return weight
+    return weight.clone(memory_format=torch.contiguous_format)
+
+
+# what a plan depends on in a Reading; the temperature is None if each row has its own
+options_of = attrgetter("temperature", "softcap", "ignore_index")
+
+
 def temperature_of(reading: Reading) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
     """Returns the temperature as the last tensors or the first numbers of a launch."""
     t = contiguous(reading.row_temperature)
     return ((), (reading.temperature,)) if t is None else ((t,), ())
 
 
+@triton.constexpr_function
+def pack_of(P):
+    """Returns the number of elements in 16 bytes."""
+    return 128 // P.dtype.element_ty.primitive_bitwidth
+
+
 @triton.jit
 def row_offset(row, rows_t, stride_b, stride_t):
     """Returns the offset of a row in elements, in int64: a view can have more than 2^31."""
     return (row // rows_t).to(tl.int64) * stride_b + (row % rows_t).to(tl.int64) * stride_t
+
+
+@triton.jit
+def load_label(LABEL, row):
+    if LABEL is not None:
+        return tl.load(LABEL + row)
+    else:
+        return 0
+
+
+@triton.jit
+def is_live(label, ignore_index):
+    """Whether a row is not ignored; the logits of an ignored row are not read."""
+    if ignore_index is not None:
+        return label != ignore_index
+    else:
+        return True
 
 
 @triton.jit

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..contract import Reading
 from .launch import REMEMBERED, Launch
+from .layout import is_live
 from .profiling import profiled
-from .state import is_live
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from . import config
 from .launch import REMEMBERED, Launch
@@ -101,3 +102,29 @@ def scale_two_launch(
         _scale_two_kernel, (min(tiles, 8 * config.processors(device)),),
         (size_x, size_y, tiles_x, tiles), num_warps=8, BLOCK_V=block,
     )  # fmt: skip
+
+
+def scale_(x: Tensor, g: Tensor) -> None:
+    """Multiplies x in place by g, one number or one per row, without waiting for its value."""
+    if x.numel() == 0:
+        return
+    launch = scale_launch(
+        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), g.dim() == 0, x.device,
+        config.revision,
+    )  # fmt: skip
+    if launch is None:  # x has no (B, T, V) view with contiguous rows
+        dense = x.contiguous()
+        scale_(dense, g)
+        x.copy_(dense)
+    else:
+        launch(x, g.contiguous())
+
+
+def scale_two_(x: Tensor, y: Tensor, g: Tensor) -> None:
+    """Multiplies two contiguous tensors of one dtype in place by the number g, in one launch."""
+    assert x.is_contiguous()
+    assert y.is_contiguous()
+    size_x, size_y = x.numel(), y.numel()
+    if size_x + size_y:
+        offsets = x.data_ptr() % 16, y.data_ptr() % 16
+        scale_two_launch(size_x, size_y, offsets, x.device)(x, y, g)

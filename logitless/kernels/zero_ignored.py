@@ -8,8 +8,8 @@ from torch import Tensor
 from ..contract import Reading
 from . import config
 from .launch import launch
+from .layout import is_live, load_label
 from .profiling import profiled
-from .state import is_live, load_label
 
 
 @triton.jit(

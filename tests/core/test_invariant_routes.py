@@ -17,7 +17,7 @@ from logitless.heads import choose_cut
 from logitless.heads.choose_cut import Cut
 from logitless.kernels import config
 from logitless.kernels.layout import describe
-from logitless.kernels.stats_split_fwd import cut_of
+from logitless.kernels.statistics.forward import cut_of
 from tests.support.invariance import interpreted
 from tests.support.launches import launched
 
@@ -44,7 +44,7 @@ def test_splits(monkeypatch):
 
 def test_splits_of_topk(monkeypatch):
     asked = []
-    module = importlib.import_module("logitless.kernels.topk")
+    module = importlib.import_module("logitless.kernels.at_ids.topk")
     cut = module._cut
     monkeypatch.setattr(module, "_cut", lambda *args: asked.append(args) or cut(*args))
     with ll.impl("triton"), ll.invariant():

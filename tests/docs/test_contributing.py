@@ -14,8 +14,8 @@ from logitless.core.evaluate import evaluate
 from logitless.core.loss import RowLoss
 from logitless.core.source import Source
 from logitless.eager import pair_losses as in_torch
-from logitless.kernels import pair_losses as in_triton
-from logitless.kernels.pair_state import Sums
+from logitless.kernels.pairs import losses as in_triton
+from logitless.kernels.pairs.state import Sums
 from logitless.losses.dense_teacher import compared
 from tests.support.shards import on_shards, plainly
 

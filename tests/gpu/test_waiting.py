@@ -12,8 +12,8 @@ from logitless import kernels
 from logitless.contract import Reading, Total
 from logitless.eager.stats_coefficients import of_one
 from logitless.kernels import config, program_exchange
-from logitless.kernels.nll_fwd_bwd import nll_fwd_bwd_plan
-from logitless.kernels.pair_fwd import splits_of
+from logitless.kernels.cross_entropy.one_pass import nll_fwd_bwd_plan
+from logitless.kernels.pairs.forward import splits_of
 from tests.support.launches import launched
 from tests.support.sizes import DEVICE, ON_GPU, sized
 

@@ -5,7 +5,7 @@ import torch
 
 import logitless as ll
 from logitless import kernels
-from logitless.kernels.blockfp_gemm import PACK
+from logitless.kernels.gemms.blockfp_gemm import PACK
 
 
 class TestSumInPlace:

@@ -20,7 +20,7 @@ from tests.support.paths import ROOT
 
 KERNELS = {  # every kernel that is launched, by the module that launches it
     name: module
-    for _, file, _ in pkgutil.iter_modules(kernels.__path__, "logitless.kernels.")
+    for _, file, _ in pkgutil.walk_packages(kernels.__path__, "logitless.kernels.")
     for module in (importlib.import_module(file),)
     for name in vars(module)
     if name.endswith("_kernel")

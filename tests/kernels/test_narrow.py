@@ -6,7 +6,7 @@ import torch
 from logitless import kernels
 from logitless.contract import COEFFICIENTS, G_LABEL, NO_ID, A, Coefficients, Reading
 from logitless.kernels import config
-from logitless.kernels.narrow_tile import is_narrow
+from logitless.kernels.narrow.tile import is_narrow
 
 N, D, V, K = 18, 9, 37, 3
 WANTS = ("lse", "picked", "logprob", "nll", "entropy", "total", "log_total", "argmax", "logprob_t1")

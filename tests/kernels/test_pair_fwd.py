@@ -22,8 +22,8 @@ def by_parts(x, t, reading, kind, beta, span):
     word published by everyone, if only that it saw nothing; the second finds what the first left.
     """
     from logitless.contract import PAIR_STATE, PAIR_SUMS
-    from logitless.kernels import pair_fwd
     from logitless.kernels.layout import rows_of
+    from logitless.kernels.pairs import forward as pair_fwd
     from logitless.kernels.program_exchange import EMPTY
 
     (x, rows), (t, t_rows) = rows_of(x), rows_of(t)
@@ -94,7 +94,7 @@ import sys
 import torch
 from logitless import kernels
 from logitless.contract import PAIR_STATE, Pair, Reading
-from logitless.kernels import pair_bwd, pair_fwd, pair_losses
+from logitless.kernels.pairs import backward as pair_bwd, forward as pair_fwd, losses as pair_losses
 from tests.support.aot import recording
 
 def hashes(kind):
@@ -117,7 +117,7 @@ for old, new, changed in (
     assert text.count(old) == 1
     with open(sys.argv[1], "w") as file:
         file.write(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location("logitless.kernels.edited", sys.argv[1])
+    spec = importlib.util.spec_from_file_location("logitless.kernels.pairs.edited", sys.argv[1])
     edited = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(edited)
     for module in (pair_fwd, pair_bwd):

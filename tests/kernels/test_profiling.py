@@ -16,7 +16,7 @@ from tests.support.launches import every_kernel
 
 KERNELS = {
     name: kernel
-    for _, file, _ in pkgutil.iter_modules(kernels.__path__, "logitless.kernels.")
+    for _, file, _ in pkgutil.walk_packages(kernels.__path__, "logitless.kernels.")
     for name, kernel in vars(importlib.import_module(file)).items()
     if name.endswith("_kernel")
 }

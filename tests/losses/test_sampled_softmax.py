@@ -12,7 +12,7 @@ from logitless import eager, kernels
 from logitless.contract import NO_ID
 from logitless.eager import table_rows
 from logitless.heads import choose_cut
-from logitless.kernels import table_rows as table_kernels
+from logitless.kernels.sampled_softmax import table_rows as table_kernels
 from tests.support.laws import FLOOR, error, gradients
 from tests.support.sampled import D, K, N, V, by_definition, case
 

@@ -13,7 +13,7 @@ from logitless.kernels.launch import Launch
 def every_kernel() -> set[str]:
     """The names of all kernels that logitless/kernels can launch."""
     folder = Path(kernels.__file__).parent
-    text = "".join(path.read_text() for path in folder.glob("*.py"))
+    text = "".join(path.read_text() for path in folder.rglob("*.py"))
     return set(re.findall(r"[lL]aunch\(\s*(\w+_kernel)\b", text))
 
 

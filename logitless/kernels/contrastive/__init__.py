@@ -1,0 +1,1 @@
+"""Losses over the similarities of all pairs of embeddings."""

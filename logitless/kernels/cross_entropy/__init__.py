@@ -1,0 +1,1 @@
+"""Cross-entropy: its gradient in the same pass, and its value with smoothing and z-loss."""

@@ -1,0 +1,1 @@
+"""A head so narrow that its logits are never stored."""
