@@ -5,7 +5,6 @@ The graph ends before the head. The head and the loss over its lazy logits run u
 
 import copy
 import shutil
-import warnings
 
 import pytest
 import torch
@@ -21,14 +20,12 @@ from logitless.lazy.logits import LazyLogits
 from tests.support.fusable_models import D, Model, V
 
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-PLAIN_IN_GRAPH = "as a plain product inside of its graph"
 
 # Warnings of the compiler itself are not ours. Ours are errors.
 pytestmark = pytest.mark.filterwarnings(
     "default",
     "error:logits of a fused head are materialised",
     "error:fuse has no effect",
-    f"error:.*{PLAIN_IN_GRAPH}",
 )
 
 
@@ -220,38 +217,51 @@ def test_a_compiled_teacher(device):
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.filterwarnings(f"default:.*{PLAIN_IN_GRAPH}")
 def test_a_whole_graph(device):
-    """fullgraph=True: the graph holds a plain product, and one warning says so."""
+    """With fullgraph=True, where the graph must not end, the error says how to get plain logits."""
     fused, plain = pair(device)
-    compiled, ids = torch.compile(fused, backend="aot_eager", fullgraph=True), batch().to(device)
-    with pytest.warns(UserWarning, match=f"{PLAIN_IN_GRAPH}.*without fullgraph=True"):
-        value, logits = inside(compiled, ids)
+    ids, whole = batch().to(device), {"backend": "aot_eager", "fullgraph": True}
+    for model in (fused, lambda ids: outside(fused, ids)):
+        with pytest.raises(
+            torch._dynamo.exc.Unsupported, match=r"ends the graph .* unfuse\(model\)"
+        ):
+            torch.compile(model, **whole)(ids)
+    compiled = torch.compile(ll.unfuse(fused), **whole)
+    value, logits = inside(compiled, ids)
     assert type(logits) is torch.Tensor
     torch.testing.assert_close(grads(fused, value), grads(plain, inside(plain, ids)[0]))
-    assert PLAIN_IN_GRAPH in ll.is_fused(compiled).reason
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        inside(compiled, ids)
-    step = torch.compile(lambda ids: outside(fused, ids)[0], backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(step(ids), value)
-    inside(fused, ids)
-    assert ll.is_fused(fused)
 
 
-@pytest.mark.filterwarnings(f"default:.*{PLAIN_IN_GRAPH}")
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_checkpointed_head(fullgraph, device):
-    """Inside of a checkpoint, the graph cannot end."""
+def test_a_whole_graph_without_gradients(device, monkeypatch):
+    """As `test_a_whole_graph`, unless all logits without gradients are plain."""
+    monkeypatch.setattr(recipe, "SMALL", 0)
+    fused, plain = pair(device)
+    compiled, ids = torch.compile(fused, backend="eager", fullgraph=True), batch().to(device)
+    with torch.no_grad():
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="lazy_inference=False"):
+            compiled(ids)
+        ll.fuse(fused, lazy_inference=False)
+        torch.testing.assert_close(compiled(ids), plain(ids))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_checkpoint(whole, device):
+    """Dynamo leaves a checkpoint to PyTorch if the graph ends inside of it."""
     fused, plain = pair(device)
     ids = batch().to(device)
 
-    def step(model):
-        return checkpoint(lambda ids: outside(model, ids)[0], ids, use_reentrant=False)
+    def step(model, ids):
+        logits = lambda ids: model(ids) if whole else model.lm_head(model.embed(ids))  # noqa: E731
+        return F.cross_entropy(
+            checkpoint(logits, ids, use_reentrant=False).view(-1, V), ids.view(-1)
+        )
 
-    with pytest.warns(UserWarning, match=f"{PLAIN_IN_GRAPH}.*torch.utils.checkpoint"):
-        value = torch.compile(lambda: step(fused), backend="aot_eager", fullgraph=fullgraph)()
-    torch.testing.assert_close(grads(fused, value), grads(plain, step(plain)))
+    value = torch.compile(lambda: step(fused, ids), backend="aot_eager")()
+    torch.testing.assert_close(
+        torch.autograd.grad(value, fused.lm_head.weight)[0],
+        torch.autograd.grad(step(plain, ids), plain.lm_head.weight)[0],
+    )
+    assert ll.report() == []
 
 
 def test_a_new_head(device):

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import logitless as ll
 from logitless.lazy import report
@@ -168,26 +167,6 @@ def test_logits_dtype_is_kept_without_gradients(without, ids, device):
     torch.testing.assert_close(got.clone(), want.materialize().detach())
 
 
-def test_compiled_it_is_right(ids, device, monkeypatch):
-    """With fullgraph=True, a compiler sees the plain product, and one warning says what to do."""
-    monkeypatch.setattr(report, "_warned", set())
-    model = ll.fuse(Model().to(device))
-    want = grads(model, ids)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.warns(
-        UserWarning, match="torch.compile computes .* plain product .* without fullgraph=True"
-    ):
-        torch.testing.assert_close(grads(compiled, ids), want)
-    torch.testing.assert_close(grads(compiled, ids[:1, :3]), grads(model, ids[:1, :3]))
-
-
-class Checkpointed(Model):
-    """A model that calls its head inside of a checkpoint."""
-
-    def forward(self, ids):
-        return checkpoint(self.lm_head, self.embed(ids), use_reentrant=False)
-
-
 def func_grad(model, ids):
     def loss(params):
         return torch.func.functional_call(model, params, (ids,)).square().mean()
@@ -195,30 +174,17 @@ def func_grad(model, ids):
     torch.func.grad(loss)(dict(model.named_parameters()))
 
 
-def compiled_checkpoint(model, ids):
-    torch.compile(lambda: checkpoint(model, ids, use_reentrant=False), backend="eager")()
-
-
 TORCH_FUNC = "transforms of torch.func.* Values and gradients are right"
-COMPILED = "torch.compile computes .* plain product .* outside of torch.utils.checkpoint"
-PLAIN = {  # model, a program that gets plain logits, and the reason
-    "grad": (Model, func_grad, TORCH_FUNC),
-    "vmap": (Model, lambda model, ids: torch.vmap(model)(ids), TORCH_FUNC),
+PLAIN = {  # a program that gets plain logits, and the reason
+    "grad": (func_grad, TORCH_FUNC),
+    "vmap": (lambda model, ids: torch.vmap(model)(ids), TORCH_FUNC),
     "jit.trace": (
-        Model,
         lambda model, ids: torch.jit.trace(model, (ids,), check_trace=False),
         "torch.jit.trace records the head",
     ),
     "export": (
-        Model,
         lambda model, ids: torch.export.export(model, (ids,), strict=False),
         "torch.export records the head",
-    ),
-    "compiled checkpoint": (Model, compiled_checkpoint, COMPILED),
-    "checkpointed head": (
-        Checkpointed,
-        lambda model, ids: torch.compile(model, backend="eager")(ids),
-        COMPILED,
     ),
 }
 
@@ -229,8 +195,8 @@ def test_plain_logits_say_why(name, ids, device, monkeypatch):
     """One warning and is_fused give the same reason, until a forward returns lazy logits again."""
     monkeypatch.setattr(report, "_warned", set())
     torch._dynamo.reset()
-    make, program, reason = PLAIN[name]
-    model = ll.fuse(make().to(device))
+    program, reason = PLAIN[name]
+    model = ll.fuse(Model().to(device))
     with pytest.warns(UserWarning, match=reason) as seen:
         program(model, ids)
     program(model, ids)  # does not warn again

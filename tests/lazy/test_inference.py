@@ -346,8 +346,7 @@ def test_traced_logits_are_plain(x):
         assert type(torch.func.functional_call(m, dict(m.named_parameters()), (x,))) is LazyLogits
         mapped = torch.vmap(m)(x)
         traced = torch.jit.trace(m, x)(x)
-        compiled = torch.compile(m, backend="eager", fullgraph=True)(x)
-    for got in (mapped, traced, compiled):
+    for got in (mapped, traced):
         assert type(got) is torch.Tensor
         torch.testing.assert_close(got, want)
 
