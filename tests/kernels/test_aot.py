@@ -34,9 +34,9 @@ def test_kernels_compile_ahead_of_time(target):
     # Of the compilers that we measure with; what another does, a measurement will have to say.
     if target == "cuda:90" and triton.__version__.startswith(("3.6.", "3.7.")):
         # These tiles of narrow heads are the fastest of a sweep, although they spill some bytes.
-        # It had no D = 96 with an odd vocabulary, whose 56 bytes are seen here and not measured.
-        allowed = {"_narrow_weight_bwd_kernel": 32, "_narrow_fwd_kernel": 24}
-        odd = {"_narrow_weight_bwd_kernel bfloat16 V=50257 D=96": 56}
+        # It had no D = 96 with an odd vocabulary, whose 40 bytes are seen here and not measured.
+        allowed = {"_narrow_bwd_kernel": 32, "_narrow_fwd_kernel": 24}
+        odd = {"_narrow_bwd_kernel bfloat16 V=50257 D=96": 40}
         spilled = [
             row for row in rows
             if row["stack"] > odd.get(row["kernel"], allowed.get(row["kernel"].split()[0], 0))

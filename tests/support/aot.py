@@ -5,7 +5,7 @@
 The calls of kernel_calls.py run on CPU tensors. Their launches are recorded and compiled, but not
 run, so the compiled kernels are those that a GPU would run. The command prints one JSON line per
 compiled kernel: with --all, of every form; else one per kernel, and for Hopper, whose resources the
-tests check, one per kernel and variant.
+tests check, one per kernel and variant. A kernel with a constant in its name counts for each.
 """
 
 import contextlib
@@ -148,7 +148,8 @@ def main(target: str, everything: bool) -> None:
     seen = set()
     for variant in VARIANTS:
         for source, options, bound in launches_of(variant, target):
-            key = source.name, variant if target == "cuda:90" else None
+            kinds = [value for value in source.constants.values() if type(value) is str]
+            key = source.name, *kinds, variant if target == "cuda:90" else None
             if everything:
                 key = source.hash(), *sorted(options.items())
             if key in seen:

@@ -1,10 +1,10 @@
 """The gradients of a narrow head (see tile.py), computed without logits in memory.
 
-In the kernel for the hidden states, each program keeps a tile of rows and loops over tiles of
-columns; in that for weight and bias it is the other way round. For every tile, a program computes
-the logits again and their gradient (statistics/gradient_tile.py), adds the terms of the label and
-the ids (terms.py), rounds to the dtype of the hidden states, and multiplies by the weight or by the
-hidden states, with fp32 sums. The bias sums the gradient before the rounding.
+For the hidden states, each program keeps a tile of rows and loops over tiles of columns; for weight
+and bias, the same kernel keeps a tile of columns and loops over tiles of rows. For every tile, it
+computes the logits again and their gradient (statistics/gradient_tile.py), adds the terms of the
+label and the ids (terms.py), rounds to the dtype of the hidden states, and multiplies by the weight
+or by the hidden states, with fp32 sums. The bias sums the gradient before the rounding.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from .terms import (
     terms_of,
     tiles_per_split,
 )
-from .tile import HeadLayout, dot, layout, layout_of, load_hidden, load_weight, with_bias
+from .tile import HeadLayout, dot, layout, layout_of, load_hidden, load_weight
 
 
 @dataclass(frozen=True)
@@ -124,190 +124,153 @@ def _gradient(
     return dz * slope, pair, place
 
 
-class _Hidden(NamedTuple):
-    """What a program for the hidden states of a tile of rows reads."""
+class _Head(NamedTuple):
+    """What the tiles of rows and of columns are read from, and the gradients that are needed."""
 
-    h: tl.tensor  # (rows, D)
-    rows: tl.tensor  # (rows, 1)
-    terms: Terms
-    pairs: _Pairs
+    HIDDEN: tl.tensor
     WEIGHT: tl.tensor
     BIAS: tl.tensor  # a pointer or None
     CLASS_WEIGHT: tl.tensor  # a pointer or None
-    V: tl.tensor
-    softcap: tl.tensor  # a number or None
-    begin: tl.tensor  # the place of the tile at column 0 (see `Order` in terms.py)
-
-
-@triton.jit
-def _add_columns(
-    acc, pair, place, window, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr
-):  # fmt: skip
-    """Adds one tile of columns, all < V if WHOLE, to `acc`, the gradient of the hidden states."""
-    HAS: tl.constexpr = field(CONSTANTS, "has")
-    BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
-    w = load_weight(window.WEIGHT, start, window.V, BLOCK_V, WHOLE, CONSTANTS)
-    cols = (start + tl.arange(0, BLOCK_V))[None, :]
-    here = window.begin + start // BLOCK_V
-    x = dot(window.h, tl.trans(w), None)
-    if WHOLE:
-        mask = None
-    else:
-        mask = cols < window.V
-    dz, pair, place = _gradient(
-        with_bias(x, window.BIAS, cols, mask), window.CLASS_WEIGHT, window.rows, cols, mask,
-        window.terms, window.softcap, window.pairs, pair, place, here, HAS,
-    )  # fmt: skip
-    if not WHOLE:
-        dz = tl.where(mask, dz, 0.0)
-    return dot(dz.to(w.dtype), w, acc), pair, place
-
-
-@triton.jit(
-    **profiled("narrow_hidden_bwd", COLUMNS=nothing, G=nothing),
-    do_not_specialize=["N", "tiles", "pairs", "slots"],
-    do_not_specialize_on_alignment=["HIDDEN", "WEIGHT", "BIAS", "CLASS_WEIGHT", "OUT"],
-)  # fmt: skip
-def _narrow_hidden_bwd_kernel(
-    HIDDEN, WEIGHT, BIAS, CLASS_WEIGHT, TERMS, FIRST, PLACES, ENDS, INDEX, COLUMNS, G,  # inputs
-    OUT,  # (splits, N, D)
-    N, V, tiles, pairs, slots,  # sizes
-    rate, softcap,
-    CONSTANTS: tl.constexpr,
-):  # fmt: skip
-    """Each program sums the gradient of a tile of hidden states over one split of `tiles` tiles."""
-    HAS: tl.constexpr = field(CONSTANTS, "has")
-    BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
-    BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
-    BLOCK_D: tl.constexpr = layout(CONSTANTS, "block_d")
-    D: tl.constexpr = layout(CONSTANTS, "width")
-    split, splits = tl.program_id(1), tl.num_programs(1)
-    program = tl.program_id(0) * splits + split
-    first = tl.program_id(0) * BLOCK_N
-    rows = first + tl.arange(0, BLOCK_N)
-    h = load_hidden(HIDDEN, first, N, False, CONSTANTS)
-    terms = _load_terms(TERMS, N, rows, rows < N, rate, 1, HAS)
-    pair = tl.full((), 0, tl.int64)
-    if PLACES is not None:
-        pair = tl.load(FIRST + program)
-    known = _Pairs(PLACES, ENDS, INDEX, COLUMNS, G, pairs, slots)
-    window = _Hidden(
-        h, rows[:, None], terms, known, WEIGHT, BIAS, CLASS_WEIGHT, V, softcap,
-        tl.program_id(0).to(tl.int64) * splits * tiles,
-    )  # fmt: skip
-    place = next_place(known.PLACES, pair, known.count)
-    acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    lo = tl.multiple_of(split * tiles * BLOCK_V, BLOCK_V)
-    hi = tl.minimum(lo + tiles * BLOCK_V, V)
-    whole = lo + tl.maximum(hi - lo, 0) // BLOCK_V * BLOCK_V
-    for start in range(lo, whole, BLOCK_V):
-        acc, pair, place = _add_columns(acc, pair, place, window, start, True, CONSTANTS)
-    if whole < hi:
-        acc, pair, place = _add_columns(acc, pair, place, window, whole, False, CONSTANTS)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask = (rows < N)[:, None] & (offs_d < D)[None, :]
-    at = (split * tl.cast(N, tl.int64) + rows)[:, None] * D + offs_d[None, :]
-    tl.store(OUT + at, acc.to(OUT.dtype.element_ty), mask=mask)
-
-
-class _Weight(NamedTuple):
-    """What a program for the weight and bias of a tile of columns reads."""
-
-    w: tl.tensor  # (columns, D)
-    cols: tl.tensor  # (columns, 1)
-    mask: tl.tensor  # (columns, 1)
-    bias: tl.tensor  # (columns, 1), 0 if the head has no bias
-    pairs: _Pairs
-    HIDDEN: tl.tensor
-    CLASS_WEIGHT: tl.tensor  # a pointer or None
     TERMS: tl.tensor
+    OUT: tl.tensor  # a pointer or None
+    OUT_BIAS: tl.tensor  # a pointer or None
+    pairs: _Pairs
     N: tl.tensor
+    V: tl.tensor
     rate: tl.tensor  # a number or None
     softcap: tl.tensor  # a number or None
-    begin: tl.tensor  # the place of the tile at row 0 (see `Order` in terms.py)
+    begin: tl.tensor  # the place of the program's first tile of logits (see `Order` in terms.py)
 
 
 @triton.jit
-def _add_rows(
-    acc, total, pair, place, window, start, WHOLE: tl.constexpr, WEIGHTS: tl.constexpr,
-    BIASES: tl.constexpr, CONSTANTS: tl.constexpr,
-):  # fmt: skip
-    """Adds one tile of rows, all < N if WHOLE, to `acc` and `total`, for weight and bias."""
+def _rows_at(head, start, AXIS: tl.constexpr, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr):
+    """Returns a tile of hidden states, and its rows and Terms with a new dimension AXIS."""
+    h = load_hidden(head.HIDDEN, start, head.N, WHOLE, CONSTANTS)
+    rows = start + tl.arange(0, field(CONSTANTS, "block_n"))
     HAS: tl.constexpr = field(CONSTANTS, "has")
-    BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
-    h = load_hidden(window.HIDDEN, start, window.N, WHOLE, CONSTANTS)
-    rows = start + tl.arange(0, BLOCK_N)
     if WHOLE:
-        terms = _load_terms(window.TERMS, window.N, rows, None, window.rate, 0, HAS)
+        terms = _load_terms(head.TERMS, head.N, rows, None, head.rate, AXIS, HAS)
     else:
-        mask = rows < window.N
-        terms = _load_terms(window.TERMS, window.N, rows, mask, window.rate, 0, HAS)
-    here = window.begin + start // BLOCK_N
-    x = dot(window.w, tl.trans(h), None) + window.bias
+        terms = _load_terms(head.TERMS, head.N, rows, rows < head.N, head.rate, AXIS, HAS)
+    return h, tl.expand_dims(rows, AXIS), terms
+
+
+@triton.jit
+def _columns_at(head, start, AXIS: tl.constexpr, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr):
+    """Returns a tile of the weight, and its columns and biases with a new dimension AXIS."""
+    BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
+    w = load_weight(head.WEIGHT, start, head.V, BLOCK_V, WHOLE, CONSTANTS)
+    cols = tl.expand_dims(start + tl.arange(0, BLOCK_V), AXIS)
+    bias = 0.0
+    if head.BIAS is not None:
+        if WHOLE:
+            bias = tl.load(head.BIAS + cols).to(tl.float32)
+        else:
+            bias = tl.load(head.BIAS + cols, mask=cols < head.V, other=0.0).to(tl.float32)
+    return w, cols, bias
+
+
+@triton.jit
+def _add_tile(
+    acc, total, pair, place, held, head, start,
+    WHOLE: tl.constexpr, HOLDS: tl.constexpr, CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    """Adds to the gradient of the held tile that of its logits with the tile at `start`.
+
+    WHOLE: all of that tile is inside its matrix.
+    """
+    if HOLDS == "rows":
+        h, rows, terms = held
+        w, cols, bias = _columns_at(head, start, 0, WHOLE, CONSTANTS)
+        here = head.begin + start // field(CONSTANTS, "block_v")
+        x, other = dot(h, tl.trans(w), None), w
+    else:
+        w, cols, bias = held
+        h, rows, terms = _rows_at(head, start, 0, WHOLE, CONSTANTS)
+        here = head.begin + start // field(CONSTANTS, "block_n")
+        x, other = dot(w, tl.trans(h), None), h
+    if head.BIAS is not None:
+        x += bias
+    if HOLDS == "rows" and WHOLE:
+        mask = None
+    else:
+        mask = cols < head.V
     dz, pair, place = _gradient(
-        x, window.CLASS_WEIGHT, rows[None, :], window.cols, window.mask, terms, window.softcap,
-        window.pairs, pair, place, here, HAS,
+        x, head.CLASS_WEIGHT, rows, cols, mask, terms, head.softcap, head.pairs, pair, place, here,
+        field(CONSTANTS, "has"),
     )  # fmt: skip
-    if BIASES:
+    if HOLDS == "rows" and not WHOLE:
+        dz = tl.where(mask, dz, 0.0)
+    if head.OUT_BIAS is not None:
         total += tl.sum(dz, axis=1)
-    if WEIGHTS:
-        acc = dot(dz.to(h.dtype), h, acc)
+    if head.OUT is not None:
+        acc = dot(dz.to(other.dtype), other, acc)
     return acc, total, pair, place
 
 
 @triton.jit(
-    **profiled("narrow_weight_bwd", COLUMNS=nothing, G=nothing),
-    do_not_specialize=["N", "pairs", "slots"],
+    **profiled("narrow_bwd", shows=("HOLDS",), COLUMNS=nothing, G=nothing),
+    do_not_specialize=["N", "tiles", "pairs", "slots"],
     do_not_specialize_on_alignment=[
         "HIDDEN", "WEIGHT", "BIAS", "CLASS_WEIGHT", "OUT", "OUT_BIAS",
     ],
 )  # fmt: skip
-def _narrow_weight_bwd_kernel(
+def _narrow_bwd_kernel(
     HIDDEN, WEIGHT, BIAS, CLASS_WEIGHT, TERMS, FIRST, PLACES, ENDS, INDEX, COLUMNS, G,  # inputs
-    OUT, OUT_BIAS,  # outputs, (V, D) and (V,); None if not needed
-    N, V, stride_o, pairs, slots,  # sizes
+    OUT, OUT_BIAS,  # outputs, (splits, N, D) or (V, D), and (V,); None if not needed
+    N, V, tiles, stride_o, pairs, slots,  # sizes
     rate, softcap,
+    HOLDS: tl.constexpr,  # "rows" or "columns"
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes the gradients of weight and bias for one tile of columns."""
-    BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
-    BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
+    """Each program holds a tile of rows or of columns, and adds up its gradient.
+
+    Of rows, that of the hidden states over one split of `tiles` tiles of columns; of columns, that
+    of weight and bias over all `tiles` tiles of rows.
+    """
+    ROWS: tl.constexpr = HOLDS == "rows"
+    HELD: tl.constexpr = field(CONSTANTS, "block_n" if ROWS else "block_v")
+    READ: tl.constexpr = field(CONSTANTS, "block_v" if ROWS else "block_n")
     BLOCK_D: tl.constexpr = layout(CONSTANTS, "block_d")
     D: tl.constexpr = layout(CONSTANTS, "width")
-    WEIGHTS: tl.constexpr = OUT is not None
-    BIASES: tl.constexpr = OUT_BIAS is not None
-    program = tl.program_id(0)
-    first = program * BLOCK_V
-    cols = first + tl.arange(0, BLOCK_V)
-    mask = (cols < V)[:, None]
-    w = load_weight(WEIGHT, first, V, BLOCK_V, False, CONSTANTS)
-    bias = with_bias(tl.zeros((BLOCK_V, 1), tl.float32), BIAS, cols[:, None], mask)
+    split, splits, lo, hi, count = 0, 1, 0, N, V
+    if ROWS:
+        split, splits, count = tl.program_id(1), tl.num_programs(1), N
+        lo = tl.multiple_of(split * tiles * READ, READ)
+        hi = tl.minimum(lo + tiles * READ, V)
     pair = tl.full((), 0, tl.int64)
     if PLACES is not None:
-        pair = tl.load(FIRST + program)
-    known = _Pairs(PLACES, ENDS, INDEX, COLUMNS, G, pairs, slots)
-    window = _Weight(
-        w, cols[:, None], mask, bias, known, HIDDEN, CLASS_WEIGHT, TERMS, N, rate, softcap,
-        program.to(tl.int64) * tl.cdiv(N, BLOCK_N),
+        pair = tl.load(FIRST + tl.program_id(0) * splits + split)
+    head = _Head(
+        HIDDEN, WEIGHT, BIAS, CLASS_WEIGHT, TERMS, OUT, OUT_BIAS,
+        _Pairs(PLACES, ENDS, INDEX, COLUMNS, G, pairs, slots), N, V, rate, softcap,
+        tl.program_id(0).to(tl.int64) * splits * tiles,
     )  # fmt: skip
-    place = next_place(known.PLACES, pair, known.count)
-    acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
-    total = tl.zeros((BLOCK_V,), tl.float32)
-    whole = N // BLOCK_N * BLOCK_N
-    for start in range(0, whole, BLOCK_N):
-        acc, total, pair, place = _add_rows(
-            acc, total, pair, place, window, start, True, WEIGHTS, BIASES, CONSTANTS
+    first = tl.program_id(0) * HELD
+    if ROWS:
+        held = _rows_at(head, first, 1, False, CONSTANTS)
+    else:
+        held = _columns_at(head, first, 1, False, CONSTANTS)
+    place = next_place(PLACES, pair, pairs)
+    acc = tl.zeros((HELD, BLOCK_D), tl.float32)
+    total = tl.zeros((HELD,), tl.float32)
+    whole = lo + tl.maximum(hi - lo, 0) // READ * READ
+    for start in range(lo, whole, READ):
+        acc, total, pair, place = _add_tile(
+            acc, total, pair, place, held, head, start, True, HOLDS, CONSTANTS
         )
-    if whole < N:
-        acc, total, pair, place = _add_rows(
-            acc, total, pair, place, window, whole, False, WEIGHTS, BIASES, CONSTANTS
+    if whole < hi:
+        acc, total, pair, place = _add_tile(
+            acc, total, pair, place, held, head, whole, False, HOLDS, CONSTANTS
         )
-    if BIASES:
-        tl.store(OUT_BIAS + cols, total, mask=cols < V)
-    if WEIGHTS:
-        offs_d = tl.arange(0, BLOCK_D)
-        at = OUT + cols.to(tl.int64)[:, None] * stride_o + offs_d[None, :]
-        mask = mask & (offs_d < D)[None, :]
+    offs, offs_d = first + tl.arange(0, HELD), tl.arange(0, BLOCK_D)
+    if OUT_BIAS is not None:
+        tl.store(OUT_BIAS + offs, total, mask=offs < count)
+    if OUT is not None:
+        if ROWS:
+            OUT += split * tl.cast(N, tl.int64) * stride_o
+        at = OUT + offs.to(tl.int64)[:, None] * stride_o + offs_d[None, :]
+        mask = (offs < count)[:, None] & (offs_d < D)[None, :]
         if field(CONSTANTS, "adds"):
             acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
         tl.store(at, acc.to(OUT.dtype.element_ty), mask=mask)
@@ -352,20 +315,21 @@ def narrow_gradients(
         if by_rows.splits > 1:
             out = torch.empty((by_rows.splits, N, D), device=hidden.device, dtype=torch.float32)
         launch(
-            _narrow_hidden_bwd_kernel, (config.ceil_div(N, by_rows.block_n), by_rows.splits),
-            (*inputs, *visits[0], out), (N, V, tiles_per_split(V, by_rows), *known),
+            _narrow_bwd_kernel, (config.ceil_div(N, by_rows.block_n), by_rows.splits),
+            (*inputs, *visits[0], out, None), (N, V, tiles_per_split(V, by_rows), D, *known),
             num_warps=by_rows.num_warps, num_stages=by_rows.stages, registers=by_rows.registers,
-            CONSTANTS=_Constants(has, where, by_rows.block_n, by_rows.block_v),
+            HOLDS="rows", CONSTANTS=_Constants(has, where, by_rows.block_n, by_rows.block_v),
         )  # fmt: skip
         if by_rows.splits > 1:
             d_hidden.copy_(out.sum(0))
     if d_weight is not None or d_bias is not None:
         step = 0 if d_weight is None else d_weight.stride(0)
+        tiles = config.ceil_div(N, by_columns.block_n)
         launch(
-            _narrow_weight_bwd_kernel, (config.ceil_div(V, by_columns.block_v),),
-            (*inputs, *visits[-1], d_weight, d_bias), (N, V, step, *known),
+            _narrow_bwd_kernel, (config.ceil_div(V, by_columns.block_v),),
+            (*inputs, *visits[-1], d_weight, d_bias), (N, V, tiles, step, *known),
             num_warps=by_columns.num_warps, num_stages=by_columns.stages,
-            registers=by_columns.registers,
+            registers=by_columns.registers, HOLDS="columns",
             CONSTANTS=_Constants(has, where, by_columns.block_n, by_columns.block_v, adds),
         )  # fmt: skip
 
