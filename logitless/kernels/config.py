@@ -249,23 +249,16 @@ def contrastive_merge() -> Config:
     return overridden(Config(32, 4, block_n=32))
 
 
-def contrastive_bwd(rows: int, columns: int, itemsize: int) -> Config:
-    """A program overwrites `span` rows of a strip of `block_v` columns, `block_n` rows at a time.
+def contrastive_bwd(rows: int, columns: int, itemsize: int, warps: int = 4) -> Config:
+    """A program overwrites `span` rows of a strip of `block_v` columns, a row per warp at a time.
 
-    The normalisers of the columns stay in registers.
+    That is 16 bytes per thread, so sums of rows stay inside a warp. What a program keeps of its
+    columns stays in registers.
     """
     cut = Config(
-        min(512 // itemsize, ceil_pow2(columns)), 4, span=64, block_n=min(4, ceil_pow2(rows))
-    )
-    cut = overridden(cut)
-    return cut._replace(span=ceil_div(cut.span, cut.block_n) * cut.block_n)
-
-
-def sigmoid_contrastive(rows: int, columns: int, itemsize: int) -> Config:
-    """Each warp reads one row of a tile, 16 bytes per thread, so row sums stay inside warps."""
-    cut = Config(
-        min(512 // itemsize, ceil_pow2(columns)), 2, span=64, block_n=min(2, ceil_pow2(rows))
-    )
+        min(512 // itemsize, ceil_pow2(columns)), warps, span=64,
+        block_n=min(warps, ceil_pow2(rows)),
+    )  # fmt: skip
     cut = overridden(cut)
     return cut._replace(span=ceil_div(cut.span, cut.block_n) * cut.block_n)
 

@@ -12,21 +12,20 @@ both. A program uses this if the similarities are 16-bit (`one_exponential`), an
 are so close together that the factors neither overflow nor underflow.
 """
 
-import functools
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...eager.contrastive import Block
 from .. import config
-from ..launch import REMEMBERED, Launch
+from ..launch import launch
 from ..numerics import INF
 from ..profiling import in_place, nothing, profiled
 from .forward import rate_of
 from .tile import (
     Pairs,
     exponentials,
+    is_full,
     load_similarities,
     logits_of,
     may_hold_positives,
@@ -146,19 +145,15 @@ def contrastive_gradient(
     cut = config.contrastive_bwd(n, m, x.element_size())
     programs = config.ceil_div(m, cut.block_v), config.ceil_div(n, cut.span)
     parts = rows.new_empty(programs) if d_scale else None
-    _plan(numbers_of(x, block), cut, programs, one_exponential(x, block))(
-        x, rate_of(block), *tensors_of(block), rows, columns, row_upstream, column_upstream, parts
-    )
-    return None if parts is None else parts.sum()
-
-
-@functools.lru_cache(REMEMBERED)
-def _plan(
-    numbers: tuple, cut: config.Config, programs: tuple[int, int], one_exponential: bool
-) -> Launch:
-    n, m = numbers[:2]
-    return Launch(
-        _contrastive_bwd_kernel, programs, numbers, num_warps=cut.num_warps, BLOCK_N=cut.block_n,
-        BLOCK_M=cut.block_v, SPAN=cut.span, SPAN_POW2=config.ceil_pow2(cut.span),
-        FULL=n % cut.block_n == 0 and m % cut.block_v == 0, ONE_EXPONENTIAL=one_exponential,
+    launch(
+        _contrastive_bwd_kernel, programs,
+        (
+            x, rate_of(block), *tensors_of(block), rows, columns, row_upstream, column_upstream,
+            parts,
+        ),
+        numbers_of(x, block),
+        num_warps=cut.num_warps, BLOCK_N=cut.block_n, BLOCK_M=cut.block_v, SPAN=cut.span,
+        SPAN_POW2=config.ceil_pow2(cut.span), FULL=is_full(x, cut),
+        ONE_EXPONENTIAL=one_exponential(x, block),
     )  # fmt: skip
+    return None if parts is None else parts.sum()

@@ -11,8 +11,6 @@ Logits are multiplied by log2 e. A state is a reference m and Σ 2^(z - m). For 
 pair needs one exponential; if a sum leaves `_in_range`, it starts again with the max of each.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -20,12 +18,13 @@ from torch import Tensor
 
 from ...eager.contrastive import Block
 from .. import config
-from ..launch import REMEMBERED, Launch
+from ..launch import launch
 from ..numerics import INF, LN2, LOG2E, finite, move
 from ..profiling import nothing, profiled
 from .tile import (
     Pairs,
     exponentials,
+    is_full,
     load_similarities,
     logits_of,
     numbers_of,
@@ -163,12 +162,21 @@ def contrastive_read(
     strips, spans = config.ceil_div(m, cut.block_v), config.ceil_div(n, cut.span)
     row_parts = None if rows is None else rows.new_empty((2, strips, n))
     column_parts = None if columns is None else columns.new_empty((2, spans, m))
-    _plan(numbers_of(x, block), cut, (strips, spans), one_exponential(x, block))(
-        x, rate_of(block), *tensors_of(block), row_parts, column_parts
-    )
+    launch(
+        _contrastive_fwd_kernel, (strips, spans),
+        (x, rate_of(block), *tensors_of(block), row_parts, column_parts), numbers_of(x, block),
+        num_warps=cut.num_warps, LANES=min(cut.num_warps, cut.block_n), BLOCK_N=cut.block_n,
+        BLOCK_M=cut.block_v, SPAN=cut.span, FULL=is_full(x, cut),
+        ONE_EXPONENTIAL=one_exponential(x, block),
+    )  # fmt: skip
+    cut = config.contrastive_merge()
     for state, parts in ((rows, row_parts), (columns, column_parts)):
         if state is not None and parts is not None:
-            _merge_plan(len(state), parts.shape[1], config.contrastive_merge())(state, parts)
+            launch(
+                _contrastive_merge_kernel, (config.ceil_div(len(state), cut.block_v),),
+                (state, parts), (len(state), parts.shape[1]),
+                num_warps=cut.num_warps, BLOCK_P=cut.block_n, BLOCK=cut.block_v,
+            )  # fmt: skip
 
 
 def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,24 +190,3 @@ def contrastive_finish(state: Tensor, picked: Tensor, scale: Tensor) -> tuple[Te
 def rate_of(block: Block) -> Tensor:
     """What similarities are multiplied by: scale · log2 e."""
     return block.scale * LOG2E.value
-
-
-@functools.lru_cache(REMEMBERED)
-def _plan(
-    numbers: tuple, cut: config.Config, programs: tuple[int, int], one_exponential: bool
-) -> Launch:
-    n, m = numbers[:2]
-    return Launch(
-        _contrastive_fwd_kernel, programs, numbers, num_warps=cut.num_warps,
-        LANES=min(cut.num_warps, cut.block_n), BLOCK_N=cut.block_n, BLOCK_M=cut.block_v,
-        SPAN=cut.span, FULL=n % cut.block_n == 0 and m % cut.block_v == 0,
-        ONE_EXPONENTIAL=one_exponential,
-    )  # fmt: skip
-
-
-@functools.lru_cache(REMEMBERED)
-def _merge_plan(count: int, parts: int, cut: config.Config) -> Launch:
-    return Launch(
-        _contrastive_merge_kernel, (config.ceil_div(count, cut.block_v),), (count, parts),
-        num_warps=cut.num_warps, BLOCK_P=cut.block_n, BLOCK=cut.block_v,
-    )  # fmt: skip

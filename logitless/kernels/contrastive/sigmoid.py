@@ -8,19 +8,18 @@ that of log(1 + e) is large in fp32. The kernel computes log1p(e) = e · p(e) wi
 a relative error of 2e-7.
 """
 
-import functools
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...eager.contrastive import Block
 from .. import config
-from ..launch import REMEMBERED, Launch
+from ..launch import launch
 from ..numerics import LOG2E, reciprocal
 from ..profiling import in_place, profiled
 from .tile import (
     Pairs,
+    is_full,
     load_similarities,
     may_hold_positives,
     numbers_of,
@@ -112,23 +111,16 @@ def sigmoid_contrastive(
     n, m = x.shape
     if n == 0 or m == 0:
         return bias.new_zeros(n), bias.new_zeros(2) if gradient else None
-    cut = config.sigmoid_contrastive(n, m, x.element_size())
+    cut = config.contrastive_bwd(n, m, x.element_size(), 2)
     strips, spans = config.ceil_div(m, cut.block_v), config.ceil_div(n, cut.span)
     losses = bias.new_empty((strips, n))
     sums = bias.new_empty((2, spans, strips)) if gradient else None
     positives = None if block.positives is None else block.positives.contiguous()
     *numbers, _ = numbers_of(x, block)  # the stride of a mask is not needed
-    _plan(tuple(numbers), cut, (strips, spans))(
-        x, block.scale, bias, positives, upstream, losses, sums
-    )
-    return losses.sum(0), None if sums is None else sums.sum((1, 2))
-
-
-@functools.lru_cache(REMEMBERED)
-def _plan(numbers: tuple, cut: config.Config, programs: tuple[int, int]) -> Launch:
-    n, m = numbers[:2]
-    return Launch(
-        _sigmoid_contrastive_kernel, programs, numbers, num_warps=cut.num_warps,
-        BLOCK_N=cut.block_n, BLOCK_M=cut.block_v, SPAN=cut.span,
-        FULL=n % cut.block_n == 0 and m % cut.block_v == 0,
+    launch(
+        _sigmoid_contrastive_kernel, (strips, spans),
+        (x, block.scale, bias, positives, upstream, losses, sums), tuple(numbers),
+        num_warps=cut.num_warps, BLOCK_N=cut.block_n, BLOCK_M=cut.block_v, SPAN=cut.span,
+        FULL=is_full(x, cut),
     )  # fmt: skip
+    return losses.sum(0), None if sums is None else sums.sum((1, 2))

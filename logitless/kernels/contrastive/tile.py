@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...eager.contrastive import Block
+from .. import config
 from ..numerics import INF, rounded_product
 
 
@@ -115,6 +116,11 @@ def numbers_of(x: Tensor, block: Block) -> tuple[int | None, ...]:
     if mask is not None:
         stride = mask.stride(0) if mask.stride(1) == 1 else mask.shape[1]
     return *x.shape, x.stride(0), diagonal, stride
+
+
+def is_full(x: Tensor, cut: config.Config) -> bool:
+    """Whether every tile is inside the similarities (the constant FULL)."""
+    return x.shape[0] % cut.block_n == 0 and x.shape[1] % cut.block_v == 0
 
 
 def one_exponential(x: Tensor, block: Block) -> bool:
