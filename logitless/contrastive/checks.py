@@ -9,7 +9,7 @@ from torch import Tensor
 from ..core import call, option_checks, target_checks, tensor_checks
 from ..core.invariant import is_invariant
 from ..core.source import is_dtensor
-from ..core.tensor_checks import _floating, _integer, _same_device, _shape
+from ..core.tensor_checks import _floating, _integer, _same_device, _shape, _shaped, _tensor
 from ..parallel.ranks import Ranks
 
 # PyTorch can be built without torch.distributed.
@@ -24,7 +24,7 @@ def contrastive(
     embeddings(a, b)
     number("scale", scale, a)
     tensor_checks.yes_or_no("symmetric", symmetric)
-    option_checks.ignore_index(ignore_index)
+    option_checks.ignore_index("ignore_index", ignore_index)
     if symmetric and positives is not None:
         raise ValueError(
             "positives must be None with symmetric=True, because both directions use the pairs"
@@ -36,8 +36,8 @@ def contrastive(
             " symmetric=False for different numbers of rows."
         )
     positive_columns(a, b, positives)
-    if mask is not None and not isinstance(mask, Tensor):
-        raise TypeError(f"mask must be a Tensor, got {type(mask).__name__}.")
+    if mask is not None:
+        _tensor("mask", mask)
     if first_labels is not None or second_labels is not None:
         pair_labels(first_labels, a, "a")
         pair_labels(second_labels, b, "b")
@@ -54,8 +54,7 @@ def sigmoid(a, b, scale, bias, positives, reduction, averaged, workspace) -> Non
 
 def embeddings(a: Any, b: Any) -> None:
     for name, t in (("a", a), ("b", b)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}.")
+        _tensor(name, t)
         if is_dtensor(t):
             raise TypeError(
                 f"{name} must be a plain Tensor, got a DTensor; pass this rank's rows as a plain"
@@ -67,13 +66,9 @@ def embeddings(a: Any, b: Any) -> None:
             raise ValueError(
                 f"{name} must have shape (rows, D) with at least one column, got {_shape(t)}."
             )
-    if b.shape[1] != a.shape[1]:
-        raise ValueError(
-            f"b must have shape (M, {a.shape[1]}) to match a {_shape(a)}, got {_shape(b)}."
-        )
+    _shaped("b", b, (len(b), a.shape[1]), a, "a", f"(M, {a.shape[1]})")
     if b.dtype != a.dtype:
         raise TypeError(f"b must be {a.dtype} like a, got {b.dtype}.")
-    _same_device("b", b, a, "a")
 
 
 def number(name: str, value: Any, a: Tensor) -> None:
@@ -89,7 +84,7 @@ def number(name: str, value: Any, a: Tensor) -> None:
 def module_scale(scale: Any, max_scale: Any) -> None:
     for name, value in (("scale", scale), ("max_scale", max_scale)):
         if name == "scale" or value is not None:
-            option_checks.between(name, value, option_checks.LEAST, option_checks.MOST)
+            option_checks.between(name, value)
     if max_scale is not None and scale > max_scale:
         raise ValueError(
             f"scale must be at most max_scale, got {scale:g} and max_scale={max_scale:g}; for a"
@@ -112,12 +107,7 @@ def positive_columns(a: Tensor, b: Tensor, positives: Any) -> None:
             )
         return
     _integer("positives", positives)
-    if positives.shape != a.shape[:1]:
-        raise ValueError(
-            f"positives must have shape {_shape(a.shape[:1])} to match a {_shape(a)}, got"
-            f" {_shape(positives)}."
-        )
-    _same_device("positives", positives, a, "a")
+    _shaped("positives", positives, a.shape[:1], a, "a")
     if len(b) == 0 and len(a):
         raise ValueError(f"b must have at least one row, got {_shape(b)}.")
 
@@ -149,12 +139,7 @@ def split_labels(labels: Any) -> tuple[Any, Any]:
 def pair_labels(t: Any, x: Tensor, of: str) -> None:
     name = f"labels of {of}"
     _integer(name, t)
-    if t.shape != x.shape[:1]:
-        raise ValueError(
-            f"{name} must have shape {_shape(x.shape[:1])} to match {of} {_shape(x)}, got"
-            f" {_shape(t)}."
-        )
-    _same_device(name, t, x, of)
+    _shaped(name, t, x.shape[:1], x, of)
 
 
 def options(reduction: Any, averaged: Any, workspace: Any) -> None:

@@ -118,7 +118,7 @@ def named(*others: Callable) -> Callable[[F], F]:
         def check(given: dict[str, Any]) -> None:
             logits = next(iter(given.values()))
             for name, value in given.items():
-                rules[name](value, logits)
+                rules[name](name, value, logits)
 
         @functools.wraps(function)
         def call(*args, **kwargs):

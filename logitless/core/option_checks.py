@@ -23,7 +23,7 @@ def _number(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a number, got {value!r}.")
 
 
-def between(name: str, value: Any, least: float, most: float) -> None:
+def between(name: str, value: Any, least: float = LEAST, most: float = MOST) -> None:
     _number(name, value)
     if not least <= value <= most:
         raise ValueError(f"{name} must be in [{least:g}, {most:g}], got {value}.")
@@ -34,55 +34,45 @@ def temperature(value: Any) -> None:
         trained = value.requires_grad
         hint = " To train a scale, multiply the hidden states by the scale." if trained else ""
         raise TypeError(f"temperature must be one number for all rows, got a Tensor.{hint}")
-    between("temperature", value, LEAST, MOST)
-
-
-def proposal(value: Any) -> None:
-    between("proposal", value, LEAST, MOST)
-
-
-def softcap(value: Any) -> None:
-    if value is not None:
-        between("softcap", value, LEAST, MOST)
-
-
-def z_loss(value: Any) -> None:
-    between("z_loss", value, 0, MOST)
+    between("temperature", value)
 
 
 def fraction(name: str, value: Any) -> None:
     between(name, value, 0, 1)
 
 
-def skew(value: Any) -> None:
-    # With 1, the divergence would be 0 for every student.
-    _number("skew", value)
-    if not 0 <= value < 1:
-        raise ValueError(f"skew must be in [0, 1), got {value}.")
-
-
 def factor(name: str, value: Any) -> None:
     between(name, value, -MOST, MOST)
 
 
-def ignore_index(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"ignore_index must be an int, got {value!r}.")
+def skew(name: str, value: Any) -> None:
+    # With 1, the divergence would be 0 for every student.
+    _number(name, value)
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value}.")
+
+
+def ignore_index(name: str, value: Any) -> None:
+    tensor_checks.whole(name, value)
     if not -(2**63) <= value < 2**63:
-        raise ValueError(f"ignore_index must fit into 64 bits, got {value}.")
+        raise ValueError(f"{name} must fit into 64 bits, got {value}.")
 
 
-def workspace(value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise TypeError(f"workspace must be an int, in bytes, got {value!r}.")
-    if value is not None and value <= 0:
-        raise ValueError(f"workspace must be positive, got {value}.")
+def workspace(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, in bytes, got {value!r}.")
+    if value <= 0:
+        raise ValueError(f"{name} must be positive, got {value}.")
 
 
-def logits_dtype(value: Any) -> None:
-    if value is not None and value not in LOGITS_DTYPES:
+def logits_dtype(name: str, value: Any) -> None:
+    if value not in LOGITS_DTYPES:
         names = ", ".join(map(str, LOGITS_DTYPES))
-        raise ValueError(f"logits_dtype must be one of {names} or None, got {value!r}.")
+        raise ValueError(f"{name} must be one of {names} or None, got {value!r}.")
+
+
+def _or_none(rule: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
+    return lambda name, value: None if value is None else rule(name, value)
 
 
 LOGITS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -92,41 +82,33 @@ DIRECTIONS = ("forward", "reverse")
 ACCUMULATE = ("auto", "fp32", "weight")
 
 # Rules that need no logits, by the names of options; modules check them when they are made.
-RULES: dict[str, Callable[[Any], Any]] = {
-    "temperature": lambda value: isinstance(value, Tensor) or temperature(value),
-    "softcap": softcap,
-    "z_loss": z_loss,
+RULES: dict[str, Callable[[str, Any], None]] = {
+    "temperature": lambda _, value: None if isinstance(value, Tensor) else temperature(value),
+    "softcap": _or_none(between),
+    "proposal": between,
+    "z_loss": functools.partial(between, least=0),
     "skew": skew,
     "ignore_index": ignore_index,
-    "workspace": workspace,
-    "logits_dtype": logits_dtype,
-    "proposal": proposal,
-    **{name: functools.partial(fraction, name) for name in ("label_smoothing", "beta")},
-    **{name: functools.partial(factor, name) for name in ("ce_weight", "kd_weight")},
-    **{
-        name: functools.partial(tensor_checks.yes_or_no, name)
-        for name in (
-            "averaged", "drop_ignored", "lazy_inference", "mass", "rank", "remove_hits", "scores",
-            "renormalise", "sparse_grad", "symmetric", "tail", "trainable",
-        )
-    },
-    **{
-        name: functools.partial(tensor_checks.one_of, name, legal=legal)
-        for name, legal in (
-            ("reduction", tensor_checks.REDUCTIONS),
-            ("divergence", DIVERGENCES),
-            ("support", SUPPORTS),
-            ("direction", DIRECTIONS),
-            ("accumulate", ACCUMULATE),
-        )
-    },
+    "workspace": _or_none(workspace),
+    "logits_dtype": _or_none(logits_dtype),
+    **dict.fromkeys(("label_smoothing", "beta"), fraction),
+    **dict.fromkeys(("ce_weight", "kd_weight"), factor),
+    **dict.fromkeys((
+        "averaged", "drop_ignored", "lazy_inference", "mass", "rank", "remove_hits", "scores",
+        "renormalise", "sparse_grad", "symmetric", "tail", "trainable",
+    ), tensor_checks.yes_or_no),
+    "reduction": functools.partial(tensor_checks.one_of, legal=tensor_checks.REDUCTIONS),
+    "divergence": functools.partial(tensor_checks.one_of, legal=DIVERGENCES),
+    "support": functools.partial(tensor_checks.one_of, legal=SUPPORTS),
+    "direction": functools.partial(tensor_checks.one_of, legal=DIRECTIONS),
+    "accumulate": functools.partial(tensor_checks.one_of, legal=ACCUMULATE),
 }  # fmt: skip
 
 
 def check(**given: Any) -> None:
     for name, value in given.items():
         if name in RULES:
-            RULES[name](value)
+            RULES[name](name, value)
 
 
 def taken_from(other: Callable) -> list[str]:

@@ -5,6 +5,7 @@ collects their rules, and `call.checked` applies them. The annotation of a param
 None is legal, and whether `temperature` can hold one number per row.
 """
 
+import functools
 import inspect
 import typing
 from collections.abc import Callable
@@ -14,31 +15,27 @@ from torch import Tensor
 
 from . import option_checks, target_checks, tensor_checks
 
-Rule = Callable[[Any, Any], None]  # called with the argument, and with the logits
+Rule = Callable[[str, Any, Any], None]  # called with name and value of the argument, and logits
 
 
-def _named(rule: Callable[..., None], name: str, *of: str) -> Rule:
-    return lambda value, x: rule(name, value, x, *of)
-
-
-def _option(rule: Callable[[Any], None]) -> Rule:
-    return lambda value, x: rule(value)
+def _without_logits(rule: Callable[[str, Any], None]) -> Rule:
+    return lambda name, value, x: rule(name, value)
 
 
 def _unless_none(rule: Rule) -> Rule:
-    return lambda value, x: None if value is None else rule(value, x)
+    return lambda name, value, x: None if value is None else rule(name, value, x)
 
 
-def _logits(name: str) -> Rule:
-    return lambda value, x: tensor_checks.logits(value, name)
+def _student_logits(name: str, value: Any, x: Any) -> None:  # gathered at K ids per row
+    tensor_checks.logits(value, name)
+    tensor_checks.of_ids(name, value)
 
 
-def _student_logits(value: Any, x: Any) -> None:  # gathered at K ids per row
-    tensor_checks.logits(value, "student_logits")
-    tensor_checks.of_ids("student_logits", value)
+def _one_temperature(name: str, value: Any, x: Any) -> None:
+    option_checks.temperature(value)
 
 
-def _temperature(value: Any, x: Any) -> None:
+def _temperature(name: str, value: Any, x: Any) -> None:
     if isinstance(value, Tensor):
         tensor_checks.row_temperature(value, x)
     else:
@@ -46,23 +43,25 @@ def _temperature(value: Any, x: Any) -> None:
 
 
 RULES: dict[str, Rule] = {
-    **{name: _option(rule) for name, rule in option_checks.RULES.items()},
-    **{name: _logits(name) for name in ("logits", "student", "hidden")},
+    **{name: _without_logits(rule) for name, rule in option_checks.RULES.items()},
+    **dict.fromkeys(
+        ("logits", "student", "hidden"), lambda name, x, _: tensor_checks.logits(x, name)
+    ),
     "student_logits": _student_logits,
-    "target": target_checks.target,
-    "labels": _named(target_checks.classes, "labels"),
+    "target": target_checks.classes,
+    "labels": target_checks.classes,
     "ids": target_checks.ids,
-    "kept": _named(target_checks.ids_of_rows, "kept"),
+    "kept": target_checks.ids_of_rows,
     "negatives": target_checks.negatives,
     "targets": tensor_checks.targets,
-    "teacher": _named(tensor_checks.dense_teacher, "teacher", "student"),
-    "probs": _named(tensor_checks.dense_teacher, "probs", "logits"),
-    "teacher_logprobs": _named(tensor_checks.slots, "teacher_logprobs", "student_logits"),
+    "teacher": functools.partial(tensor_checks.dense_teacher, of="student"),
+    "probs": functools.partial(tensor_checks.dense_teacher, of="logits"),
+    "teacher_logprobs": functools.partial(tensor_checks.slots, of="student_logits"),
     "mask": tensor_checks.row_mask,
     "weight": tensor_checks.class_weight,
     "row_weight": tensor_checks.row_weight,
     "temperature": _temperature,
-    "k": tensor_checks.how_many,
+    "k": lambda name, k, x: tensor_checks.count(name, k, x.shape[-1]),
     "n": tensor_checks.draws,
     "generator": tensor_checks.generator,
 }
@@ -76,6 +75,6 @@ def collected(parameters: list[inspect.Parameter]) -> dict[str, Rule]:
         if rule is None:
             continue
         if name == "temperature" and Tensor not in kinds:
-            rule = _option(option_checks.temperature)
+            rule = _one_temperature
         rules[name] = _unless_none(rule) if type(None) in kinds else rule
     return rules

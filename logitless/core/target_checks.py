@@ -4,11 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .tensor_checks import _integer, _rows, _same_device, _shape
-
-
-def target(t: Any, x: Tensor) -> None:
-    classes("target", t, x)
+from .tensor_checks import _by_row, _integer, _rows, _same_device, _shape, _shaped
 
 
 def classes(name: str, t: Any, x: Tensor) -> None:
@@ -28,15 +24,11 @@ def classes(name: str, t: Any, x: Tensor) -> None:
     _rows(name, t, x)
 
 
-def ids(t: Any, x: Tensor) -> None:
-    _integer("ids", t)
-    if t.shape != x.shape[:-1] and t.shape[:-1] != x.shape[:-1]:
-        one, several = _shape(x.shape[:-1]), ", ".join([*map(str, x.shape[:-1]), "K"])
-        raise ValueError(
-            f"ids must have shape {one} or ({several}) to match logits {_shape(x)}, "
-            f"got {_shape(t)}."
-        )
-    _same_device("ids", t, x)
+def ids(name: str, t: Any, x: Tensor) -> None:
+    _integer(name, t)
+    lead = x.shape[:-1]
+    legal = f"{_shape(lead)} or {_by_row(x, 'K')}"
+    _shaped(name, t, (*lead, *t.shape[len(lead) : len(lead) + 1]), x, legal=legal)
 
 
 def has_first_id(t: Tensor | None, x: Tensor) -> None:
@@ -48,27 +40,22 @@ def has_first_id(t: Tensor | None, x: Tensor) -> None:
 
 def ids_of_rows(name: str, t: Any, x: Tensor) -> None:
     _integer(name, t)
-    if t.dim() != len(x.shape) or t.shape[:-1] != x.shape[:-1]:
-        several = ", ".join([*map(str, x.shape[:-1]), "K"])
-        raise ValueError(
-            f"{name} must have shape ({several}) to match logits {_shape(x)}, got {_shape(t)}."
-        )
-    _same_device(name, t, x)
+    _k_per_row(name, t, x)
 
 
-def negatives(t: Any, x: Tensor) -> None:
+def negatives(name: str, t: Any, x: Tensor) -> None:
     """K ids that all rows share, or K ids per row."""
-    _integer("negatives", t)
-    shared = t.dim() == 1
-    if not shared and (t.dim() != len(x.shape) or t.shape[:-1] != x.shape[:-1]):
-        several = ", ".join([*map(str, x.shape[:-1]), "K"])
-        raise ValueError(
-            f"negatives must have shape (K,) or ({several}) to match hidden {_shape(x)}, "
-            f"got {_shape(t)}."
-        )
+    _integer(name, t)
+    if t.dim() != 1:
+        _k_per_row(name, t, x, "hidden", f"(K,) or {_by_row(x, 'K')}")
     if t.shape[-1] == 0:
-        raise ValueError(f"negatives must hold at least one id, got shape {_shape(t)}.")
-    _same_device("negatives", t, x, "hidden")
+        raise ValueError(f"{name} must hold at least one id, got shape {_shape(t)}.")
+    _same_device(name, t, x, "hidden")
+
+
+def _k_per_row(name: str, t: Tensor, x: Any, of: str = "logits", legal: str | None = None) -> None:
+    wanted = (*x.shape[:-1], t.shape[-1] if t.dim() else 0)
+    _shaped(name, t, wanted, x, of, legal or _by_row(x, "K"))
 
 
 def in_range(

@@ -67,12 +67,26 @@ def _same_device(name: str, t: Any, x: Any, of: str = "logits") -> None:
         raise ValueError(f"{name} must be on {x.device} like {of}, got {t.device}.")
 
 
-def _same_shape(name: str, t: Tensor, x: Tensor, of: str) -> None:
-    if t.shape != x.shape:
+def _shaped(
+    name: str, t: Any, wanted: Sequence[int], x: Any, of: str = "logits", legal: str | None = None
+) -> None:
+    """Checks that t has the shape `wanted` (called `legal`) and the device of x."""
+    if t.shape != wanted:
+        legal = legal or _shape(wanted)
         raise ValueError(
-            f"{name} must have shape {_shape(x)} to match {of} {_shape(x)}, got {_shape(t)}."
+            f"{name} must have shape {legal} to match {of} {_shape(x)}, got {_shape(t)}."
         )
     _same_device(name, t, x, of)
+
+
+def _by_row(x: Any, last: str) -> str:
+    """The shape of a tensor with `last` numbers per row of x, such as (2, 3, K)."""
+    return f"({', '.join([*map(str, x.shape[:-1]), last])})"
+
+
+def _tensor(name: str, t: Any) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}.")
 
 
 def _integer(name: str, t: Any) -> None:
@@ -83,12 +97,7 @@ def _integer(name: str, t: Any) -> None:
 
 
 def _rows(name: str, t: Tensor, x: Tensor) -> None:
-    if t.shape != x.shape[:-1]:
-        raise ValueError(
-            f"{name} must have shape {_shape(x.shape[:-1])} to match logits {_shape(x)}, "
-            f"got {_shape(t)}."
-        )
-    _same_device(name, t, x)
+    _shaped(name, t, x.shape[:-1], x)
 
 
 def in_bounds(temperature: Tensor, live: Tensor | None, least: float, most: float) -> None:
@@ -121,37 +130,24 @@ def is_class_weight(t: Any, name: str = "weight") -> None:
         raise TypeError(f"{name} must be a Tensor of class weights, got {type(t).__name__}.")
 
 
-def class_weight(t: Any, x: Tensor, name: str = "weight") -> None:
+def class_weight(name: str, t: Any, x: Tensor) -> None:
     is_class_weight(t, name)
-    if t is None:
-        return
     if not t.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {t.dtype}.")
-    if t.requires_grad:
-        raise ValueError(
-            f"{name} must not require grad, because losses compute no gradient for {name}."
-        )
-    if t.shape != x.shape[-1:]:
-        raise ValueError(
-            f"{name} must have shape {_shape(x.shape[-1:])} to match logits {_shape(x)}, "
-            f"got {_shape(t)}."
-        )
-    _same_device(name, t, x)
+    constant(name, t)
+    _shaped(name, t, x.shape[-1:], x)
 
 
-def row_weight(t: Any, x: Tensor) -> None:
-    if t is None:
-        return
-    if not isinstance(t, Tensor):
-        raise TypeError(f"row_weight must be a Tensor, got {type(t).__name__}.")
+def row_weight(name: str, t: Any, x: Tensor) -> None:
+    _tensor(name, t)
     if t.is_complex():
-        raise TypeError(f"row_weight must be real, got {t.dtype}.")
+        raise TypeError(f"{name} must be real, got {t.dtype}.")
     if t.dtype == torch.bool:  # a mean would also count rows whose weight is False
         raise TypeError(
-            "row_weight must hold numbers that multiply the losses, got torch.bool. "
+            f"{name} must hold numbers that multiply the losses, got torch.bool. "
             "To select the rows that count, pass `mask`."
         )
-    _rows("row_weight", t, x)
+    _rows(name, t, x)
 
 
 def constant(name: str, t: Tensor) -> None:
@@ -233,7 +229,7 @@ def dense_teacher(name: str, t: Any, x: Tensor, of: str) -> None:
     logits(t, name)
     if is_dtensor(t) and not is_dtensor(x):
         raise TypeError(f"{name} must be a plain Tensor like {of}, got a DTensor.")
-    _same_shape(name, t, x, of)
+    _shaped(name, t, x.shape, x, of)
     # A teacher's head computes logits without a gradient, so only a Tensor can require one.
     if isinstance(t, Tensor) and t.requires_grad:
         raise ValueError(
@@ -244,22 +240,20 @@ def dense_teacher(name: str, t: Any, x: Tensor, of: str) -> None:
 
 def _mask(t: Any) -> None:
     # of rows, or of a teacher's ids
-    if not isinstance(t, Tensor):
-        raise TypeError(f"mask must be a Tensor, got {type(t).__name__}.")
+    _tensor("mask", t)
     if t.is_complex():
         raise TypeError(f"mask must be bool, or 0 and 1, got {t.dtype}.")
 
 
-def row_mask(t: Any, x: Tensor) -> None:
-    if t is not None:
-        _mask(t)
-        _rows("mask", t, x)
+def row_mask(name: str, t: Any, x: Tensor) -> None:
+    _mask(t)
+    _rows(name, t, x)
 
 
 def slot_mask(t: Any, x: Tensor, of: str = "student_logits") -> None:
     if t is not None:
         _mask(t)
-        _same_shape("mask", t, x, of)
+        _shaped("mask", t, x.shape, x, of)
 
 
 def yes_or_no(name: str, value: Any) -> None:
@@ -268,15 +262,14 @@ def yes_or_no(name: str, value: Any) -> None:
 
 
 def _floating(name: str, t: Any) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}.")
+    _tensor(name, t)
     if not t.is_floating_point():
         raise TypeError(f"{name} must hold floating-point numbers, got {t.dtype}.")
 
 
 def slots(name: str, t: Any, x: Tensor, of: str) -> None:
     _floating(name, t)
-    _same_shape(name, t, x, of)
+    _shaped(name, t, x.shape, x, of)
 
 
 def constant_slots(name: str, t: Any, of: str, x: Tensor) -> None:
@@ -299,55 +292,48 @@ def is_targets(t: Any, kind: type) -> None:
         raise TypeError(f"targets must be SparseTargets, got {type(t).__name__}.")
 
 
-def targets(ids: Tensor, x: Any) -> None:
+def targets(name: str, ids: Tensor, x: Any) -> None:
     if ids.shape[:-1] != x.shape[:-1]:
         raise ValueError(
-            f"targets must have rows {_shape(x.shape[:-1])} to match logits {_shape(x)}, "
+            f"{name} must have rows {_shape(x.shape[:-1])} to match logits {_shape(x)}, "
             f"got ids {_shape(ids)}."
         )
-    _same_device("targets", ids, x)
+    _same_device(name, ids, x)
 
 
-def how_many(k: Any, x: Tensor) -> None:
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"k must be an int, got {k!r}.")
-    if not 1 <= k <= x.shape[-1]:
-        raise ValueError(f"k must be in [1, {x.shape[-1]}], got {k}.")
+def whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}.")
 
 
-def draws(n: Any, x: Tensor) -> None:
-    if isinstance(n, bool) or not isinstance(n, int):
-        raise TypeError(f"n must be an int, got {n!r}.")
-    if not 1 <= n <= MOST_DRAWS:
-        raise ValueError(f"n must be in [1, {MOST_DRAWS}], got {n}.")
+def count(name: str, value: Any, most: int) -> None:
+    whole(name, value)
+    if not 1 <= value <= most:
+        raise ValueError(f"{name} must be in [1, {most}], got {value}.")
+
+
+def draws(name: str, n: Any, x: Tensor) -> None:
+    count(name, n, MOST_DRAWS)
     if x.shape[-1] > MOST_COLUMNS:
         raise ValueError(
             f"logits must have at most {MOST_COLUMNS} columns for draws, got {tuple(x.shape)}."
         )
 
 
-def generator(where: Any, x: Tensor) -> None:
-    if where is None:
-        return
+def generator(name: str, where: Any, x: Tensor) -> None:
     if not isinstance(where, torch.device):
         kind = type(where).__name__
-        raise TypeError(f"generator must be a torch.Generator or None, got {kind}.")
+        raise TypeError(f"{name} must be a torch.Generator or None, got {kind}.")
     there = x.device
     if where.type != there.type or (where.index or 0) != (there.index or 0):
-        raise ValueError(f"generator must be on the device of logits, {there}, got {where}.")
+        raise ValueError(f"{name} must be on the device of logits, {there}, got {where}.")
 
 
 def beside_rows(x: Any, *rows: Any) -> None:
     """Checks the argument `rows`: tensors with one or several numbers per row of x."""
     lead = x.shape[:-1]
     for i, t in enumerate(rows):
-        name = f"rows[{i}]"
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}.")
-        if t.shape[: len(lead)] != lead or t.dim() > len(lead) + 1:
-            one, several = _shape(lead), ", ".join([*map(str, lead), "k"])
-            raise ValueError(
-                f"{name} must have shape {one} or ({several}) to match logits {_shape(x)}, "
-                f"got {_shape(t)}."
-            )
-        _same_device(name, t, x)
+        _tensor(f"rows[{i}]", t)
+        several = t.shape[len(lead) : len(lead) + 1]
+        legal = f"{_shape(lead)} or {_by_row(x, 'k')}"
+        _shaped(f"rows[{i}]", t, (*lead, *several), x, legal=legal)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..core import option_checks
 from ..core.source import is_dtensor
-from ..core.tensor_checks import _floating, _same_device, _shape, logits, placed
+from ..core.tensor_checks import _floating, _same_device, _shape, _shaped, logits, placed
 from .quantized import is_quantized, why_not_readable
 
 
@@ -27,11 +27,8 @@ def linear(
 def head(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
     logits(hidden, "hidden")
     logits(weight, "weight")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"weight must have shape (V, {hidden.shape[-1]}) to match hidden {_shape(hidden)}, "
-            f"got {_shape(weight)}."
-        )
+    D = hidden.shape[-1]
+    _shaped("weight", weight, (len(weight), D), hidden, "hidden", f"(V, {D})")
     for name, t in (("weight", weight), ("bias", bias)):
         if t is None:
             continue
@@ -116,11 +113,8 @@ def low_rank(second: Any, second_weight: Any, hidden: Tensor, weight: Tensor) ->
             wanted = ", ".join([*map(str, like.shape[:-1]), "R"])
             raise ValueError(f"{name} must have shape ({wanted}) with R >= 1, got {_shape(t)}.")
         _same_device(name, t, hidden, "hidden")
-    if second.shape[-1] != second_weight.shape[-1]:
-        raise ValueError(
-            f"low_rank[1] must have shape {_shape((len(weight), second.shape[-1]))} to match"
-            f" low_rank[0] {_shape(second)}, got {_shape(second_weight)}."
-        )
+    wanted = (len(weight), second.shape[-1])
+    _shaped("low_rank[1]", second_weight, wanted, second, "low_rank[0]")
 
 
 def no_low_rank(low_rank: Any) -> None:
