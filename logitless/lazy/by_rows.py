@@ -47,11 +47,7 @@ def _evaluated(kind: "type[RowFunction]", reduction: str, z: LazyLogits, functio
         """Copies a tensor if view() cannot flatten its leading dimensions."""
         return t.detach().reshape(-1, t.shape[-1]).view(*recipe.lead, t.shape[-1])
 
-    inputs = {
-        key: t.replace(hidden=in_rows(t.hidden)) if isinstance(t, Head) else in_rows(t)
-        for key, t in recipe.inputs.items()
-    }
-    blank = recipe.blank().replace(watch=None, inputs=inputs)
+    blank = recipe.blank().replace(watches=(), inputs=recipe.map_inputs(in_rows))
     loss = kind(Reading(z.shape[-1]), function, blank, tuple(t.detach() for t in rows))
     z.used = z.used or z.sends
     recipe.check()
@@ -99,35 +95,41 @@ class RowFunction(RowLoss):
         return tuple(t.reshape((*lead, *t.shape[1:])) for t in joined), (None,)
 
     def backward(self, backend, x, saved, upstream, factor=None, into=None):
-        lead, loss = x.shape[:-1], self.rows(slice(None), x.shape[:-1])
         if into is None:
             into = torch.empty_like(x, memory_format=torch.contiguous_format)
-        x, out = (t.reshape(lead.numel(), t.shape[-1]) for t in (x, into))
+        lead = x.shape[:-1]
         upstream = [
-            g if g is None or not g.dim() else g.reshape(len(x), *g.shape[len(lead) :])
+            g if g is None or not g.dim() else g.reshape(lead.numel(), *g.shape[len(lead) :])
             for g in upstream
         ]
-        with torch.inference_mode(False), torch.no_grad():
-            for at, piece in loss.pieces(x):
-                out[at] = scaled(
-                    piece.gradient(x[at], [sliced(g, at) for g in upstream]), factor, at
-                )
+        self.differentiate(x, lambda at: [sliced(g, at) for g in upstream], factor, into)
         return into
 
-    def gradient(self, x: Tensor, upstream: list) -> Tensor:
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            pairs = [
-                (o, g.to(o.dtype).expand(o.shape))
-                for o, g in zip(self.apply(leaf), upstream, strict=True)
-                if g is not None and o.requires_grad
-            ]
-        if not pairs:
-            return torch.zeros_like(x)
-        (d,) = torch.autograd.grad(
-            [o for o, _ in pairs], leaf, [g for _, g in pairs], allow_unused=True
-        )
-        return torch.zeros_like(x) if d is None else d
+    def differentiate(self, x, upstream: Callable, factor, into, values=None) -> None:
+        """Writes the gradient of x to `into`, and the first result to the list `values`.
+
+        upstream(rows) are the gradients of the results of these rows.
+        """
+        lead, loss = x.shape[:-1], self.rows(slice(None), x.shape[:-1])
+        x, out = (t.reshape(lead.numel(), t.shape[-1]) for t in (x, into))
+        with torch.inference_mode(False), torch.no_grad():
+            for at, piece in loss.pieces(x):
+                leaf = x[at].detach().requires_grad_()
+                with torch.enable_grad():
+                    results = piece.apply(leaf)
+                pairs = [
+                    (t, g.to(t.dtype).expand(t.shape))
+                    for t, g in zip(results, upstream(at), strict=True)
+                    if g is not None and t.requires_grad
+                ]
+                d = None
+                if pairs:
+                    ts, gs = zip(*pairs, strict=True)
+                    (d,) = torch.autograd.grad(ts, leaf, gs, allow_unused=True)
+                out[at] = 0 if d is None else scaled(d, factor, at)
+                if values is not None:
+                    values.append(results[0].detach())
+                del leaf, results, pairs
 
     def d_row_inputs(self, saved, scale):
         return (None,) * len(self.row_inputs)
@@ -136,18 +138,10 @@ class RowFunction(RowLoss):
 
     def rows(self, rows, lead):
         loss: Any = super().rows(rows, lead)
-        recipe = self.recipe
-        if not recipe.inputs:
+        if not self.recipe.inputs:
             return loss
-
-        def chunk(t: Tensor) -> Tensor:
-            return t.reshape(lead.numel(), -1)[rows]
-
-        inputs = {
-            key: t.replace(hidden=chunk(t.hidden)) if isinstance(t, Head) else chunk(t)
-            for key, t in recipe.inputs.items()
-        }
-        return loss.replace(recipe=recipe.replace(inputs=inputs))
+        inputs = self.recipe.map_inputs(lambda t: t.reshape(lead.numel(), -1)[rows])
+        return loss.replace(recipe=self.recipe.replace(inputs=inputs))
 
     def flatten(self, recompute=False):
         tensors, loss = super().flatten(recompute)
@@ -179,19 +173,6 @@ class RowTerm(RowFunction):
     multiple_outputs: ClassVar[bool] = False
 
     def value_and_gradient(self, backend, x, factor, into):
-        values, lead = [], x.shape[:-1]
-        loss: Any = self.rows(slice(None), lead)
-        x, out = (t.reshape(lead.numel(), t.shape[-1]) for t in (x, into))
-        with torch.inference_mode(False), torch.no_grad():
-            for at, piece in loss.pieces(x):
-                leaf = x[at].detach().requires_grad_()
-                with torch.enable_grad():
-                    (value,) = piece.apply(leaf)
-                if value.requires_grad:
-                    (d,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
-                    out[at] = scaled(d, factor, at)
-                else:
-                    out[at] = 0
-                values.append(value.detach())
-                del value
-        return (torch.cat(values).view(lead),), into, (None,)
+        values, one = [], torch.ones((), device=x.device)
+        self.differentiate(x, lambda _: [one], factor, into, values)
+        return (torch.cat(values).view(x.shape[:-1]),), into, (None,)

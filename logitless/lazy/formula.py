@@ -199,7 +199,7 @@ def number(by: Any) -> float | None:
 
 PRODUCTS = (T.mul, T.__mul__, T.__rmul__, torch.mul, T.multiply, torch.multiply)
 STEPS: dict[Any, Callable[..., Direct | None]] = {
-    **dict.fromkeys((T.to, T.float, T.type_as), cast),
+    T.to: cast,
     **dict.fromkeys(PRODUCTS, times),
     **dict.fromkeys((T.div, T.__truediv__, T.true_divide, torch.div, torch.true_divide), divided),
     **dict.fromkeys((T.neg, T.__neg__, torch.neg), lambda f, dtype: times(f, dtype, -1)),

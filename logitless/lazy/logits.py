@@ -427,9 +427,9 @@ def lazy_logits_of(
         head = head.replace(hidden=hidden.contiguous())
     tensors = head.tensors
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    watch = Watch(head.weight, inference)
+    watches = (Watch(head.weight, inference),)
     recipe = Recipe(
-        head, HeadLogits(head.dtype), watch, trains, inference, shard=shard,
+        head, HeadLogits(head.dtype), watches, trains, inference, shard=shard,
         versions=versions(*tensors),
     )  # fmt: skip
     if scores and (remembered := Remembered.of(recipe)) is not None:

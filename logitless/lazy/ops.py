@@ -18,7 +18,7 @@ from ..heads.head import Head
 from ..heads.quantized import is_freed, is_quantized
 from .formula import Applied, Autocast, Constant, Elsewhere, Formula, HeadLogits, Input
 from .logits import LazyLogits, derived, unchanged
-from .recipe import Recipe, Watches, own
+from .recipe import Recipe, own, purpose
 from .rows import is_alias, view
 
 # --- elementwise functions, and functions of whole rows
@@ -54,44 +54,32 @@ def view_as(z: LazyLogits, other: Tensor):
     return unchanged(z, shares=True) if other.shape == z.shape else view(z, other.shape)
 
 
-def to(z: LazyLogits, *args, **kwargs):
-    """Casts the logits to another dtype on the same device, or returns NotImplemented."""
-    arguments: list[Any] = []
-    for a in (*args, *(value for key, value in kwargs.items() if key != "non_blocking")):
-        arguments += [a.device, a.dtype] if isinstance(a, Tensor) else [a]
-    device = [a for a in arguments if isinstance(a, (str, torch.device))]
-    dtypes = [a for a in arguments if isinstance(a, torch.dtype)]
-    if kwargs.keys() - {"dtype", "device", "non_blocking"} or any(
-        torch.device(d) != z.device for d in device
-    ):
-        return NotImplemented
-    if len(dtypes) + len(device) < len(arguments):
-        return NotImplemented
-    dtype = dtypes[0] if dtypes else z.dtype
-    if dtype == z.dtype:
-        return z
-    head, direct = z.recipe.head, z.recipe.logits
-    own_dtype = head.bias is None or head.bias.dtype == head.hidden.dtype
-    if (
-        dtype == head.hidden.dtype
-        and own_dtype
-        and direct
-        and direct.pre == 1
-        and not direct.capped
-    ):
-        # Rounding fp32 logits to the dtype of `hidden` gives the logits of a head of this dtype.
-        head = head.replace(logits_dtype=None)
-        return derived(z.recipe.with_head(head, formula=HeadLogits(dtype)), z)
-    return applied(Tensor.to, (z, dtype), {}, dtype=dtype)
+def cast(function: Callable):
+    """Returns a version of Tensor.to, or of another cast, for another dtype on the same device."""
+
+    def to(z: LazyLogits, *args, **kwargs):
+        copies = any(isinstance(a, bool) for a in args) or kwargs.keys() & {"copy", "memory_format"}
+        found = function(torch.empty(0, dtype=z.dtype, device=z.device), *args, **kwargs)
+        dtype, head, direct = found.dtype, z.recipe.head, z.recipe.logits
+        if copies or found.device != z.device:
+            return NotImplemented
+        if dtype == z.dtype:
+            return z
+        rounds = dtype == head.hidden.dtype and (head.bias is None or head.bias.dtype == dtype)
+        if rounds and direct is not None and direct.pre == 1 and not direct.capped:
+            # Rounding fp32 logits to the dtype of `hidden` gives those of a head of this dtype.
+            head = head.replace(logits_dtype=None)
+            return derived(z.recipe.with_head(head, formula=HeadLogits(dtype)), z)
+        return applied(Tensor.to, (z, dtype), {}, dtype=dtype)
+
+    return to
 
 
-def applied(
-    function: Callable, args: tuple, kwargs: dict, whole_rows: bool = False, dtype: Any = None
-) -> Any:
+def applied(function: Callable, args: tuple, kwargs: dict, dtype: Any = None) -> Any:
     """Returns lazy logits with the values function(*args, **kwargs), or NotImplemented.
 
-    At least one argument is a LazyLogits. By default, the function is elementwise. If `whole_rows`
-    is true, each value of the result depends on a whole row, as in softmax.
+    At least one argument is a LazyLogits. The function is elementwise, or one of whole rows whose
+    result has this `dtype`.
     """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     lazy = list({id(t): t for t in leaves if isinstance(t, LazyLogits)}.values())
@@ -99,9 +87,7 @@ def applied(
     first = lazy[0]
     shape = first.shape
     usable = all(z.from_head and z.shape == shape for z in lazy) and not in_func()
-    # A rank can hold no columns, and must still evaluate its head like the others.
-    empty = not (first.recipe.vocab if whole_rows else 1) or not first.recipe.lead.numel()
-    if not usable or empty:
+    if not usable or not first.recipe.lead.numel():
         return NotImplemented
     first.recipe.check_versions()
     arguments = [argument_of(t, first) for t in leaves]
@@ -123,11 +109,8 @@ def applied(
     args, kwargs = pytree.tree_unflatten([a.formula for a in arguments], tree)
     inputs = {key: t for a in arguments for key, t in a.inputs.items()}
     old = first.recipe
-    recipe = old.replace(
-        formula=Applied(function, args, kwargs, dtype, autocast),
-        trains=any(z.recipe.trains for z in lazy),
-        inference=all(z.recipe.inference for z in lazy),
-    )
+    formula = Applied(function, args, kwargs, dtype, autocast)
+    recipe = old.replace(formula=formula, **purpose(*(z.recipe for z in lazy)))
     if inputs or old.inputs:
         kept = {"scores": old.scores, "places": old.places, "base": old.base}
         recipe = recipe.with_head(old.head, inputs=inputs, **kept)
@@ -201,7 +184,7 @@ def no_rows(t: Tensor) -> Tensor:
 
 def have_same_rows(a: Recipe, b: Recipe) -> bool:
     """Whether two recipes hold the same `hidden`, `weight` and `bias`, from one call of a head."""
-    if a.watch is not b.watch or a.axis != b.axis or a.shard is not b.shard:
+    if a.watches != b.watches or a.axis != b.axis or a.shard is not b.shard:
         return False
     return all(map(is_alias, a.head.tensors, b.head.tensors))
 
@@ -296,11 +279,11 @@ def summed(a: LazyLogits, b: LazyLogits, sign: float) -> Any:
     head = joined(first, second, signs[id(x)] * first.logits.pre, signs[id(y)] * second.logits.pre)
     if head is None:
         return NotImplemented
-    watch = Watches((first.watch, second.watch))
-    recipe = first.with_head(
-        head, watch=watch, formula=HeadLogits(torch.promote_types(a.dtype, b.dtype)),
-        trains=first.trains or second.trains, inference=first.inference and second.inference,
-    )  # fmt: skip
+    formula, watches = (
+        HeadLogits(torch.promote_types(a.dtype, b.dtype)),
+        first.watches + second.watches,
+    )
+    recipe = first.with_head(head, formula=formula, watches=watches, **purpose(first, second))
     return derived(recipe, x, y)
 
 

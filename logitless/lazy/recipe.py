@@ -34,7 +34,7 @@ class Recipe:
 
     head: Head
     formula: Formula
-    watch: "Watch | Watches | None"  # shared by all logits of one call of a head
+    watches: "tuple[Watch, ...]"  # one per head, shared by all logits of one call of a head
     trains: bool = False  # whether the logits were created in a training forward
     inference: bool = False  # whether a fused head made them without gradients
     inputs: dict[Input, Tensor | Head] = field(default_factory=dict)
@@ -64,14 +64,14 @@ class Recipe:
 
     def map(self, rows: Callable, other: Callable = same, **changed) -> "Recipe":
         """Applies `rows` to hidden states and inputs, and `other` to all other tensors."""
+        head = mapped(self.head, rows, other)
+        return self.with_head(head, inputs=self.map_inputs(rows, other), **changed)
 
-        def of(head: Head) -> Head:
-            weight, bias, low_rank = (None if t is None else other(t) for t in head.tensors[1:])
-            hidden = rows(head.hidden)
-            return head.replace(hidden=hidden, weight=weight, bias=bias, low_rank=low_rank)
-
-        inputs = {key: of(t) if isinstance(t, Head) else rows(t) for key, t in self.inputs.items()}
-        return self.with_head(of(self.head), inputs=inputs, **changed)
+    def map_inputs(self, rows: Callable, other: Callable = same) -> "dict[Input, Tensor | Head]":
+        return {
+            key: mapped(t, rows, other) if isinstance(t, Head) else rows(t)
+            for key, t in self.inputs.items()
+        }
 
     def with_rows(self, rows: Callable, **changed) -> "Recipe":
         """The recipe of some rows, or of the same rows in another order or shape."""
@@ -166,14 +166,14 @@ class Recipe:
 
     def stale(self) -> bool:
         """Whether a tensor was written to since the logits were created."""
-        return self.changed() or (self.watch is not None and self.watch.differs())
+        return self.changed() or any(watch.differs() for watch in self.watches)
 
     def check(self) -> None:
         """Raises if a tensor has changed, because the values can then no longer be computed."""
         if torch.compiler.is_compiling():  # a graph checks its inputs itself, and reads no versions
             return
         self.check_versions()
-        if self.watch is not None and self.watch.differs():
+        if any(watch.differs() for watch in self.watches):
             raise_changed()
 
     def check_versions(self) -> None:
@@ -236,6 +236,17 @@ class Recipe:
             inputs = {key: values_of(t) for key, t in self.inputs.items()}
             t = Rows(x, inputs).values(self.formula)
         return (t if self.axis is None else t.movedim(-1, self.axis)).contiguous()
+
+
+def purpose(*recipes: Recipe) -> dict[str, bool]:
+    """Whether logits that are computed from several serve training, and inference."""
+    inference = all(recipe.inference for recipe in recipes)
+    return {"trains": any(recipe.trains for recipe in recipes), "inference": inference}
+
+
+def mapped(head: Head, rows: Callable, other: Callable) -> Head:
+    weight, bias, low_rank = (None if t is None else other(t) for t in head.tensors[1:])
+    return head.replace(hidden=rows(head.hidden), weight=weight, bias=bias, low_rank=low_rank)
 
 
 def values_of(t: Tensor | Head) -> Tensor:
@@ -320,16 +331,6 @@ class Watch:
             return False
         with torch.no_grad():
             return not torch.equal(self.read(), sample)  # pyright: ignore
-
-
-class Watches:
-    """Detects writes to the weights of all heads in a sum of lazy logits (ops.py)."""
-
-    def __init__(self, watches: "tuple[Watch | Watches, ...]"):
-        self.watches = watches
-
-    def differs(self) -> bool:
-        return any(watch.differs() for watch in self.watches)
 
 
 def versions(*tensors: Tensor | None) -> tuple[int, ...]:

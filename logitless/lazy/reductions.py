@@ -5,6 +5,7 @@ statistics that our losses also use. For all other functions, PyTorch's own func
 rows at a time (by_rows.py).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -142,21 +143,14 @@ def reduced(function: Callable, outputs: type | None = None):
     `outputs` is the type of PyTorch's result if the function returns several tensors.
     """
 
-    def reduction(z: LazyLogits, *args, **kwargs):
-        args, keepdim = list(args), kwargs.pop("keepdim", False)
-        leading = 1 if function is torch.topk else 0  # arguments before dim
-        dim = kwargs.pop("dim", -1 if leading else None)
-        if len(args) > leading:
-            dim, *more = args[leading:]
-            keepdim, args = (more[0] if len(more) == 1 else keepdim), args[:leading]
-            if len(more) > 1 or (leading and more):
-                return NotImplemented
-        if not is_vocabulary(z, dim) or not isinstance(keepdim, bool) or "out" in kwargs:
+    def reduction(z: LazyLogits, dim=None, keepdim=False, **options):
+        if not is_vocabulary(z, dim) or not isinstance(keepdim, bool) or "out" in options:
             return NotImplemented
-        options = kwargs if leading else {**kwargs, "keepdim": keepdim}
+        if keepdim:
+            options["keepdim"] = True
 
         def of_rows(values: Tensor):
-            result = function(values, *args, dim=-1, **options)
+            result = function(values, dim=-1, **options)
             return tuple(result) if isinstance(result, tuple) else result
 
         results = by_rows(z, of_rows)
@@ -165,6 +159,11 @@ def reduced(function: Callable, outputs: type | None = None):
         return results[0] if outputs is None else outputs(results)
 
     return reduction
+
+
+def topk(z: LazyLogits, k, dim=-1, largest=True, sorted=True):
+    function = functools.partial(torch.topk, k=k, largest=largest, sorted=sorted)
+    return reduced(function, torch.return_types.topk)(z, dim)
 
 
 def overall(function: Callable, by_dim: Callable, of_rows: Callable | None = None):

@@ -11,7 +11,7 @@ from ..core.source import needs_grad
 from ..heads.quantized import is_freed, is_quantized, storage_of
 from .logits import LazyLogits, derived
 from .memory import Shared, memory_of
-from .recipe import Recipe, own, same
+from .recipe import Recipe, own, purpose, same
 
 
 def axis_of(z: LazyLogits) -> int:
@@ -211,11 +211,8 @@ def cat(tensors, dim: int = 0, join: Callable = torch.cat, new: int = 0):
         recipe.check()
     with torch.inference_mode(False):
         hidden = join([recipe.head.hidden for recipe in recipes], dim)
-    recipe = recipes[0].with_head(
-        recipes[0].head.replace(hidden=hidden),
-        trains=any(r.trains for r in recipes), inference=all(r.inference for r in recipes),
-    )  # fmt: skip
-    return derived(recipe, *tensors)
+    head = recipes[0].head.replace(hidden=hidden)
+    return derived(recipes[0].with_head(head, **purpose(*recipes)), *tensors)
 
 
 def stack(tensors, dim: int = 0):

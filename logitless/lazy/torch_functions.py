@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.return_types import max as Max
 from torch.return_types import min as Min
-from torch.return_types import topk as TopK
 
 from . import losses, ops, reductions, rows
 from .logits import LazyLogits
@@ -46,23 +45,15 @@ TABLE.append(kept_lazy)
 
 def _operation(func: Callable, args: tuple, kwargs: dict) -> Any:
     args, kwargs = _with_first(func, args, kwargs)
-    first = args[0] if args else None
-    if func in LISTS and isinstance(first, (list, tuple)):
-        first = first[0] if first else None
-    operation = OPERATIONS.get(func)
-    if operation is None or not isinstance(first, LazyLogits):
-        return _of_second(func, args, kwargs)
-    lazy = first.views_stay_lazy if operation in VIEWS else first.from_head
-    if not lazy or (first.recipe.axis is not None and operation not in ANY_AXIS):
+    z, operation = args[0] if args else None, OPERATIONS.get(func)
+    if func in LISTS and isinstance(z, (list, tuple)):
+        z = z[0] if z else None
+    if operation is None or not isinstance(z, LazyLogits):  # such as a loss of two logits
+        z, operation = args[1] if len(args) > 1 else None, SECOND.get(func)
+    if operation is None or not isinstance(z, LazyLogits):
         return NotImplemented
-    return operation(*args, **kwargs) if _fits(operation, args, kwargs) else NotImplemented
-
-
-def _of_second(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The result of a function whose second argument is lazy, such as a loss of two logits."""
-    second = args[1] if len(args) > 1 else None
-    operation = SECOND.get(func)
-    if operation is None or not isinstance(second, LazyLogits) or not second.from_head:
+    lazy = z.views_stay_lazy if operation in VIEWS else z.from_head
+    if not lazy or (z.recipe.axis is not None and operation not in ANY_AXIS):
         return NotImplemented
     return operation(*args, **kwargs) if _fits(operation, args, kwargs) else NotImplemented
 
@@ -92,25 +83,18 @@ def _fits(operation: Callable, args: tuple, kwargs: dict) -> bool:
     return True
 
 
-def _log_softmax(z: LazyLogits, dim, dtype=None):
-    if not reductions.is_vocabulary(z, dim):
-        return NotImplemented
-    dtype = dtype or reductions.dtype_of(z)
-    return applied(torch.log_softmax, (z, -1), {"dtype": dtype}, dtype=dtype)
+def _of_rows(function: Callable):
+    """Returns a version of torch.softmax or log_softmax for lazy logits."""
 
+    def softmax(z: LazyLogits, dim=None, *args, dtype=None, _stacklevel=3):
+        """`args` can hold the dtype, and the _stacklevel of torch.nn.functional."""
+        if not reductions.is_vocabulary(z, dim) or not z.is_floating_point():
+            return NotImplemented
+        dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype)
+        dtype = dtype or reductions.dtype_of(z)
+        return applied(function, (z, -1), {"dtype": dtype}, dtype=dtype)
 
-def _log_softmax_of_nn(z: LazyLogits, dim=None, _stacklevel=3, dtype=None):
-    return _log_softmax(z, dim, dtype)
-
-
-def _softmax(z: LazyLogits, dim, dtype=None):
-    if not reductions.is_vocabulary(z, dim):
-        return NotImplemented
-    return applied(torch.softmax, (z, -1), {"dtype": dtype})
-
-
-def _softmax_of_nn(z: LazyLogits, dim=None, _stacklevel=3, dtype=None):
-    return _softmax(z, dim, dtype)
+    return softmax
 
 
 # Names of elementwise functions in torch, Tensor, torch.special and torch.nn.functional. They are
@@ -150,6 +134,23 @@ LOSSES_OF_VALUES = {
         F.binary_cross_entropy_with_logits,
     )
 }  # fmt: skip
+CASTS = {
+    function: ops.cast(function)
+    for function in (
+        T.to,
+        T.type_as,
+        T.float,
+        T.double,
+        T.half,
+        T.bfloat16,
+        T.bool,
+        T.int,
+        T.long,
+        T.cpu,
+        T.cuda,
+    )
+}
+_softmax, _log_softmax = _of_rows(torch.softmax), _of_rows(torch.log_softmax)
 DETACHES = {T.detach, torch.detach, T.data.__get__}  # pyright: ignore
 CATS = {torch.cat, torch.concat, torch.concatenate}
 LISTS = {*CATS, torch.stack}
@@ -167,27 +168,15 @@ PERMUTATIONS = {
 }  # fmt: skip
 OPERATIONS: dict[Any, Callable] = {
     # values
-    T.float: lambda z: ops.to(z, torch.float32),
-    T.double: lambda z: ops.to(z, torch.float64),
-    T.half: lambda z: ops.to(z, torch.float16),
-    T.bfloat16: lambda z: ops.to(z, torch.bfloat16),
-    T.bool: lambda z: ops.to(z, torch.bool),
-    T.int: lambda z: ops.to(z, torch.int32),
-    T.long: lambda z: ops.to(z, torch.int64),
-    T.to: ops.to,
-    T.type_as: lambda z, other: ops.to(z, other),
-    T.cpu: lambda z: ops.to(z, "cpu"),
-    T.cuda: lambda z: z if z.is_cuda else NotImplemented,
+    **CASTS,
     T.contiguous: ops.contiguous,
     torch.atleast_1d: lambda z: z,  # the Trainer calls it before torch.cat
     **dict.fromkeys((T.clone, torch.clone), ops.clone),
     **dict.fromkeys(DETACHES, ops.detach),
     **dict.fromkeys(SUMS, ops.plus),
     **dict.fromkeys((T.sub, T.__sub__, torch.sub), ops.minus),
-    F.log_softmax: _log_softmax_of_nn,
-    **dict.fromkeys((T.log_softmax, torch.log_softmax), _log_softmax),
-    F.softmax: _softmax_of_nn,
-    **dict.fromkeys((T.softmax, torch.softmax), _softmax),
+    **dict.fromkeys((T.log_softmax, torch.log_softmax, F.log_softmax), _log_softmax),
+    **dict.fromkeys((T.softmax, torch.softmax, F.softmax), _softmax),
     # rows and columns
     **dict.fromkeys((T.view, T.reshape, torch.reshape), rows.view),
     **dict.fromkeys((T.view_as, T.reshape_as), ops.view_as),
@@ -218,18 +207,15 @@ OPERATIONS: dict[Any, Callable] = {
     **dict.fromkeys((T.amin, torch.amin), _amin),
     **dict.fromkeys((T.max, torch.max), reductions.overall(torch.max, _max, _amax)),
     **dict.fromkeys((T.min, torch.min), reductions.overall(torch.min, _min, _amin)),
-    **dict.fromkeys((T.topk, torch.topk), reductions.reduced(torch.topk, TopK)),
+    **dict.fromkeys((T.topk, torch.topk), reductions.topk),
     **dict.fromkeys((T.any, torch.any), reductions.overall(torch.any, _any)),
     **dict.fromkeys((T.all, torch.all), reductions.overall(torch.all, _all)),
 }
 VIEWS = {  # operations that return a view of a plain tensor
-    *PERMUTATIONS.values(),
-    *(OPERATIONS[f] for f in (T.view, T.flatten, T.squeeze, T.unsqueeze, T.narrow, T.split)),
-    *(OPERATIONS[f] for f in (T.chunk, T.unbind, T.__getitem__, T.detach)),
-}
+    *PERMUTATIONS.values(), rows.view, rows.flatten, rows.squeeze, rows.unsqueeze, rows.narrow,
+    rows.split, rows.chunk, rows.unbind, rows.getitem, ops.detach,
+}  # fmt: skip
 ANY_AXIS = {  # operations that accept the vocabulary in any dimension
-    *(OPERATIONS[f] for f in (T.float, T.to, T.type_as, T.contiguous, T.clone, T.detach)),
-    *PERMUTATIONS.values(),
-    *(OPERATIONS[f] for f in (F.cross_entropy, F.nll_loss, F.log_softmax, T.log_softmax)),
-    *(OPERATIONS[f] for f in (F.softmax, T.softmax)),
-}
+    *CASTS.values(), *PERMUTATIONS.values(), ops.contiguous, ops.clone, ops.detach, _softmax,
+    _log_softmax, losses.cross_entropy_loss, losses.nll_loss,
+}  # fmt: skip
