@@ -45,15 +45,15 @@ class _Terms:
         self.inv_t = inverse_temperature(reading, column)
         gain = by_row(upstream, rows) * by_row(factor, rows)
         bad = self._locate(reading, coefficients, rows, V, start)
-        # one table with all row terms: a compiler computes it once, not in every column
         values = (coefficients.rows.expand(rows, fields.COEFFICIENTS) * gain).to(state.dtype)
         values = torch.where(self.dead, 0.0, values)
         if bad is not None:  # an id outside the vocabulary makes its whole row NaN
             values = torch.where(bad, torch.nan, values)
 
         def field(name: str) -> Tensor | None:
+            # Inductor computes a tensor that is viewed by strides once, not again in every column
             at = fields.FIELDS.index(name)
-            return values[:, at : at + 1] if name in has else None
+            return values.as_strided((rows, 1), values.stride(), at) if name in has else None
 
         self.a, self.b, self.g_total = field("a"), field("b"), field("total")
         self.a_ids, self.g_label = field("a_ids"), field("label")
@@ -61,8 +61,6 @@ class _Terms:
         if self.a is None:
             self.a = torch.zeros_like(self.shift)
             self.a = self.a if bad is None else torch.where(bad, torch.nan, self.a)
-        if self.g_label is not None:
-            self.g_label = torch.where(self.has_label, self.g_label, 0.0)
         self.g_ids = None
         if coefficients.ids is not None:
             g = coefficients.ids.reshape(rows, coefficients.ids.shape[-1]) * gain
@@ -128,7 +126,8 @@ def gradient(
             v = 1.0 if weight is None else weight[start or 0 : (start or 0) + x.shape[-1]]
             dy += terms.g_total[rows] * v
         if terms.g_label is not None:
-            dy.scatter_add_(1, terms.label[rows], terms.g_label[rows])
+            g_label = torch.where(terms.has_label[rows], terms.g_label[rows], 0.0)
+            dy.scatter_add_(1, terms.label[rows], g_label)
         if terms.g_ids is not None:
             dy.scatter_add_(1, terms.ids[rows], terms.g_ids[rows])
         if slope is not None:
@@ -186,24 +185,25 @@ def fusible_gradient(
     """`gradient` of a loss without ids, as operations that a compiler fuses into one kernel.
 
     The kernel reads and writes one element at a time, so it can overwrite logits that nothing else
-    reads. Inductor cuts a long expression in two, which must not both read the logits: so the slope
-    of the softcap is multiplied into each term, and only the last sum is long.
+    reads. Inductor cuts an expression of more than 30 operations in two, which must not both read
+    the logits: so there are few operations, and the slope of the softcap is the last.
     """
     flat, live = x.reshape(-1, x.shape[-1]), live_rows(reading)
     terms = _Terms(x, reading, state, coefficients, upstream, factor, 0)
     y, slope = capped(flat, reading.softcap)
-    slope = 1.0 if slope is None else slope
     logp = centred(y, terms.shift, terms.inv_t) - terms.log_s
     p, by_p = logp.exp(), terms.a
     if terms.b is not None:
         by_p = by_p + torch.where(p > 0, logp, 0.0) * terms.b
-    dy = p * by_p * slope
+    dy = p * by_p
     if terms.g_total is not None:
         weight = reading.class_weight
-        dy = dy + terms.g_total * (1.0 if weight is None else weight) * slope
-    if terms.g_label is not None:
+        dy = dy + (terms.g_total if weight is None else terms.g_total * weight)
+    if reading.label is not None and terms.g_label is not None:
         columns = torch.arange(flat.shape[1], device=x.device)
-        dy = dy + torch.where(columns == terms.label, terms.g_label, 0.0) * slope
+        dy = dy + torch.where(columns == reading.label.view(-1, 1), terms.g_label, 0.0)
+    if slope is not None:
+        dy = dy * slope
     if live is not None:
         dy = torch.where(live.unsqueeze(1), dy, 0.0)
     return dy.to(x.dtype).view(x.shape)
