@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .tensor_checks import _by_row, _integer, _rows, _same_device, _shape, _shaped
+from .tensor_checks import _integer, _rows, _same_device, _shape, _shaped
 
 
 def classes(name: str, t: Any, x: Tensor) -> None:
@@ -27,8 +27,8 @@ def classes(name: str, t: Any, x: Tensor) -> None:
 def ids(name: str, t: Any, x: Tensor) -> None:
     _integer(name, t)
     lead = x.shape[:-1]
-    legal = f"{_shape(lead)} or {_by_row(x, 'K')}"
-    _shaped(name, t, (*lead, *t.shape[len(lead) : len(lead) + 1]), x, legal=legal)
+    several = t.shape[len(lead) : len(lead) + 1]
+    _shaped(name, t, (*lead, *several), x, legal="{rows} or {K}")
 
 
 def has_first_id(t: Tensor | None, x: Tensor) -> None:
@@ -47,15 +47,15 @@ def negatives(name: str, t: Any, x: Tensor) -> None:
     """K ids that all rows share, or K ids per row."""
     _integer(name, t)
     if t.dim() != 1:
-        _k_per_row(name, t, x, "hidden", f"(K,) or {_by_row(x, 'K')}")
+        _k_per_row(name, t, x, "hidden", "(K,) or {K}")
     if t.shape[-1] == 0:
         raise ValueError(f"{name} must hold at least one id, got shape {_shape(t)}.")
     _same_device(name, t, x, "hidden")
 
 
-def _k_per_row(name: str, t: Tensor, x: Any, of: str = "logits", legal: str | None = None) -> None:
+def _k_per_row(name: str, t: Tensor, x: Any, of: str = "logits", legal: str = "{K}") -> None:
     wanted = (*x.shape[:-1], t.shape[-1] if t.dim() else 0)
-    _shaped(name, t, wanted, x, of, legal or _by_row(x, "K"))
+    _shaped(name, t, wanted, x, of, legal)
 
 
 def in_range(

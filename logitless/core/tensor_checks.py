@@ -68,11 +68,16 @@ def _same_device(name: str, t: Any, x: Any, of: str = "logits") -> None:
 
 
 def _shaped(
-    name: str, t: Any, wanted: Sequence[int], x: Any, of: str = "logits", legal: str | None = None
+    name: str, t: Any, wanted: Sequence[int], x: Any, of: str = "logits", legal: str = "{wanted}"
 ) -> None:
-    """Checks that t has the shape `wanted` (called `legal`) and the device of x."""
+    """Checks that t has the shape `wanted` and the device of x.
+
+    The error calls the shape `legal`, with "{rows}" for one number per row of x, and "{K}" or "{k}"
+    for several. It is formatted only for the error, because a compiler cannot print sizes.
+    """
     if t.shape != wanted:
-        legal = legal or _shape(wanted)
+        several = {last: _by_row(x, last) for last in "Kk"}
+        legal = legal.format(wanted=_shape(wanted), rows=_shape(x.shape[:-1]), **several)
         raise ValueError(
             f"{name} must have shape {legal} to match {of} {_shape(x)}, got {_shape(t)}."
         )
@@ -335,5 +340,4 @@ def beside_rows(x: Any, *rows: Any) -> None:
     for i, t in enumerate(rows):
         _tensor(f"rows[{i}]", t)
         several = t.shape[len(lead) : len(lead) + 1]
-        legal = f"{_shape(lead)} or {_by_row(x, 'k')}"
-        _shaped(f"rows[{i}]", t, (*lead, *several), x, legal=legal)
+        _shaped(f"rows[{i}]", t, (*lead, *several), x, legal="{rows} or {k}")
