@@ -308,94 +308,65 @@ def backward(
     return gradients.like(head.inputs)._replace(row_inputs=d_row_inputs)
 
 
-@dataclass(slots=True)
-class Kept:
-    """What an autograd function keeps for backward, besides the tensors that autograd saves."""
-
-    call: Call  # without tensors
-    count: int  # how many of the saved tensors belong to the call
-    ones: HeadGradients | None  # of a mean or sum, see `Done`
-    later: Tensor | None
-    known: Sequence[Saved]
-    scales: bool  # whether autograd saved the gradients for upstream gradients of 1
-    keeps: bool  # whether autograd saved the logits
-    overwritten: bool = False  # whether a backward has overwritten the saved logits
-
-    @staticmethod
-    def of(ctx, call: Call) -> tuple[Any, "Kept"]:
-        """Runs the forward of an autograd function, and returns its result and a `Kept`."""
-        call = call.steady()
-        head, loss, by_row = call.head, call.loss, call.by_row
-        scales = by_row and call.only_scales
-        keeps = by_row and call.needs.head and not scales and head.keeps_logits()
-        with head.ready(loss):
-            outputs, ones, later, known, logits = forward(call, keeps)
-        tensors, blank = call.flatten()
-        more: tuple = ()
-        if by_row:
-            if scales:
-                more, ones = (later, ones.hidden, *ones.row_inputs), None
-            elif keeps:
-                more = (logits,)
-            ctx.mark_non_differentiable(*loss.without_gradient(outputs))
-            ctx.set_materialize_grads(False)
-        else:
-            if not (call.scales_in_backward or head.main_grad is not None or ones.rest):
-                ones = ones.like(head.inputs)
-            ctx.mark_non_differentiable(*outputs[1:])
-        # Saved by autograd, so that hooks of saved tensors and checkpointing see these tensors.
-        ctx.save_for_backward(*tensors, *more)
-        kept = Kept(blank, len(tensors), ones, later, known, scales, keeps)
-        return outputs if by_row or outputs[1:] else outputs[0], kept
-
-    def rebuild(self, tensors: tuple) -> Call:
-        """The call. `tensors` are those that autograd saved."""
-        return self.call.rebuild(tensors[: self.count])
-
-    def gradients_of(self, tensors: tuple, upstream: tuple[Tensor | None, ...]) -> HeadGradients:
-        """The gradients of the autograd function's inputs."""
-        Node.refuse_vmap(upstream)
-        if not torch.is_grad_enabled():
-            return self._gradients(tensors, upstream)
-        with torch.no_grad():
-            gradients = self._gradients(tensors, upstream)
-        return gradients.through(lambda g: refuse_second(g, (*tensors, *upstream)))
-
-    def _gradients(self, tensors: tuple, upstream: tuple) -> HeadGradients:
-        call, more = self.rebuild(tensors), tensors[self.count :]
-        if all(g is None for g in upstream):
-            return HeadGradients(row_inputs=(None,) * len(call.loss.row_inputs))
-        if not call.by_row:
-            ones, self.ones = self.ones, None  # a second backward computes new gradients
-            if ones is None or ones.rest is not None:
-                with call.head.ready(call.loss):
-                    ones = ones or forward(call).ones
-                    if ones.rest is not None:
-                        ones.rest()
-            return scaled(call, self.later, ones, upstream[0])
-        if self.scales:
-            return scaled_rows(call, more, upstream)
-        logits = None
-        if self.keeps and not self.overwritten:
-            # `.data` has no version: a second backward computes the logits again.
-            logits, self.overwritten = more[0].data, True
-        with call.head.ready(call.loss):
-            return backward(call, self.known, upstream, self.keeps, logits)
-
-
 class HeadLoss(Node):
     """A loss over a head: a mean, a sum, or results per row."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, low_rank, row_weight, call, *row_inputs):
-        result, ctx.kept = Kept.of(ctx, call)
-        return result
+        call = call.steady()
+        head, loss, by_row = call.head, call.loss, call.by_row
+        ctx.scales = by_row and call.only_scales
+        ctx.keeps = by_row and call.needs.head and not ctx.scales and head.keeps_logits()
+        with head.ready(loss):
+            outputs, ones, ctx.later, ctx.known, logits = forward(call, ctx.keeps)
+        more: tuple = ()
+        if ctx.scales:
+            more, ones = (ctx.later, ones.hidden, *ones.row_inputs), None
+        elif ctx.keeps:
+            more, ctx.overwritten = (logits,), False
+        elif not (by_row or call.scales_in_backward or head.main_grad is not None or ones.rest):
+            ones = ones.like(head.inputs)
+        tensors, ctx.call = call.flatten()
+        ctx.count, ctx.ones = len(tensors), ones
+        # Saved by autograd, so that hooks of saved tensors and checkpointing see these tensors.
+        ctx.save_for_backward(*tensors, *more)
+        ctx.set_materialize_grads(not by_row)
+        ctx.mark_non_differentiable(*(loss.without_gradient(outputs) if by_row else outputs[1:]))
+        return outputs if by_row or outputs[1:] else outputs[0]
 
     @staticmethod
     def backward(ctx, *upstream):
-        kept = ctx.kept
-        d = kept.gradients_of(ctx.saved_tensors, upstream if kept.call.by_row else upstream[:1])
+        upstream = upstream if ctx.call.by_row else upstream[:1]
+        Node.refuse_vmap(upstream)
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            d = HeadLoss.gradients(ctx, saved, upstream)
+        if torch.is_grad_enabled():
+            d = d.through(lambda g: refuse_second(g, (*saved, *upstream)))
         return d.hidden, d.weight, d.bias, d.low_rank, d.row_weight, None, *d.row_inputs
+
+    @staticmethod
+    def gradients(ctx, saved: tuple, upstream: tuple[Tensor | None, ...]) -> HeadGradients:
+        """The gradients of the inputs. `saved` are the tensors that autograd saved."""
+        call, more = ctx.call.rebuild(saved[: ctx.count]), saved[ctx.count :]
+        if all(g is None for g in upstream):
+            return HeadGradients(row_inputs=(None,) * len(call.loss.row_inputs))
+        if not call.by_row:
+            ones, ctx.ones = ctx.ones, None  # a second backward computes new gradients
+            if ones is None or ones.rest is not None:
+                with call.head.ready(call.loss):
+                    ones = ones or forward(call).ones
+                    if ones.rest is not None:
+                        ones.rest()
+            return scaled(call, ctx.later, ones, upstream[0])
+        if ctx.scales:
+            return scaled_rows(call, more, upstream)
+        logits = None
+        if ctx.keeps and not ctx.overwritten:
+            # `.data` has no version: a second backward computes the logits again.
+            logits, ctx.overwritten = more[0].data, True
+        with call.head.ready(call.loss):
+            return backward(call, ctx.known, upstream, ctx.keeps, logits)
 
 
 # --- small heads

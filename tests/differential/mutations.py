@@ -235,8 +235,8 @@ def frozen_head_unscaled():
 @found_by("heads/test_run.py")
 def kept_logits_read_twice():
     """A second backward reads the saved logits, which the first overwrote with their gradient."""
-    never: Any = property(lambda kept: False, lambda kept, value: None)
-    return mock.patch.object(run.Kept, "overwritten", never)
+    never: Any = property(lambda ctx: False, lambda ctx, value: None)
+    return mock.patch.object(run.HeadLoss._backward_cls, "overwritten", never, create=True)
 
 
 @found_by("heads/test_run.py")

@@ -211,12 +211,11 @@ def test_a_branch_without_gradient_costs_nothing(branch, x, t, monkeypatch):
     z = model(True, x.device, dtype=torch.float32)(x.float())
     loss, _ = Sink.apply(F.cross_entropy(z.view(-1, V), t.view(-1)), branch(z))
     gradients = []
-    kept = run.Kept.gradients_of
+    right = run.HeadLoss.gradients
     monkeypatch.setattr(Recipe, "product", None)
     monkeypatch.setattr(run, "backward", None)
-    monkeypatch.setattr(
-        run.Kept, "gradients_of", lambda *args: gradients.append(kept(*args)) or gradients[-1]
-    )
+    recorded = staticmethod(lambda *args: gradients.append(right(*args)) or gradients[-1])
+    monkeypatch.setattr(run.HeadLoss, "gradients", recorded)
     loss.backward()
     assert sum(d.hidden is not None for d in gradients) == 1
 
