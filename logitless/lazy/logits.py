@@ -27,7 +27,7 @@ from ..heads.head import Head
 from .compiled import leave_to_python
 from .formula import HeadLogits
 from .history import Alias, Root, Sent, is_copy, product, tied
-from .memory import Cell, Shared, on_values, running, write, written
+from .memory import Cell, Shared, running
 from .recipe import Recipe, Watch, own, same, versions
 from .report import note
 from .scores import Remembered
@@ -176,12 +176,6 @@ class LazyLogits(Shared, Source):
             note(self, running())
         super().expose()
 
-    def why_read_only(self) -> str | None:
-        return "they need a gradient" if self.requires_grad else None
-
-    def shares_history(self) -> bool:
-        return torch.is_grad_enabled() and self.requires_grad
-
     def hook(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Registers a hook. Who reads the gradient gets that of plain logits."""
         if not is_of_pytorch(args[1] if len(args) > 1 else None):
@@ -273,7 +267,6 @@ class LazyLogits(Shared, Source):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         if is_copy(func, args):
             z, clone = args[0], func is torch.ops.aten.clone.default
             if not clone or not (z.known or z.cell.exposed):
@@ -282,9 +275,7 @@ class LazyLogits(Shared, Source):
                     setattr(copy, key, vars(z)[key])
                 copy.settled = False
                 return copy
-        if written(func, args, kwargs):
-            return write(func, args, kwargs)
-        return on_values(func, args, kwargs, lambda t: t.read())
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 # Autograd functions of PyTorch that pass a gradient on unchanged.
@@ -321,9 +312,7 @@ def unchanged(z: LazyLogits, shares: bool) -> LazyLogits:
         return derived(z.recipe, z, view=same if shares else None)
     copy = LazyLogits.of(z.recipe)
     copy.sent, copy.used = z.sent, z.used
-    if shares:
-        copy.cell, copy.path, copy.own = z.cell, z.path, z.own
-    return copy
+    return copy.alias(z) if shares else copy
 
 
 def derived(

@@ -93,11 +93,10 @@ class Shared(Tensor):
         self.cell.fill()
         self.cell.lent, self.own = True, None
 
-    def why_read_only(self) -> str | None:
-        return None
-
-    def shares_history(self) -> bool:
-        return False
+    def alias(self, other: "Shared") -> Any:
+        """Makes this tensor an alias of `other`, with its memory and values."""
+        self.cell, self.path, self.own = other.cell, other.path, other.own
+        return self
 
     def __repr__(self, **_) -> str:  # pyright: ignore
         return repr(self.plain())
@@ -206,7 +205,8 @@ def on_values(func, args: tuple, kwargs: dict, read: Callable = lambda t: t.plai
             for t, _ in found:
                 t.cell.lent = True
             return result
-        if len(given) == 1 and not private[0].shares_history():
+        history = torch.is_grad_enabled() and private[0].requires_grad
+        if len(given) == 1 and not history:
             return as_parts(func, args, kwargs, private[0], result, given[0][1])
         for t in private:
             t.expose()
@@ -252,21 +252,12 @@ def writes(func, args: tuple, kwargs: dict) -> bool:
     name = getattr(func, "__name__", "")
     inside = name.endswith("_") and not name.endswith("__")
     inside = inside or name in ("__setitem__", "__set__") or kwargs.get("inplace") is True
-    inside = inside or name in INPLACE_OPERATORS
+    inside = inside or (name.startswith("__i") and hasattr(T, f"__{name[3:]}"))  # such as __iadd__
     inside = inside or (func is torch.nn.functional.relu and len(args) > 1 and args[1])
     first = args[0] if args else kwargs.get("input")
     found = pytree.tree_leaves(first) if isinstance(first, (list, tuple)) else [first]
     outs = pytree.tree_leaves(kwargs.get("out")) if "out" in kwargs else ()
     return any(isinstance(t, Shared) for t in (*(found if inside else ()), *outs))
-
-
-INPLACE_OPERATORS = {
-    f"__i{name}__"
-    for name in (
-        "add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv",
-        "div", "xor",
-    )
-}  # fmt: skip
 
 
 def written(func, args: tuple, kwargs: dict) -> list:
@@ -283,9 +274,10 @@ def written(func, args: tuple, kwargs: dict) -> list:
 def write(func, args: tuple, kwargs: dict) -> Any:
     """Writes to the memory that all aliases share."""
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    shared = [t for t in tensors if isinstance(t, Shared)]
-    reason = next(filter(None, (t.why_read_only() for t in shared)), None)
-    if reason is None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    reason = None
+    if any(isinstance(t, Shared) and t.requires_grad for t in tensors):
+        reason = "they need a gradient"
+    elif torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         reason = "what is written needs a gradient"
     name = str(getattr(func, "__name__", "")).split(".")[0]
     if reason is None and (name in MOVERS or torch.Tag.inplace_view in getattr(func, "tags", ())):

@@ -38,10 +38,8 @@ def clone(z: LazyLogits, **kwargs):
 
 
 def detach(z: LazyLogits):
-    new = LazyLogits.of(z.recipe.detached())
     z.cell.recipe = z.cell.recipe.detached()
-    new.cell, new.path, new.own = z.cell, z.path, z.own
-    return new
+    return LazyLogits.of(z.recipe.detached()).alias(z)
 
 
 def contiguous(z: LazyLogits, **kwargs):

@@ -10,7 +10,7 @@ computes the scores of all such rows.
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,19 +27,14 @@ from .recipe import Recipe
 UNKNOWN = -1  # the label of rows without scores
 
 
-class Options(NamedTuple):
-    """The options of a softmax, equal for all scores in a `Table`."""
+Options = tuple[float, float | None, bool]  # of a softmax, equal for all scores in a `Table`
 
-    temperature: float
-    softcap: float | None
-    invariant: bool
 
-    @staticmethod
-    def of(reading: Reading) -> "Options | None":
-        """The options of a `Reading`, or None if each row has its own temperature."""
-        if reading.temperature is None:
-            return None
-        return Options(reading.temperature, reading.softcap, reading.invariant)
+def options_of(reading: Reading) -> Options | None:
+    """The temperature, softcap and invariance, or None if each row has its own temperature."""
+    if reading.temperature is None:
+        return None
+    return reading.temperature, reading.softcap, reading.invariant
 
 
 class Table:
@@ -96,7 +91,7 @@ class Remembered:
         if isinstance(loss, Read) and not grad:
             known = self.statistics(recipe, loss)
             return evaluate(loss) if known is None else known
-        if type(loss) is not CrossEntropy or Options.of(loss.reading) is None:
+        if type(loss) is not CrossEntropy or options_of(loss.reading) is None:
             return evaluate(loss)
         wants = tuple(dict.fromkeys((*loss.reading.wants, *SCORES)))
         reading = loss.reading._replace(wants=wants)
@@ -105,7 +100,7 @@ class Remembered:
         return value
 
     def keep(self, recipe: Recipe, reading: Reading, scores: Sequence[Tensor]) -> None:
-        options, label = Options.of(reading), reading.label
+        options, label = options_of(reading), reading.label
         assert options is not None
         assert label is not None
         ignored = reading.ignored_rows()
@@ -118,7 +113,7 @@ class Remembered:
 
     def statistics(self, recipe: Recipe, loss: Read) -> tuple[Tensor, ...] | None:
         """The statistics of `loss` from the `Table`, or None if this is not possible."""
-        reading, options = loss.reading, Options.of(loss.reading)
+        reading, options = loss.reading, options_of(loss.reading)
         scored = set(reading.wants) <= set(SCORES) and reading.ids_per_row <= 1
         table = None if options is None else self.tables.get(options)
         if not scored or table is None or not may_wait(recipe.head.hidden):
@@ -189,8 +184,8 @@ def scores_of(recipe: Recipe, options: Options, at: Tensor, target: Tensor) -> S
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])[at]
     with torch.no_grad():
         return score(
-            HeadLogits(head.replace(hidden=hidden)), target, temperature=options.temperature,
-            softcap=options.softcap, ignore_index=NO_CLASS,
+            HeadLogits(head.replace(hidden=hidden)), target, temperature=options[0],
+            softcap=options[1], ignore_index=NO_CLASS,
         )  # fmt: skip
 
 
