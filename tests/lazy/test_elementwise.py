@@ -8,14 +8,15 @@ import torch.nn.functional as F
 
 import logitless as ll
 from logitless.lazy import by_rows
-from logitless.lazy.logits import LazyLogits
 from tests.support.laws import error
 from tests.support.lazy_models import (
     B,
     T,
     V,
+    assert_alike,
     assert_same,
     assert_stays_lazy,
+    backward,
     columns,
     model,
     other,
@@ -187,22 +188,6 @@ def test_sums_of_questions(x):
     assert not z.known
 
 
-@pytest.mark.parametrize("name", LAZY)
-def test_a_double_precision_model_in_fp32(name, x, t):
-    """CLIENTS, missing: `.float()` of fp64 logits, as the losses of Transformers call it."""
-    found = []
-    for fused in (True, False):
-        m = model(fused, x.device)
-        z = m(x).float()
-        value = LAZY[name](z, t)
-        gradients = torch.autograd.grad(value, list(m.parameters()))
-        assert not fused or not z.known
-        found.append([value, *gradients])
-    for a, b in zip(*found, strict=True):
-        assert a.dtype == b.dtype
-        assert error(a, b.double()) < 2e-5
-
-
 FP64 = {
     "F.cross_entropy": lambda z, t: F.cross_entropy(z.view(-1, V), t.view(-1)),
     "soft labels": lambda z, t: F.cross_entropy(z[1], other(z)[1].softmax(-1)),
@@ -220,19 +205,18 @@ FP64 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FP64)
-def test_losses_of_a_double_precision_model_in_fp32(name, x, t):
-    found = []
-    for fused in (True, False):
-        m = model(fused, x.device)
+@pytest.mark.parametrize("name", {**LAZY, **FP64})
+def test_a_double_precision_model_in_fp32(name, x, t):
+    """CLIENTS, missing: `.float()` of fp64 logits, as the losses of Transformers call it."""
+
+    def program(m):
         z = m(x).float()
-        value = FP64[name](z, t)
+        value = (LAZY | FP64)[name](z, t)
         gradients = torch.autograd.grad(value, list(m.parameters()))
-        assert not fused or (type(z) is LazyLogits and not z.known)
-        found.append([value, *gradients])
-    for a, b in zip(*found, strict=True):
-        assert a.dtype == b.dtype
-        assert error(a, b.double()) < 2e-6
+        assert not getattr(z, "known", False)
+        return value, *gradients
+
+    assert_alike(x, program, within=2e-6 if name in FP64 else 2e-5)
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -301,16 +285,15 @@ BESIDE = {
 @pytest.mark.parametrize("name", BESIDE)
 def test_a_tensor_beside_the_logits_gets_its_gradient(name, frozen, x):
     """An adapter such as IA3 multiplies frozen logits by a weight that trains."""
-    found = []
-    for fused in (True, False):
-        m, w = model(fused, x.device).requires_grad_(not frozen), torch.linspace(0.5, 1, V).to(x)
+
+    def program(m):
+        w = torch.linspace(0.5, 1, V).to(x).requires_grad_()
         with ll.lazy_logits():
-            z = m(x)
-        assert type(z) is (LazyLogits if fused else torch.Tensor)
-        needed = [w.requires_grad_(), *(p for p in m.parameters() if p.requires_grad)]
-        found.append(torch.autograd.grad(BESIDE[name](z, w), needed))
-    for a, b in zip(*found, strict=True):
-        assert error(a, b) < 1e-11
+            z = m.requires_grad_(not frozen)(x)
+        needed = [w, *(p for p in m.parameters() if p.requires_grad)]
+        return torch.autograd.grad(BESIDE[name](z, w), needed)
+
+    assert_alike(x, program)
 
 
 def test_a_long_chain_of_functions(x):
@@ -327,36 +310,31 @@ def test_a_long_chain_of_functions(x):
 
 @pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
 def test_hooks_run_between_functions(x):
-    found = []
-    for fused in (True, False):
-        seen = []
-        z = model(fused, x.device)(x)
+    def program(m):
+        seen, z = [], m(x)
 
-        def watched(part, seen=seen):
+        def watched(part):
             part.register_hook(lambda g: seen.append(g.norm()))
             return part
 
         p, log_p = watched(z.softmax(-1)), watched(z.log_softmax(-1))
-        each = watched(p * log_p)
-        each.sum(-1).square().sum().backward()
-        found.append(seen)
-    for a, b in zip(*found, strict=True):
-        assert error(a, b) < 1e-11
+        watched(p * log_p).sum(-1).square().sum().backward()
+        return seen
+
+    assert_alike(x, program)
 
 
 @pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
 def test_a_hook_may_change_a_gradient_before_logits_are_joined(x):
     """Logits with a hook are not joined, but materialised."""
-    found = []
-    for fused in (True, False):
-        m = model(fused, x.device)
+
+    def program(m):
         z = m(x)
         p, log_p = z.softmax(-1), z.log_softmax(-1)
         p.register_hook(lambda g: g.clamp(-0.1, 0.1))
-        (p * log_p).sum(-1).square().sum().backward()
-        found.append([p.grad for p in m.parameters()])
-    for a, b in zip(*found, strict=True):
-        assert error(a, b) < 1e-11
+        return backward(m, (p * log_p).sum(-1).square().sum())
+
+    assert_alike(x, program)
 
 
 def test_a_function_that_writes_is_not_lazy(x):

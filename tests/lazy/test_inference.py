@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
 from logitless.lazy import recipe
 from logitless.lazy.logits import LazyLogits
 from tests.support.fusable_models import Model
-from tests.support.lazy_models import B, T, V, model
+from tests.support.lazy_models import B, Largest, T, V, model
 from tests.support.lazy_writes import WHERE, WRITES
 
 IDS = torch.tensor([[0, 3, 2, 10, 4], [7, 1, 1, 0, 9]])
@@ -108,21 +106,6 @@ def test_only_rows_that_are_read_are_computed(x):
     assert last.own.shape == (B, V)
     torch.testing.assert_close(z[0, 2, 1:3].clone(), plain[0, 2, 1:3])
     assert not z.known
-
-
-class Largest(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that an operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for t in pytree.tree_leaves(result):
-            if type(t) is torch.Tensor and t.is_floating_point():
-                self.size = max(self.size, t.numel())
-        return result
 
 
 def test_evaluation_never_allocates_the_logits(device):

@@ -7,11 +7,9 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
-from tests.support.lazy_models import V, model
+from tests.support.lazy_models import Largest, V, model
 
 pytestmark = pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
 
@@ -96,19 +94,6 @@ def test_kept_logits_keep_no_activation_of_the_body(name, x, t):
     del z
     gc.collect()
     assert (held[1]() is None) == ("detached" in name)
-
-
-class Largest(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for t in pytree.tree_leaves(result):
-            if type(t) is torch.Tensor and t.is_floating_point():
-                self.size = max(self.size, t.untyped_storage().nbytes() // t.element_size())
-        return result
 
 
 class Visited(torch.nn.Module):

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 
 import logitless as ll
 from logitless.lazy.logits import LazyLogits
-from tests.support.laws import error
-from tests.support.lazy_models import V, model
+from tests.support.lazy_models import V, assert_alike, backward, model
 from tests.support.lazy_writes import WHERE, WRITES
 
 pytestmark = pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
@@ -38,18 +37,16 @@ def test_a_write_in_training_raises_at_once(where, x, t):
 
 def test_a_detached_alias_may_be_written_to(x, t):
     """As in PyTorch, the logits with a history then have the values that were written."""
-    found = []
-    for fused in (True, False):
-        m = model(fused, x.device)
+
+    def program(m):
         z = m(x)
         early = z * 2
         z.detach()[..., 3] = -1.0
         z.data[0] += 1
         loss = F.cross_entropy(z.view(-1, V), t.view(-1)) + early.logsumexp(-1).sum()
-        loss.backward()
-        found.append([loss.detach(), *(p.grad for p in m.parameters())])
-    for a, b in zip(*found, strict=True):
-        assert error(a, b) < 1e-11
+        return loss.detach(), *backward(m, loss)
+
+    assert_alike(x, program)
 
 
 def test_an_array_shares_the_memory_of_all_aliases(x):
