@@ -96,45 +96,37 @@ def _over(z: LazyLogits, dim: Any) -> tuple[int, ...] | None:
     return tuple(sorted(dims - {z.dim() - 1})) if z.dim() - 1 in dims else None
 
 
-def sum(z: LazyLogits, dim=None, keepdim=False, dtype=None):
-    return _summed(z, dim, keepdim, dtype, mean=False)
+def summed(mean: bool):
+    """Returns a version of torch.sum or torch.mean for lazy logits."""
 
-
-def mean(z: LazyLogits, dim=None, keepdim=False, dtype=None):
-    return _summed(z, dim, keepdim, dtype, mean=True)
-
-
-def _summed(z: LazyLogits, dim, keepdim, dtype, mean: bool):
-    rows = _over(z, dim)
-    wide = dtype in (None, z.dtype, torch.float32) and not (
-        dtype == torch.float32 and z.dtype == torch.float64
-    )
-    counts = not z.is_floating_point()  # a sum of booleans or integers
-    if rows is None or not z.numel() or (not wide and not counts) or (counts and (mean or dtype)):
-        return NotImplemented
-    direct, count = z.recipe.direct, math.prod(z.shape[d] for d in (*rows, -1))
-    in_dtype = torch.int64 if counts else torch.float64 if z.dtype == torch.float64 else None
-    in_dtype = in_dtype or torch.float32
-
-    def of_rows(t: Tensor) -> Tensor:
-        return t.sum(-1, dtype=in_dtype)
-
-    known = expected(z) if direct is None else None
-    if known is None and direct is None and len(rows) == z.dim() - 1 and not (keepdim or counts):
-        total = mean_by_rows(z, of_rows)
-        total = total if total is NotImplemented else total * math.prod(z.shape[:-1])
-    else:
-        total = _total(z, direct) if direct is not None else known
-        total = by_rows(z, of_rows) if total is None else total
-        total = total[0] if isinstance(total, tuple) else total
-        if total is NotImplemented:
+    def reduction(z: LazyLogits, dim=None, keepdim=False, dtype=None):
+        rows, counts = _over(z, dim), not z.is_floating_point()  # of booleans or integers
+        dtypes = (None, z.dtype, torch.float32) if z.dtype != torch.float64 else (None, z.dtype)
+        refused = (mean or dtype) if counts else dtype not in dtypes
+        if rows is None or not z.numel() or refused:
+            return NotImplemented
+        wide = torch.float64 if z.dtype == torch.float64 else torch.float32
+        of_rows = functools.partial(torch.sum, dim=-1, dtype=torch.int64 if counts else wide)
+        direct, count = z.recipe.direct, math.prod(z.shape[d] for d in (*rows, -1))
+        total: Any = expected(z) if direct is None else _total(z, direct)
+        if total is None and len(rows) == z.dim() - 1 and not (keepdim or counts):
+            total = mean_by_rows(z, of_rows)
+            total = total if total is NotImplemented else total * math.prod(z.shape[:-1])
+        else:
+            total = by_rows(z, of_rows) if total is None else total
+            total = total[0] if isinstance(total, tuple) else total
+            if total is not NotImplemented:
+                total = total.unsqueeze(-1) if keepdim else total
+                total = total.sum(rows, keepdim) if rows else total
+        if total is NotImplemented or counts:
             return total
-        total = total.unsqueeze(-1) if keepdim else total
-        total = total.sum(rows, keepdim) if rows else total
-    if total is NotImplemented or counts:
-        return total
-    # Autocast casts sums to fp32, but does not cast means.
-    return (total / count).to(dtype or z.dtype) if mean else total.to(dtype or dtype_of(z))
+        # Autocast casts sums to fp32, but does not cast means.
+        return (total / count).to(dtype or z.dtype) if mean else total.to(dtype or dtype_of(z))
+
+    return reduction
+
+
+sum, mean = summed(mean=False), summed(mean=True)
 
 
 def reduced(function: Callable, outputs: type | None = None):
