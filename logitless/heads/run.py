@@ -218,8 +218,11 @@ def pieces_of(
 def put_outputs(results: list[Tensor], outputs: Sequence[Tensor], rows: Rows, count: int) -> None:
     """Writes the outputs of some rows to `results`, tensors with `count` rows that it allocates.
 
-    Dropped rows keep the initial value `ignored_value`.
+    Dropped rows keep the initial value `ignored_value`. The outputs of all rows are the results.
     """
+    if isinstance(rows, slice) and rows == slice(0, count):
+        results.extend(outputs)
+        return
     if not results:
         for t in outputs:
             shape, fill = (count, *t.shape[1:]), ignored_value(t.dtype)
