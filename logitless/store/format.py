@@ -16,17 +16,22 @@ b the bits of an id. All numbers are little-endian.
     top     F32          log p of the first slot; NaN if the row has no slots
     tail    F32          log of the mass outside the slots, as given in the targets
     ids.W   K · W bits   the ids, the most probable first, packed as described below
-    codes   U8 (K - 1)   log p of the other slots is top - units(code) · unit
-    step    U8           unit of the row's codes: 2^((step - 288) / 32) nats
+    codes   U8 (K)       the first is the row's step, a unit of 2^((step - 288) / 32) nats; log p of
+                         the other slots is top - units(code) · unit
 
-Fields of wider numbers come first (4, 2 and then 1 byte), else in this order, and zeros pad the row
-to a multiple of 4 bytes. With values="f16", there is no `step`, and `codes` are F16: log p is
-top - code. The meaning of a code is in store/codes.py.
+    crc     U32          CRC-32 of the bytes before it in the row, from the start value START
+
+Fields of wider numbers come first (4, 2 and then 1 byte), else in this order; zeros before `crc` pad
+the row to a multiple of 4 bytes. With values="f16", `codes` are F16 (K - 1): log p of the
+other slots is top - code. The meaning of a code is in store/codes.py.
+
+A CRC-32 that runs on over its own checksum ends with START, whatever the bytes before: so one call,
+`crc32(rows, START) == START`, checks any number of rows that follow each other.
 
 An id of b bits is cut into parts of 32, 16, 8, 4, 2 or 1 bits, whose widths add up to b; the widest
 part holds the lowest bits. The parts of one width W form the field ids.W. If W is below 8, one byte
 holds the parts of 8 / W ids, the first in the lowest bits: an id of 18 bits takes a U16 and a
-quarter of a byte. At K = 64 and V = 151,936, a row takes 220 bytes.
+quarter of a byte. At K = 64 and V = 151,936, a row takes 224 bytes.
 
 With values="counts", a document is stored as in store/counts.py, and a row exists only in memory,
 with the fields token, ids and draws.
@@ -34,9 +39,10 @@ with the fields token, ids and draws.
 
 import functools
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +51,8 @@ from torch.nn.functional import pad
 from ..targets.safetensors import buffer
 from . import checks
 
-FORMAT, VERSION = "logitless.store", 3
-GROUP = 64  # rows per checksum
+FORMAT, VERSION = "logitless.store", 4
+START = 0x2144DF1C  # crc32(data + crc32(data, s), s) for all data and every s
 DISTINCT = 0.3  # assumed number of distinct ids per draw, for estimates of a store's size
 # Parts are computed in signed dtypes, because uint32 and uint16 lack many operations.
 WIDTHS = {32: torch.int32, 16: torch.int16, 8: torch.uint8, 4: None, 2: None, 1: None}
@@ -101,16 +107,22 @@ class Header:
     def field(self, rows: Tensor, name: str) -> Tensor:
         """A view (T, count) of one field of `rows`, which are uint8 of shape (T, row_bytes)."""
         dtype, begin, size = self._layout[0][name]
-        return rows.narrow(1, begin, size).view(dtype)
+        wide = rows if dtype is torch.uint8 else rows.view(dtype)
+        at = wide.storage_offset() + begin // dtype.itemsize
+        # faster than `narrow`
+        return wide.as_strided((len(rows), size // dtype.itemsize), (wide.stride(0), 1), at)
 
     def column(self, rows: Tensor, name: str) -> Tensor:
         """A view (T,) of a field of one number."""
         dtype, begin, size = self._layout[0][name]
-        return rows.view(dtype).select(1, begin // size)
+        wide = rows.view(dtype)
+        return wide.as_strided(
+            (len(rows),), (wide.stride(0),), wide.storage_offset() + begin // size
+        )
 
     def ids_of(self, rows: Tensor) -> dict[int, Tensor]:
         """The fields ids.W by their widths W."""
-        return {w: self.field(rows, f"ids.{w}") for w in WIDTHS if self.bits & w}
+        return {w: self.field(rows, f"ids.{w}") for w, _ in widths(self.bits)}
 
     def token_bytes(self, distinct: float | None = None) -> float:
         """The bytes of a token and its row on disk, without those per document.
@@ -119,7 +131,7 @@ class Header:
         DISTINCT times the number of draws.
         """
         if not self.sampled:
-            return self.row_bytes + 4 / GROUP
+            return self.row_bytes
         distinct = DISTINCT * self.k if distinct is None else distinct
         return 4 + -(-self.k // 8) + distinct * self.bits / 8
 
@@ -132,16 +144,39 @@ def _layout(header: Header) -> tuple[dict[str, Field], int]:
         fields |= {"top": (torch.float32, 1), "tail": (torch.float32, 1)}
         for width, dtype in widths(header.bits):
             fields[f"ids.{width}"] = (dtype or torch.uint8, packed_length(k, width))
-        if header.values == "f16":
-            fields["codes"] = (torch.float16, k - 1)
-        else:
-            fields |= {"codes": (torch.uint8, k - 1), "step": (torch.uint8, 1)}
+        halves = header.values == "f16"
+        fields["codes"] = (torch.float16, k - 1) if halves else (torch.uint8, k)
     layout, end, widest = {}, 0, 4
     for name, (dtype, count) in sorted(fields.items(), key=lambda item: -item[1][0].itemsize):
         layout[name] = Field(dtype, end, count * dtype.itemsize)
         end += layout[name].bytes
         widest = max(widest, dtype.itemsize)
-    return layout, end + -end % widest
+    end += -end % widest
+    if not header.sampled:  # the checksum of a sampled document follows all its rows
+        layout["crc"] = Field(torch.int32, end, 4)
+        end += 4
+    return layout, end
+
+
+def sealed(rows: Tensor, header: Header) -> bytes:
+    """The bytes of rows with their checksums, which are written into `rows`."""
+    width = header.row_bytes
+    view = view_of(rows)
+    crcs = [
+        zlib.crc32(view[end - width : end - 4], START) for end in range(width, len(view) + 1, width)
+    ]
+    header.column(rows, "crc").copy_(torch.tensor(crcs))
+    return bytes(view)
+
+
+def is_whole(rows: Any) -> bool:
+    """Whether each of the rows in these bytes has its checksum."""
+    return zlib.crc32(rows, START) == START
+
+
+def view_of(t: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy; valid while the tensor exists."""
+    return memoryview(buffer(t)).cast("B")
 
 
 def bytes_of(t: Tensor) -> bytes:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ..targets.safetensors import sync
 from . import checks
-from .format import Header
+from .format import Header, is_whole
 from .listing import journals
 from .lookup import Hashes
-from .shard import ENTRY, MAGIC, Entry, File, end_of, entry_of, groups_in, number_in, start_of
+from .shard import ENTRY, MAGIC, Entry, File, end_of, entry_of, number_in, start_of
 
 
 class Journal:
@@ -63,7 +63,7 @@ class Journal:
             if entry is None or entry.place != after or after + entry.size > end:
                 break
             # A document that was damaged later is left out, those after it are kept.
-            if all(groups_in(file.read(after, entry.size), self.header)):
+            if is_whole(file.read(after, entry.size)):
                 self._add(entry)
             elif after + entry.size == end:
                 break

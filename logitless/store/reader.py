@@ -4,7 +4,7 @@ import functools
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..targets.safetensors import buffer
-from ..targets.sparse import SparseTargets
+from ..targets.sparse import SparseTargets, unchecked
 from . import checks
 from .codes import EMPTY, decoded, tokens_of
 from .device import on_cpu
-from .format import Header
+from .format import Header, bytes_of, view_of
 from .listing import INDEX, STORE, Folder, Listing, listing_of
 from .lookup import FIRST, Hashes, Lookup, RunFile, hashes_of, keys_from, run_bytes
 from .remote import Cache, Prefetch, Remote, RemoteFolder, is_address
@@ -234,9 +233,11 @@ class Store:
             return self._several([checks.document_number(i, len(self)) for i in index])
         i, tokens = index if isinstance(index, tuple) and len(index) == 2 else (index, slice(None))
         i = checks.document_number(i, len(self))
-        entry = self.entry(i)
+        shard, document = self._place(i)
+        entry = self.reading(shard, shard.entry, document)
         a, b = checks.row_range(tokens, entry.tokens)
-        rows = self._rows([(i, entry, a, b)])
+        rows = torch.empty(b - a, self.info.row_bytes, dtype=torch.uint8)
+        self.reading(shard, shard.read_rows, document, entry, a, b, view_of(rows))
         return tokens_of(rows, self.info), decoded(rows, self.info)
 
     def __getitems__(self, numbers: list[int]) -> list[tuple[Tensor, SparseTargets]]:
@@ -247,9 +248,13 @@ class Store:
         entries = self.entries(numbers)
         sizes = [entry.tokens for entry in entries]
         rows = self._rows([(i, e, 0, e.tokens) for i, e in zip(numbers, entries, strict=True)])
-        tokens, targets = tokens_of(rows, self.info).split(sizes), decoded(rows, self.info)
-        ends = list(accumulate(sizes))
-        return [(t, targets[end - len(t) : end]) for t, end in zip(tokens, ends, strict=True)]
+        tokens, t = tokens_of(rows, self.info).split(sizes), decoded(rows, self.info)
+        none = (None,) * len(numbers)
+        parts = (
+            none if part is None else part.split(sizes)
+            for part in (t.ids, t.logprobs, t.tail, t.mask)
+        )
+        return list(zip(tokens, map(unchecked, *parts), strict=True))
 
     def _place(self, number: int) -> tuple[Shard, int]:
         shard = self.shards[bisect_right(self._first, number) - 1]
@@ -262,32 +267,31 @@ class Store:
 
     def entries(self, numbers: Sequence[int]) -> list[Entry]:
         found: list[Any] = [None] * len(numbers)
-        for shard, places in self._by_shard(numbers):
-            of_shard = self.reading(shard, _entries, shard, [numbers[i] for i in places])
-            for i, entry in zip(places, of_shard, strict=True):
-                found[i] = entry
-        return found
-
-    def _by_shard(self, numbers: Iterable[int]) -> list[tuple[Shard, list[int]]]:
-        """The shards of several documents, and the places of these in `numbers`."""
         places: dict[int, list[int]] = {}
         for i, number in enumerate(numbers):
-            if number >= 0:
-                places.setdefault(bisect_right(self._first, number) - 1, []).append(i)
-        return [(self.shards[at], of_shard) for at, of_shard in places.items()]
+            places.setdefault(bisect_right(self._first, number) - 1, []).append(i)
+        for at, of_shard in places.items():
+            shard = self.shards[at]
+            entries = self.reading(shard, _entries, shard, [numbers[i] for i in of_shard])
+            for i, entry in zip(of_shard, entries, strict=True):
+                found[i] = entry
+        return found
 
     def _rows(self, spans: Sequence[RowSpan]) -> Tensor:
         """The rows of several spans, uint8 (T, row_bytes)."""
         width = self.info.row_bytes
-        ends = list(accumulate((b - a) * width for _, _, a, b in spans))
-        rows = torch.empty(ends[-1] // width if ends else 0, width, dtype=torch.uint8)
-        data = memoryview(buffer(rows)).cast("B")
-        parts = [data[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-        for (number, _, a, b), part in zip(spans, parts, strict=True):
-            if number < 0:
-                part[:] = _empty_row(self.info) * (b - a)
-        for shard, places in self._by_shard(span[0] for span in spans):
-            self.reading(shard, _read_rows, shard, [(*spans[i], parts[i]) for i in places])
+        rows = torch.empty(sum(b - a for _, _, a, b in spans), width, dtype=torch.uint8)
+        data, place = view_of(rows), 0
+        wanted: dict[int, list[tuple[int, Entry, int, int, memoryview]]] = {}
+        for number, entry, a, b in spans:
+            begin, place = place, place + (b - a) * width
+            if entry is None:
+                data[begin:place] = _empty_row(self.info) * (b - a)
+            else:
+                at = bisect_right(self._first, number) - 1
+                wanted.setdefault(at, []).append((number, entry, a, b, data[begin:place]))
+        for at, of_shard in wanted.items():
+            self.reading(self.shards[at], _read_rows, self.shards[at], of_shard)
         return rows
 
     def document(self, number: int) -> tuple[Entry, bytes]:
@@ -510,8 +514,7 @@ def _entries(shard: Shard, numbers: list[int]) -> list[Entry]:
 
 def _read_rows(shard: Shard, spans: list[tuple[int, Entry, int, int, memoryview]]) -> None:
     for number, entry, a, b, into in spans:
-        if a < b:
-            shard.read_rows(number - shard.first, entry, a, b, into)
+        shard.read_rows(number - shard.first, entry, a, b, into)
 
 
 def _reopened(path: str | Path, arguments: dict[str, Any], digest: str) -> Store:
@@ -529,4 +532,4 @@ def _empty_row(header: Header) -> bytes:
         header.column(row, "top").fill_(torch.nan)
     if header.values == "u8":
         header.field(row, "codes").fill_(EMPTY)
-    return bytes(row[0].tolist())
+    return bytes_of(row)

@@ -8,10 +8,10 @@
                 U64, and a CRC-32 of these bytes
 
 An entry (ENTRY) has 40 bytes: the place and the size of the document's rows in the file, two hashes
-of its tokens (store/lookup.py), its number of tokens, and a CRC-32 of the 36 bytes before. So the
-40 bytes at `table + 40 * d` tell where document d is. Its rows (store/format.py) come in groups of
-GROUP = 32, each followed by the CRC-32 of the group: a range of rows is one read. With
-values="counts", the whole document is one group (store/counts.py).
+of its tokens (store/lookup.py), its number of tokens, and a CRC-32 made like that of a row. So the
+40 bytes at `table + 40 * d` tell where document d is. Its rows (store/format.py) follow each other,
+each with its checksum: any range of them is one read and one call of crc32. With values="counts",
+the whole document (store/counts.py) has one checksum at its end.
 
 A reader compares what it reads with the checksums, so it raises if a byte has changed. Files are
 not memory-mapped, because the system kills a process that reads a mapped file beyond its end.
@@ -23,23 +23,21 @@ import struct
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..targets.safetensors import buffer
 from . import checks
 from .counts import packed, unpacked
-from .format import GROUP, Header, bytes_of
+from .format import START, Header, is_whole, sealed, view_of
 
-MAGIC, LAST = b"LLSHARD3", b"LLTABLE3"
-ENTRY = struct.Struct("<QQqqII")
+MAGIC, LAST = b"LLSHARD4", b"LLTABLE4"
+ENTRY = struct.Struct("<QQqqI4x")  # the last 4 bytes are the checksum
 END = struct.Struct("<8sQQQI")
 KEPT_OPEN = 128  # largest number of open shards; many systems limit a process to 1,024 open files
-IOV = 1024  # largest number of buffers of one read
+BLOCK, BLOCKS = 64, 256  # entries that are read together, and blocks kept in memory per open shard
 PIECE = 1 << 30  # largest number of bytes of one read
 _recent: deque["weakref.ref[Shard]"] = deque()
 
@@ -52,8 +50,8 @@ class Entry(NamedTuple):
     tokens: int
 
     def packed(self) -> bytes:
-        data = ENTRY.pack(*self, 0)
-        return data[:-4] + zlib.crc32(data[:-4]).to_bytes(4, "little")
+        data = ENTRY.pack(*self)[:-4]
+        return data + zlib.crc32(data, START).to_bytes(4, "little")
 
 
 class Listed(NamedTuple):
@@ -92,8 +90,7 @@ def end_of(entries: bytes, tokens: int, place: int) -> bytes:
 
 def entry_of(data: bytes) -> Entry | None:
     """The entry with these bytes, or None if its checksum is wrong."""
-    *fields, crc = ENTRY.unpack(data)
-    return Entry(*fields) if zlib.crc32(data[:-4]) == crc else None
+    return Entry._make(ENTRY.unpack(data)) if zlib.crc32(data, START) == START else None
 
 
 def listed_of(path: Path, shard: str) -> Listed:
@@ -110,29 +107,10 @@ def listed_of(path: Path, shard: str) -> Listed:
 
 def document_of(rows: Tensor, header: Header) -> bytes:
     """The rows of one document as on disk, with their checksums."""
-    if header.sampled:
-        data = packed(rows, header)
-        return data + zlib.crc32(data).to_bytes(4, "little")
-    rows = rows.contiguous()
-    view, size, parts = memoryview(buffer(rows)).cast("B"), GROUP * header.row_bytes, []
-    for a in range(0, len(view), size):
-        group = view[a : a + size]
-        parts += group, zlib.crc32(group).to_bytes(4, "little")
-    return b"".join(parts)
-
-
-def document_bytes(n: int, header: Header) -> int | None:
-    """The size of n rows on disk, or None if it depends on them."""
-    return None if header.sampled else n * header.row_bytes + 4 * -(-n // GROUP)
-
-
-def groups_in(data: bytes, header: Header) -> Iterator[bool]:
-    """Whether each group in the bytes of a document has its checksum."""
-    view = memoryview(data)
-    size = len(view) if header.sampled else GROUP * header.row_bytes + 4
-    for a in range(0, len(view), size):
-        group = view[a : a + size]
-        yield zlib.crc32(group[:-4]) == int.from_bytes(group[-4:], "little")
+    if not header.sampled:
+        return sealed(rows.contiguous(), header)
+    data = packed(rows, header)
+    return data + zlib.crc32(data, START).to_bytes(4, "little")
 
 
 class File:
@@ -150,17 +128,10 @@ class File:
             data += more
         return data
 
-    def read_into(self, place: int, buffers: Sequence[memoryview]) -> None:
-        """Fills several buffers with the bytes that follow each other in the file."""
-        for first in range(0, len(buffers), IOV):
-            some = buffers[first : first + IOV] if len(buffers) > IOV else buffers
-            size = sum(map(len, some))
-            if os.preadv(self.number, some, place) < size:  # at the end of the file, or above 2 GiB
-                for part in some:
-                    part[:] = self.read(place, len(part))
-                    place += len(part)
-            else:
-                place += size
+    def read_into(self, place: int, into: memoryview) -> None:
+        done = os.preadv(self.number, (into,), place)
+        if done < len(into):  # at the end of the file, or above 2 GiB
+            into[done:] = self.read(place + done, len(into) - done)
 
     def __del__(self):
         if hasattr(self, "number"):  # `number` is missing if os.open failed
@@ -179,6 +150,7 @@ class Shard:
         self.name: str | Path = folder.where(listed.name)
         self.table = listed.size - END.size - ENTRY.size * listed.documents
         self._file: File | None = None
+        self._blocks: dict[int, bytes] = {}  # of the table
 
     def __len__(self) -> int:
         return self.listed.documents
@@ -208,13 +180,22 @@ class Shard:
 
     def close(self) -> None:
         """Closes the file after all current reads. The next read opens the file again."""
-        self._file = None
+        self._file, self._blocks = None, {}
 
     def entry(self, document: int) -> Entry:
-        entry = entry_of(self.file.read(self.table + ENTRY.size * document, ENTRY.size))
+        block = self._blocks.get(document // BLOCK) or self._block(document // BLOCK)
+        at = document % BLOCK * ENTRY.size
+        entry = entry_of(block[at : at + ENTRY.size])
         if entry is None:
             checks.damaged(self.name, f"in the table, at document {document + self.first}")
         return entry
+
+    def _block(self, n: int) -> bytes:
+        if len(self._blocks) == BLOCKS:
+            self._blocks = {}
+        size = ENTRY.size * min(BLOCK, len(self) - n * BLOCK)
+        block = self._blocks[n] = self.file.read(self.table + ENTRY.size * BLOCK * n, size)
+        return block
 
     def entries(self) -> Tensor:
         """The table as int64 (D, 5): place, size, key, check and tokens, all without a copy."""
@@ -230,33 +211,32 @@ class Shard:
     def document(self, document: int, entry: Entry) -> bytes:
         """The bytes of a document, compared with its checksums."""
         data = self.file.read(entry.place, entry.size)
-        for g, right in enumerate(groups_in(data, self.header)):
-            if not right:
-                self._damaged(document, g)
+        if not is_whole(data):
+            self._damaged(document, 0, data)
         return data
 
     def read_rows(self, document: int, entry: Entry, a: int, b: int, into: memoryview) -> None:
         """Writes the rows a to b - 1 of a document into `into`, and compares their checksums."""
+        if a == b:
+            return
         if self.header.sampled:
             data = self.document(document, entry)[:-4]
             rows = unpacked(str(self.name), data, entry.tokens, self.header)
-            into[:] = bytes_of(rows[a:b])
+            into[:] = view_of(rows[a:b])
             return
-        width, tokens = self.header.row_bytes, entry.tokens
-        begin, end = a - a % GROUP, min(b + -b % GROUP, tokens)
-        rows = into if end - begin == b - a else memoryview(bytearray((end - begin) * width))
-        size, buffers = GROUP * width, []
-        checksums = memoryview(bytearray(4 * -(-(end - begin) // GROUP)))
-        for g, at in enumerate(range(0, len(rows), size)):
-            buffers += rows[at : at + size], checksums[4 * g : 4 * g + 4]
-        self.file.read_into(entry.place + begin * width + 4 * (begin // GROUP), buffers)
-        for g, checksum in enumerate(checksums.cast("I")):
-            if zlib.crc32(buffers[2 * g]) != checksum:
-                self._damaged(document, begin // GROUP + g)
-        if rows is not into:  # the groups have other rows too
-            into[:] = rows[(a - begin) * width : (b - begin) * width]
+        self.file.read_into(entry.place + a * self.header.row_bytes, into)
+        if zlib.crc32(into, START) != START:
+            self._damaged(document, a, into)
 
-    def _damaged(self, document: int, group: int) -> NoReturn:
-        where = f"rows {group * GROUP} to {group * GROUP + GROUP - 1}"
-        where = "the rows" if self.header.sampled else where
+    def _damaged(self, document: int, first: int, rows: bytes | memoryview) -> NoReturn:
+        """Raises for rows of a document, from number `first` on, some of which are damaged."""
+        width, where = self.header.row_bytes, "the rows"
+        if not self.header.sampled:
+            bad = [
+                at // width
+                for at in range(0, len(rows), width)
+                if not is_whole(rows[at : at + width])
+            ]
+            a, b = first + bad[0], first + bad[-1]
+            where = f"row {a}" if a == b else f"rows {a} to {b}"
         checks.damaged(self.name, f"in {where} of document {document + self.first}")

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from logitless.store import Store, recover
-from logitless.store.format import GROUP
 from tests.support import store_damage, store_kills, stores
 from tests.support.stores import assert_equal, documents, open_writer
 
@@ -34,28 +33,31 @@ def test_kill_9(tmp_path):
 def test_a_changed_row_names_its_rows_and_spares_the_others(long):
     entry = long.entry(0)
     row = 150
-    place = entry.place + row * long.info.row_bytes + 4 * (row // GROUP) + 3
-    whole = [long[0, 0:GROUP], long[0, 3 * GROUP : 300], long[1], long[2]]
+    place = entry.place + row * long.info.row_bytes + 3
+    whole = [long[0, 0:150], long[0, 151:300], long[1], long[2]]
     path = long.path / "0-000000.shard"
     change(path, place)
     store = Store(long.path)
-    message = r"0-000000\.shard must have .* \(CRC-32\), got other bytes in rows 128 to 191 of doc"
+    message = r"0-000000\.shard must have .* \(CRC-32\), got other bytes in row 150 of docu"
     for read in (
         lambda: store[0],
         lambda: store[0, 150:151],
-        lambda: store[0, 100:130],
+        lambda: store[0, 100:160],
         lambda: store[[1, 0]],
         lambda: store.targets_for(whole[0][0][None], documents=[0]) and store[0],
         lambda: Store(long.path).find(documents(300)[0][0]),
     ):
-        with pytest.raises(ValueError, match=message + "ument 0. To mend the store"):
+        with pytest.raises(ValueError, match=message + "ment 0. To mend the store"):
             read()
-    again = [store[0, 0:GROUP], store[0, 3 * GROUP : 300], store[1], store[2]]
+    again = [store[0, 0:150], store[0, 151:300], store[1], store[2]]
     for got, want in zip(again, whole, strict=True):
         assert_equal(got, want)
     report = store.verify()
     assert len(report.problems) == 1
-    assert "rows 128 to 191 of document 0" in report.problems[0]
+    assert "row 150 of document 0" in report.problems[0]
+    change(path, place + 7 * store.info.row_bytes)
+    with pytest.raises(ValueError, match="got other bytes in rows 150 to 157 of document 0"):
+        Store(long.path)[0]
 
 
 def test_a_changed_entry(long):
@@ -107,7 +109,7 @@ def test_headers(long):
     for bad, message in (
         (text[:-9], "must describe a store of the format logitless.store, got"),
         ("[]", "must describe a store"),
-        (text.replace('"version": 3', '"version": 4'), "must be a store of version 3"),
+        (text.replace('"version": 4', '"version": 3'), "must be a store of version 4"),
         (text.replace('"k": 8', '"k": -8'), "must have a valid header, got an error: k must lie"),
         (text.replace('"k": 8', '"k": 8, "x": 1'), "must have a header of k, teacher"),
         (text.replace('"id": "', '"id": "/'), "must have an id of 16 digits"),

@@ -137,8 +137,8 @@ def test_bytes_a_token(tmp_path):
         tmp_path, documents(512, 100, 1000, vocab=151_936, k=64), vocab_size=151_936, k=64
     )
     size = sum(file.stat().st_size for file in tmp_path.iterdir())
-    assert size / store.tokens <= 221
-    assert store.info.token_bytes() == 220 + 4 / 64
+    assert size / store.tokens <= 225
+    assert store.info.token_bytes() == 224
 
 
 def assert_kl_is_small(want):
@@ -179,7 +179,7 @@ def test_an_older_store_is_refused(tmp_path):
     """Version 2 had the header alone in store.json."""
     fields = {"vocab_size": V, "k": 8, "values": "u8", "alignment": "next"}
     (tmp_path / "store.json").write_text(json.dumps(fields))
-    message = r"store\.json must be a store of version 3 .* got 'an older version'\. Capture the"
+    message = r"store\.json must be a store of version 4 .* got 'an older version'\. Capture the"
     for opened in (lambda: Store(tmp_path), lambda: stores.open_writer(tmp_path)):
         with pytest.raises(ValueError, match=message):
             opened()
@@ -195,19 +195,18 @@ def test_the_page_of_the_format(tmp_path):
     data = (tmp_path / f"{listed['shard']}.shard").read_bytes()
     assert len(data) == listed["size"]
     magic, documents_, tokens, table, crc = struct.unpack("<8sQQQI", data[-36:])
-    assert (magic, documents_, tokens) == (b"LLTABLE3", 3, 171)
+    assert (magic, documents_, tokens) == (b"LLTABLE4", 3, 171)
     assert crc == zlib.crc32(data[-36:-4])
     for number, (want, targets) in enumerate(found):
         entry = data[table + 40 * number : table + 40 * number + 40]
         place, size, _, _, n, crc = struct.unpack("<QQqqII", entry)
-        assert (n, crc) == (len(want), zlib.crc32(entry[:36]))
-        rows = b""
-        for a in range(place, place + size, 64 * 220 + 4):
-            group = data[a : min(a + 64 * 220 + 4, place + size)]
-            assert int.from_bytes(group[-4:], "little") == zlib.crc32(group[:-4])
-            rows += group[:-4]
+        assert (n, crc) == (len(want), zlib.crc32(entry[:36], 0x2144DF1C))
+        rows = data[place : place + size]
+        assert len(rows) == 224 * n
+        assert zlib.crc32(rows, 0x2144DF1C) == 0x2144DF1C
         for i in range(n):
-            row = rows[220 * i : 220 * i + 220]
+            row = rows[224 * i : 224 * i + 224]
+            assert int.from_bytes(row[-4:], "little") == zlib.crc32(row[:-4], 0x2144DF1C)
             token, top, tail = struct.unpack("<Iff", row[:12])
             assert token == int(want[i])
             assert top == pytest.approx(float(targets.logprobs[i, 0]), abs=1e-2)
@@ -216,7 +215,7 @@ def test_the_page_of_the_format(tmp_path):
             high = [row[140 + j // 4] >> 2 * (j % 4) & 3 for j in range(64)]
             ids = [a | b << 16 for a, b in zip(low, high, strict=True)]
             assert ids == targets.ids[i].tolist()
-            unit = 2 ** ((row[219] - 288) / 32)
-            units = [c if c <= 223 else 223 * 2 ** (0.4 * (c - 223)) for c in row[156:219]]
+            unit = 2 ** ((row[156] - 288) / 32)
+            units = [c if c <= 223 else 223 * 2 ** (0.4 * (c - 223)) for c in row[157:220]]
             got = torch.tensor([top, *(top - u * unit for u in units)])
             assert (got - targets.logprobs[i]).abs().max() < 0.1

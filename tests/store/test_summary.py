@@ -22,7 +22,7 @@ def test_summary(tmp_path):
     assert (found.within(1), found.within(2)) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
 
 
-@pytest.mark.parametrize(("most", "shards"), [(50, FETCHED), (1200, 9)])
+@pytest.mark.parametrize(("most", "shards"), [(50, FETCHED), (1200, 10)])
 def test_a_remote_store_fetches_few_shards(most, shards, tmp_path):
     """More shards are fetched only if the first have too few tokens. No other shard is fetched."""
     local = stores.write(tmp_path / "s", stores.documents(*range(20, 60)), shard_bytes=4000)
