@@ -309,15 +309,6 @@ def test_is_fused_of_a_copy_is_its_own(ids, device):
     assert type(other(ids)) is LazyLogits
 
 
-def test_is_fused_of_a_compiled_model(device):
-    model = ll.fuse(Model().to(device))
-    compiled = torch.compile(model, backend="eager")
-    assert ll.is_fused(model)
-    assert ll.is_fused(compiled)
-    model.compile(backend="eager")
-    assert ll.is_fused(model)
-
-
 def test_the_dictionary_of_a_fused_model_is_the_plain_one(ids, device):
     plain, fused = Model().to(device), ll.fuse(Model().to(device))
     assert list(fused.state_dict()) == list(plain.state_dict())
@@ -335,14 +326,6 @@ def test_options_of_a_head_are_checked_when_it_is_made():
         ll.LinearLogits(torch.randn(2, D), torch.randn(V, D), drop_ignored=3)
 
 
-def test_a_traced_model_is_plain(ids, device):
-    model = ll.fuse(Model().to(device))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tracing is deprecated
-        traced = torch.jit.trace(model, ids)
-    torch.testing.assert_close(traced(ids), ll.unfuse(model)(ids))
-
-
 def test_logits_dtype_is_kept_under_a_compiler(device):
     model = ll.fuse(Model().to(device).bfloat16(), logits_dtype=torch.float32)
     ids = torch.arange(5, device=device)
@@ -351,44 +334,3 @@ def test_logits_dtype_is_kept_under_a_compiler(device):
         got, want = compiled(ids), model(ids)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, want)
-
-
-# --- heads that are called several times
-
-
-class Predictor(Model):
-    """A model for multi-token prediction. The head is called on the hidden states of each depth."""
-
-    def __init__(self, joined):
-        super().__init__()
-        self.joined = joined
-        self.depths = nn.ModuleList([nn.Linear(D, D) for _ in range(2)])
-
-    def forward(self, ids):
-        hidden = self.embed(ids)
-        found = [self.lm_head(hidden)]
-        for depth in self.depths:
-            hidden = depth(hidden).tanh()
-            found.append(self.lm_head(hidden))
-        return torch.cat(found) if self.joined else found
-
-
-@pytest.mark.parametrize("joined", [False, True])
-def test_multi_token_prediction(joined, ids, device):
-    """Each call of the head has its own logits, and the weight gets the sum of all gradients."""
-    results = []
-    for fuse in (lambda model: model, ll.fuse):
-        torch.manual_seed(4)
-        model = fuse(Predictor(joined).to(device))
-        logits = model(ids)
-        logits = logits.chunk(3) if joined else logits
-        loss = sum(
-            F.cross_entropy(z[:, : 4 - k].flatten(0, 1), ids[:, 1 + k :].flatten()) / (k + 1)
-            for k, z in enumerate(logits)
-        )
-        loss.backward()
-        results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    assert all(type(z) is LazyLogits for z in logits)
-    assert ll.is_fused(model)
-    assert not ll.report(model)
-    torch.testing.assert_close(*results)

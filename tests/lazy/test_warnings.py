@@ -27,15 +27,24 @@ NAMES = {
     "torch.einsum": lambda z: torch.einsum("btv,v->bt", z, torch.ones(V)),
     "Tensor.numpy": lambda z: z.detach().numpy(),
     "Tensor.tolist": lambda z: z.tolist(),
+    "torch.msort": lambda z: torch.msort(z.log_softmax(-1)),
+    "Tensor.flip": lambda z: z.softmax(-1).flip(-1),
+    "Tensor.roll": lambda z: torch.where(z > 0, z, 0.0).roll(1),
+    "Tensor.var": lambda z: z.var(-1),
+    "Tensor.data_ptr": lambda z: z.detach().data_ptr(),
+    "F.layer_norm": lambda z: F.layer_norm(z, z.shape[-1:]),
 }
 
 
+@pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_function_and_the_line_of_the_caller(name):
-    """Not aten.sub.Tensor, in a file of PyTorch."""
+def test_the_function_and_the_line_of_the_caller(name, grad):
+    """Not aten.sub.Tensor, in a file of PyTorch. Also under no_grad, if the forward was not."""
     z = model(True, dtype=torch.float32)(torch.randn(2, 5, 4))
-    with pytest.warns(UserWarning, match=f"materialised by {name}, at ") as seen:
-        NAMES[name](z)
+    with torch.set_grad_enabled(grad):
+        with pytest.warns(UserWarning, match=f"materialised by {name}, at ") as seen:
+            NAMES[name](z)
+        NAMES[name](model(True, dtype=torch.float32)(torch.randn(2, 5, 4)))  # warns once
     (at,) = [(w.filename, w.lineno) for w in seen if "materialised" in str(w.message)]
     assert at == (__file__, inspect.getsourcelines(NAMES[name])[1])
 
