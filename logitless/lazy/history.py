@@ -23,6 +23,11 @@ from .recipe import raise_changed, versions
 
 aten = torch.ops.aten
 
+HOOKED_TWICE = (
+    "a function of lazy logits that has a hook must not be differentiated twice, because PyTorch"
+    " may call the hook again for the function's result. Use plain logits:"
+    " logits = logits.materialize() before the function."
+)
 HOOKED = (
     "the gradient of lazy logits is not computed, because a loss sends gradients straight to the"
     " head. To read or change it, use plain logits: logits = logits.materialize() before the loss,"
@@ -93,9 +98,10 @@ def is_copy(func, args: tuple) -> bool:
 
 
 class Sent:
-    """The backward pass in which a loss sent its gradients past the logits."""
+    """What the node of logits knows of the logits."""
 
-    task = -1
+    task = -1  # the backward pass in which a loss sent its gradients past them
+    hooked = False  # whether a hook of the user can change their gradient
 
 
 class Root(Node):
@@ -120,6 +126,10 @@ class Root(Node):
             return (None,) * (1 + ctx.count + len(ctx.anchors))
         if not isinstance(g, Absent) and ctx.sent.task == torch._C._current_graph_task_id():
             raise RuntimeError(HOOKED)  # a hook has replaced an Absent gradient
+        logits = ctx.recipe.logits
+        linear = logits is not None and not logits.capped
+        if ctx.sent.hooked and torch.is_grad_enabled() and not linear:
+            raise RuntimeError(HOOKED_TWICE)
         g = g.rest if isinstance(g, Absent) else g
         found: Any = (None,) * ctx.count
         if g is not None:

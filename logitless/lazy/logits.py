@@ -182,6 +182,7 @@ class LazyLogits(Shared, Source):
             if self.used and not self.opaque:
                 raise RuntimeError(LATE.format(func.__name__))
             self.show_gradient(f"Tensor.{func.__name__}")
+            self.sent.hooked = self.sent.hooked or func is T.register_hook
         elif self.requires_grad and not self.settle().opaque:
             self.anchors = (self,)
         with torch._C.DisableTorchFunctionSubclass():

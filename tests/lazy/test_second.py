@@ -76,3 +76,24 @@ def test_second_derivatives(name, beside, t):
         return
     for a, b in zip(second(ll.LinearLogits(h, w).lazy()), want, strict=True):
         assert error(a, b) < 1e-9
+
+
+@pytest.mark.parametrize("function", [torch.sigmoid, lambda z: z.softmax(-1), torch.neg])
+def test_a_hook_between_the_derivatives(function):
+    """PyTorch's sigmoid saves its result, so that the hook runs in the second derivative too."""
+    torch.manual_seed(0)
+    h, w = (torch.randn(size, 6, dtype=torch.float64, requires_grad=True) for size in (4, V))
+
+    def second(z):
+        y = function(z)
+        y.register_hook(lambda g: g * -0.5)
+        (g,) = torch.autograd.grad(squares(y), h, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), (h, w))
+
+    z = ll.LinearLogits(h, w).lazy()
+    if function is torch.neg:  # whose derivative is a constant
+        torch.testing.assert_close(second(z), second(F.linear(h, w)))
+        return
+    with pytest.raises(RuntimeError, match=r"has a hook must not be differentiated twice.*materi"):
+        second(z)
+    torch.testing.assert_close(second(z.materialize()), second(F.linear(h, w)))
