@@ -21,9 +21,9 @@ b the bits of an id. All numbers are little-endian.
 
     crc     U32          CRC-32 of the bytes before it in the row, from the start value START
 
-Fields of wider numbers come first (4, 2 and then 1 byte), else in this order; zeros before `crc` pad
-the row to a multiple of 4 bytes. With values="f16", `codes` are F16 (K - 1): log p of the
-other slots is top - code. The meaning of a code is in store/codes.py.
+Fields of wider numbers come first (4, 2 and then 1 byte), else in this order, except that `crc` is
+last, and zeros before it pad the row to a multiple of 4 bytes. With values="f16", `codes` are F16
+(K - 1): log p of the other slots is top - code. The meaning of a code is in store/codes.py.
 
 A CRC-32 that runs on over its own checksum ends with START, whatever the bytes before: so one call,
 `crc32(rows, START) == START`, checks any number of rows that follow each other.
