@@ -187,7 +187,7 @@ def sweep() -> list[dict[str, str]]:
     x, scale = torch.randn(n, m, device="cuda", dtype=torch.bfloat16), torch.ones((), device="cuda")
     block, bias = Block(scale, diagonal=0), torch.full((), BIAS, device="cuda")
     rows, columns = (torch.zeros(size, 2, device="cuda") for size in (n, m))
-    lse = [torch.full((size,), 20.0, device="cuda") for size in (n, m)]
+    lse = [torch.tensor([[20.0, 0.0]], device="cuda").repeat(size, 1) for size in (n, m)]
     runs = {
         "contrastive_fwd": lambda: contrastive_read(x, block, rows, columns),
         "contrastive_bwd": lambda: contrastive_gradient(x, block, *lse, d_scale=True),

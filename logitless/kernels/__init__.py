@@ -5,9 +5,8 @@ from .at_ids.gather import gather, gather_gradient
 from .at_ids.slot_divergence import slots
 from .at_ids.tail_mass import outside
 from .at_ids.topk import topk
-from .contrastive.backward import contrastive_gradient
 from .contrastive.forward import contrastive_finish, contrastive_read
-from .contrastive.sigmoid import sigmoid_contrastive
+from .contrastive.gradient import contrastive_gradient, sigmoid_contrastive
 from .cross_entropy.one_pass import one_pass, plan_total
 from .cross_entropy.smoothing_z_loss import (
     cross_entropy,
