@@ -228,7 +228,8 @@ def unpack(parts: Mapping[int, Tensor], integers: Tensor) -> None:
 
 def _of_bytes(part: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tensor:
     """Cuts each byte into parts of `width` bits, shifted left by `shift` bits."""
-    found = _parts_of_byte(width, shift, dtype).index_select(0, part.int().flatten())
+    indices = part.to(torch.int32, memory_format=torch.contiguous_format).view(-1)
+    found = _parts_of_byte(width, shift, dtype).index_select(0, indices)
     return found.view(dtype).view(*part.shape[:-1], part.shape[-1] * (8 // width))
 
 

@@ -38,6 +38,7 @@ REFUSALS = re.compile(
 UNLUCKY = re.compile(
     "more than one element of the written-to tensor|view size is not compatible"
     "|modified by an inplace operation|a function that returns multiple views"
+    "|a write forgets the hook of a view"
 )
 # Writes that autograd does not see, after which PyTorch's own gradients may be wrong.
 UNSEEN = re.compile(r"numpy|\.data\b|dlpack")
@@ -152,6 +153,7 @@ class Outcome(NamedTuple):
 def outcome(p: Program, lazy: bool, until: str | None = None) -> Outcome:
     """What a program computes; `until` is a step that is refused over lazy logits."""
     z, leaves = start(p, lazy)
+    lazy_steps.HOOKED.clear()
     tensors, total = [z], torch.zeros((), dtype=torch.float64)
     where = "start"
 
