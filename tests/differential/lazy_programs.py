@@ -174,6 +174,8 @@ def outcome(p: Program, lazy: bool, until: str | None = None) -> Outcome:
             z.register_hook(lambda t: run(p.hook, t))  # pyright: ignore
         for i, step in enumerate(p.steps):
             t = tensors[step.at]
+            if step.writes and not lazy and lazy_steps.forgets_a_hook(t):
+                raise RuntimeError("a write forgets the hook of a view")
             result = guarded(f"step {i}", lambda step=step, t=t: run(step.text, t))
             tensors.append(t if step.writes or not isinstance(result, Tensor) else result)
         for i, step in enumerate(p.loss):

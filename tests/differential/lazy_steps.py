@@ -141,7 +141,7 @@ def hooks(r: random.Random, shape) -> list[str]:
     return ["hooked(t, 2.0)", "hooked(t, -0.5)", "hooked(t, None)"]
 
 
-HOOKED: list[Tensor] = []  # plain views with a hook, of one program
+HOOKED: list[Tensor] = []  # views with a hook, of one program over plain logits
 
 
 def hooked(t: Tensor, factor: float | None) -> Tensor:
@@ -154,18 +154,15 @@ def hooked(t: Tensor, factor: float | None) -> Tensor:
     # register_hook crashes.
     if t.requires_grad and (t.grad_fn is not None or t.is_leaf):
         t.register_hook(hook)  # pyright: ignore
-        if type(t) is Tensor and t._is_view():
+        if t._is_view():
             HOOKED.append(t)
     return t
 
 
-def write(t: Tensor) -> Tensor:
-    """t, which a step writes to. Then PyTorch forgets the hooks of all views of its memory."""
-    if type(t) is Tensor:
-        memory = t.untyped_storage().data_ptr()
-        if any(view.untyped_storage().data_ptr() == memory for view in HOOKED):
-            raise RuntimeError("a write forgets the hook of a view")
-    return t
+def forgets_a_hook(t: Tensor) -> bool:
+    """Whether PyTorch forgets the hook of a view if plain `t` is written to."""
+    memory = t.untyped_storage().data_ptr()
+    return any(view.untyped_storage().data_ptr() == memory for view in HOOKED)
 
 
 def ids(shape, n: int) -> Tensor:
@@ -178,7 +175,7 @@ def probs(shape) -> Tensor:
 
 
 NAMES: dict[str, Any] = {
-    "torch": torch, "F": F, "ll": ll, "ids": ids, "probs": probs, "write": write,
+    "torch": torch, "F": F, "ll": ll, "ids": ids, "probs": probs, "write": lambda t: t,
     "hooked": hooked,
     "ll_materialize": lambda t: t.materialize() if hasattr(t, "materialize") else t.clone(),
 }  # fmt: skip
