@@ -163,16 +163,20 @@ TRAITS = {  # attributes that one kind of logits has
 }  # fmt: skip
 
 
+def names_in(node: ast.AST) -> set[str]:
+    names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return names | {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+
+
 def asks_for_a_kind(node: ast.AST) -> bool:
     """hasattr(x, "placements"), getattr(x, "recipe", None), isinstance or type against a kind."""
-    names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-    names |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
     if isinstance(node, ast.Compare):
+        names = names_in(node)
         return bool(names & {"type", "__class__"}) and bool(names & KINDS)
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         return False
     if node.func.id == "isinstance":
-        return bool(names & KINDS)
+        return bool(names_in(node) & KINDS)
     asked = node.args[1:2]
     question = node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3)
     return question and isinstance(asked[0], ast.Constant) and asked[0].value in TRAITS
@@ -188,16 +192,8 @@ def test_the_kind_of_logits_is_asked_in_one_place():
 
 def test_no_test_imports_another():
     """What tests share is in tests/support and tests/differential."""
-    found = []
-    for path in TESTS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += (
-                [a.name for a in node.names]
-                if isinstance(node, (ast.Import, ast.ImportFrom))
-                else []
-            )
-            found += [(path.name, n) for n in names if re.search(r"(^|\.)test_\w+$", n)]
+    imported = re.compile(r"^\s*(?:from|import) .*\btest_\w+", re.MULTILINE)
+    found = [line for path in TESTS.rglob("*.py") for line in imported.findall(path.read_text())]
     assert found == []
 
 

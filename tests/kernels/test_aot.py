@@ -16,11 +16,11 @@ TARGETS = ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_kernels_compile_ahead_of_time(target):
+def test_kernels_compile_ahead_of_time(target, request):
     # A process of its own: here the kernels are interpreted.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.aot", target],
+        [sys.executable, "-m", "tests.support.aot", target, *["--few"] * request.config.option.few],
         env=environment, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,11 +1,12 @@
 """Compiles every kernel for a GPU without having this GPU, and prints its resources.
 
-    python -m tests.support.aot cuda:90 [--all]      (TRITON_INTERPRET unset)
+    python -m tests.support.aot cuda:90 [--all | --few]      (TRITON_INTERPRET unset)
 
 The calls of kernel_calls.py run on CPU tensors. Their launches are recorded and compiled, but not
 run, so the compiled kernels are those that a GPU would run. The command prints one JSON line per
 compiled kernel: with --all, of every form; else one per kernel, and for Hopper, whose resources the
-tests check, one per kernel and variant. A kernel with a constant in its name counts for each.
+tests check, one per kernel and variant. A kernel with a constant in its name counts for each. With
+--few, it is one per kernel, and for Hopper each constant counts.
 """
 
 import contextlib
@@ -143,15 +144,23 @@ class Driver:
         self.get_current_target = lambda: target
 
 
-def main(target: str, everything: bool) -> None:
+def key_of(source, options, variant, target: str, mode: str | None):
+    """What a kernel is compiled once for."""
+    if mode == "--all":
+        return source.hash(), *sorted(options.items())
+    hopper = target == "cuda:90"
+    if mode == "--few" and not hopper:
+        return source.name
+    kinds = [value for value in source.constants.values() if type(value) is str]
+    return source.name, *kinds, variant if hopper and mode != "--few" else None
+
+
+def main(target: str, mode: str | None = None) -> None:
     triton.runtime.driver.set_active(Driver(TARGETS[target]))
     seen = set()
     for variant in VARIANTS:
         for source, options, bound in launches_of(variant, target):
-            kinds = [value for value in source.constants.values() if type(value) is str]
-            key = source.name, *kinds, variant if target == "cuda:90" else None
-            if everything:
-                key = source.hash(), *sorted(options.items())
+            key = key_of(source, options, variant, target, mode)
             if key in seen:
                 continue
             seen.add(key)
@@ -164,4 +173,4 @@ def main(target: str, everything: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "--all" in sys.argv)
+    main(*sys.argv[1:])
