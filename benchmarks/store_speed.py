@@ -218,7 +218,7 @@ def opening(folder: Path, documents: int, sparse: bool) -> dict[str, str]:
         del keys
     written = time.perf_counter() - begin
     before, begin = _resident(), time.perf_counter()
-    found = lookup.RunFile(path, documents)
+    found = lookup.RunFile(lookup.File(path), documents)
     opened, begin = time.perf_counter() - begin, time.perf_counter()
     assert all(found.numbers(key, key) for key in wanted[:1000])
     searched = time.perf_counter() - begin

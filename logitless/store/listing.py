@@ -27,7 +27,7 @@ from . import checks
 from .format import FORMAT, VERSION, Header
 from .lock import Lock
 from .lookup import Run
-from .shard import Listed
+from .shard import File, Listed
 
 Result = TypeVar("Result")
 STORE, INDEX = "store.json", "store.index"
@@ -109,9 +109,9 @@ class Folder:
             advice = "none. Call ll.store.recover with its folder"
             checks.refuse(self.path, f"have a {name}", advice)
 
-    def local(self, name: str, size: int, crc: int) -> Path:
-        """The local path of a file, of which `size` and `crc` are known."""
-        return self.where(name)
+    def file(self, name: str, size: int, crc: int) -> File:
+        """Opens a file, of which `size` and `crc` are known."""
+        return File(self.where(name))
 
 
 def created(path: Path, header: Header) -> None:

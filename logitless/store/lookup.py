@@ -80,9 +80,9 @@ def run_bytes(documents: int) -> int:
 
 
 class RunFile:
-    def __init__(self, path: Path, documents: int, name: object | None = None):
-        self.name, self.documents = name or path, documents
-        self.file, self.blocks = File(path), -(-documents // BLOCK)
+    def __init__(self, file: File, documents: int, name: object | None = None):
+        self.name, self.documents = name or file.path, documents
+        self.file, self.blocks = file, -(-documents // BLOCK)
         size = os.fstat(self.file.number).st_size
         checks.size_of_file(self.name, size, run_bytes(documents))
         data = self.file.read(size - 8 * self.blocks - 4, 8 * self.blocks + 4)
@@ -140,7 +140,7 @@ def extended(
     kept, merged, documents = list(runs), [[(keys, entries[1][order])]], len(keys)
     while kept and (of_last := sum(sizes[kept[-1].begin : kept[-1].end])) <= documents:
         last = kept.pop()
-        merged.append(RunFile(folder / last.name, of_last).pieces())
+        merged.append(RunFile(File(folder / last.name), of_last).pieces())
         documents += of_last
     run = Run(kept[-1].end if kept else 0, len(sizes) + 1)
     _write(folder / run.name, _merged(merged))

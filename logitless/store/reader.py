@@ -20,7 +20,7 @@ from .format import Header, bytes_of, view_of
 from .listing import INDEX, STORE, Folder, Listing, listing_of
 from .lookup import FIRST, Hashes, Lookup, RunFile, hashes_of, keys_from, run_bytes
 from .remote import Cache, Prefetch, Remote, RemoteFolder, is_address
-from .shard import Entry, Shard
+from .shard import Entry, File, Shard
 from .verify import Report, verify
 
 AT_ONCE = 8192  # number of rows that `groups` reads at once
@@ -124,9 +124,9 @@ class Store:
         self.listing.read_file()
         self._add_shards()
 
-    def _fetched(self, number: int) -> Path:
+    def _fetched(self, number: int) -> File:
         listed = self.shards[number].listed
-        return self._folder.local(listed.name, listed.size, listed.crc)
+        return self._folder.file(listed.name, listed.size, listed.crc)
 
     def reading(self, shard: Shard, read: Callable[..., Result], *args: Any) -> Result:
         """Calls `read`, which reads a shard. A damaged file in the cache is fetched once more."""
@@ -173,8 +173,8 @@ class Store:
         files = []
         for run in listing.runs:
             n = sum(listed.documents for listed in listing.shards[run.begin : run.end])
-            path = self._folder.local(run.name, run_bytes(n), listing.crc)
-            files.append(RunFile(path, n, self._folder.where(run.name)))
+            file = self._folder.file(run.name, run_bytes(n), listing.crc)
+            files.append(RunFile(file, n, self._folder.where(run.name)))
         return Lookup(files)
 
     def prefetch(self, order: Any = None, *, ahead: int = 2, mixed: int = 1) -> None:

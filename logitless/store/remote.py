@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from . import checks
 from .lock import Lock
+from .shard import File
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts
 SILENCE = 60  # seconds without a byte, after which a request over http fails
@@ -166,23 +167,22 @@ class Cache:
         checks.cache_bytes(self.limit)
         checks.cache_folder(self.folder)
 
-    def path(self, name: str, size: int, fetch: Callable[[Path], None]) -> Path:
-        """The path of a file, which `fetch` writes if the cache does not have it."""
+    def file(self, name: str, size: int, fetch: Callable[[Path], None]) -> File:
+        """Opens a file, which `fetch` writes if the cache does not have it.
+
+        It is open, because any process may delete the file of a path.
+        """
         path = self.folder / name
-        if not self.use(name):
+        try:
+            file = File(path)
+        except FileNotFoundError:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with self._lock(name):
+            with self._lock(name):  # with it, nobody deletes the file
                 if not path.exists():
                     self._fetched(path, size, fetch)
-        return path
-
-    def use(self, name: str) -> bool:
-        """Whether the cache has a file. Sets the time of its last use."""
-        try:
-            os.utime(self.folder / name)
-        except FileNotFoundError:
-            return False
-        return True
+                file = File(path)
+        os.utime(file.number)  # of its last use
+        return file
 
     def discard(self, name: str) -> None:
         with self._lock(name):
@@ -255,9 +255,9 @@ class RemoteFolder:
         except FileNotFoundError as error:
             raise checks.no_remote_store(self.remote.url, name) from error
 
-    def local(self, name: str, size: int, crc: int) -> Path:
+    def file(self, name: str, size: int, crc: int) -> File:
         try:
-            return self.cache.path(
+            return self.cache.file(
                 self._cached(name, crc),
                 size,
                 lambda into: self.remote.fetch(name, size, into, self.progress),

@@ -164,7 +164,7 @@ class Shard:
         file = self._file
         if file is None:
             listed = self.listed
-            file = File(self.folder.local(listed.name, listed.size, listed.crc))
+            file = self.folder.file(listed.name, listed.size, listed.crc)
             checks.size_of_file(self.name, os.fstat(file.number).st_size, self.size)
             start = start_of(self.store, self.listed.shard)
             if file.read(0, len(start)) != start:

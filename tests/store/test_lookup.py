@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 import logitless as ll
 from logitless.store import Store, batch_targets, lookup
 from logitless.store.lookup import FIRST, Lookup, RunFile, extended
+from logitless.store.shard import File
 from tests.support import stores
 from tests.support.forked import FORKED
 from tests.support.stores import LENGTHS, assert_equal, assert_near, document, documents
@@ -281,7 +282,7 @@ class TestRuns:
             assert [run.begin for run in runs] == [0, *(run.end for run in runs[:-1])]
             assert runs[-1].end == len(sizes)
         assert len(runs) <= 8
-        files = [RunFile(tmp_path / r.name, sum(sizes[r.begin : r.end])) for r in runs]
+        files = [RunFile(File(tmp_path / r.name), sum(sizes[r.begin : r.end])) for r in runs]
         found = Lookup(files)
         for low, high in [(k, k) for k in range(0, 2000, 37)] + [(0, 50), (1990, 3000), (-5, -1)]:
             want = [i for i, key in enumerate(every) if low <= key <= high]
@@ -294,7 +295,7 @@ class TestRuns:
         runs = extended(tmp_path, [], [], (a, torch.arange(1000)))
         runs = extended(tmp_path, runs, [1000], (b, torch.arange(1000, 2500)))
         (run,) = runs
-        pieces = [keys for keys, _ in RunFile(tmp_path / run.name, 2500).pieces()]
+        pieces = [keys for keys, _ in RunFile(File(tmp_path / run.name), 2500).pieces()]
         assert torch.equal(torch.cat(pieces), torch.cat((a, b)).sort().values)
 
     def test_a_reader_that_is_older_than_the_merged_files(self, tmp_path):

@@ -231,25 +231,26 @@ class Files:
     def __init__(self, folder, limit=100):
         self.cache, self.fetched = Cache(folder, limit), []
 
-    def path(self, name, size=40):
+    def file(self, name, size=40):
         def fetch(into):
             self.fetched.append(name)
             into.write_bytes(bytes(size))
 
-        return self.cache.path(f"{name:0>16}-0.shard-00000000", size, fetch)
+        return self.cache.file(f"{name:0>16}-0.shard-00000000", size, fetch)
 
 
 class TestCache:
     def test_the_least_recently_used_file_goes(self, tmp_path):
         files = Files(tmp_path)
         for n, name in enumerate("abab"):
-            os.utime(files.path(name), ns=(n, n))
+            os.utime(files.file(name).path, ns=(n, n))
         (tmp_path / "notes.txt").write_bytes(bytes(1000))  # files of others stay
-        a, b = files.path("a"), files.path("b")
-        os.utime(a, ns=(9, 9))
-        os.utime(b, ns=(8, 8))
-        c = files.path("c")
-        assert [path.exists() for path in (a, b, c)] == [True, False, True]
+        a, b = files.file("a"), files.file("b")
+        os.utime(a.path, ns=(9, 9))
+        os.utime(b.path, ns=(8, 8))
+        c = files.file("c")
+        assert [file.path.exists() for file in (a, b, c)] == [True, False, True]
+        assert b.read(0, 40) == bytes(40)  # another process may have read it
         assert files.fetched == ["a", "b", "c"]
         assert (tmp_path / "notes.txt").exists()
 
@@ -261,13 +262,13 @@ class TestCache:
             raise OSError("broken")
 
         with pytest.raises(OSError, match="broken"):
-            files.cache.path(f"{'e':0>16}-0.shard-00000000", 40, fails)
+            files.cache.file(f"{'e':0>16}-0.shard-00000000", 40, fails)
         assert {path.suffix for path in tmp_path.iterdir()} == {".lock"}
         name = f"{'d':0>16}-0.shard-00000000"
         for suffix in ("part", "room"):
             (tmp_path / f"{name}.{suffix}").write_bytes(bytes(90))
-        assert files.path("a").exists()  # what a killed process reserved is free
-        assert files.path("d").exists()
+        assert files.file("a").path.exists()  # what a killed process reserved is free
+        assert files.file("d").path.exists()
 
     def test_a_file_that_is_fetched_keeps_its_room(self, tmp_path):
         files, begun, end = Files(tmp_path), threading.Event(), threading.Event()
@@ -278,8 +279,8 @@ class TestCache:
             into.write_bytes(bytes(80))
 
         name = f"{'f':0>16}-0.shard-00000000"
-        first = threading.Thread(target=files.cache.path, args=(name, 80, slow))
-        second = threading.Thread(target=files.path, args=("a",))
+        first = threading.Thread(target=files.cache.file, args=(name, 80, slow))
+        second = threading.Thread(target=files.file, args=("a",))
         first.start()
         assert begun.wait(HANG)
         second.start()
