@@ -1,7 +1,6 @@
 """The operators as PyTorch's compiler sees them: opcheck, whole graphs, dynamic shapes."""
 
 import re
-import shutil
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch._inductor.config
 from torch._inductor.utils import run_and_get_code
 
 import logitless as ll
-from tests.support import oracle
+from tests.support import inductor, oracle
 from tests.support.calls import GIVEN, NOT_DIFFERENTIABLE, calls_of, leaves
 from tests.support.laws import ROUNDING, error, poisoned_memory, value_and_grad
 from tests.support.operator_calls import Calls, detached
@@ -176,14 +175,7 @@ def test_dynamic_shapes_compile_once(f, impl, device):
     assert counts == counts[:1] * 3
 
 
-inductor = pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler"
-)
-# Vector instructions and precompiled headers would take most of a test's time.
-QUICK = {"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}
-
-
-@inductor
+@inductor.needs_compiler
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # of Inductor, on a GPU
 @pytest.mark.parametrize("used", [False, True], ids=["dead logits", "logits that are returned"])
 def test_the_gradient_overwrites_logits_that_nothing_else_reads(used, device):
@@ -203,7 +195,7 @@ def test_the_gradient_overwrites_logits_that_nothing_else_reads(used, device):
         return loss, *torch.autograd.grad(2 * loss, hidden), *logits
 
     compiled = torch.compile(f, fullgraph=True)
-    with torch._inductor.config.patch(QUICK):
+    with torch._inductor.config.patch(inductor.QUICK):
         got, (*_, code) = run_and_get_code(lambda: run(compiled))
     for a, b in zip(got, run(f), strict=True):
         assert error(a.detach(), b.detach()) <= ROUNDING

@@ -4,10 +4,10 @@ The graph ends before the head. The head and the loss over its lazy logits run u
 """
 
 import copy
-import shutil
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
@@ -17,6 +17,7 @@ import logitless as ll
 from examples.demo.memory import extra_memory
 from logitless.lazy import recipe, report
 from logitless.lazy.logits import LazyLogits
+from tests.support import inductor
 from tests.support.fusable_models import D, Model, V
 
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -35,6 +36,8 @@ def fresh_compiler(monkeypatch):
     counters.clear()
     ll.report()
     monkeypatch.setattr(report, "_warned", set())
+    with torch._inductor.config.patch(inductor.QUICK):
+        yield
 
 
 def batch(rows: int = 2, length: int = 9) -> torch.Tensor:
@@ -328,25 +331,21 @@ def test_autocast(device):
     torch.testing.assert_close(grads(fused, value), grads(fused, other))
 
 
-# --- inductor, which takes seconds per graph
-
-NEEDS_COMPILER = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="inductor needs a C++ compiler"
-)
+# --- inductor
 
 
-@NEEDS_COMPILER
+@inductor.needs_compiler
 @LOSSES
 def test_inductor(loss, device):
     test_training(loss, "inductor", device)
 
 
-@NEEDS_COMPILER
+@inductor.needs_compiler
 def test_peak_memory_of_inductor(device):
     test_peak_memory("inductor", device)
 
 
-@NEEDS_COMPILER
+@inductor.needs_compiler
 @pytest.mark.filterwarnings("ignore:.*CUDA graph")
 def test_reduce_overhead(device):
     fused, plain = pair(device)

@@ -27,7 +27,7 @@ from tests.support.stores import (
 class TestMemory:
     def test_of_many_documents(self, tmp_path):
         """The journal has a pending document, and not the writer."""
-        tokens, targets = torch.randint(0, stores.V, (600, 60)), stores.teacher(60)
+        tokens, targets = torch.randint(0, stores.V, (300, 60)), stores.teacher(60)
         with open_writer(tmp_path) as writer:
             for document_ in tokens[:100]:
                 writer.add(document_, targets)
@@ -40,16 +40,16 @@ class TestMemory:
             tracemalloc.stop()
             assert tensors() <= before + 5
             document_size = targets.ids.nbytes + targets.logprobs.nbytes
-            assert grown < 500 * document_size / 4
+            assert grown < 200 * document_size / 4
 
     def test_of_recovery(self, tmp_path):
         writer = open_writer(tmp_path)
-        for i in range(300):
+        for i in range(100):
             writer.add(*document(6, i))
         abandon(writer)
         before = tensors()
         with open_writer(tmp_path) as writer:
-            assert len(writer) == 300
+            assert len(writer) == 100
             assert tensors() <= before + 10
 
 

@@ -1,18 +1,18 @@
 """Compiles every kernel for a GPU without having this GPU, and prints its resources.
 
-    python -m tests.support.aot cuda:90 [--all | --few]      (TRITON_INTERPRET unset)
+    python -m tests.support.aot cuda:90 [--all | --few] [--only KERNEL ...]
 
-The calls of kernel_calls.py run on CPU tensors. Their launches are recorded and compiled, but not
-run, so the compiled kernels are those that a GPU would run. The command prints one JSON line per
-compiled kernel: with --all, of every form; else one per kernel, and for Hopper, whose resources the
-tests check, one per kernel and variant. A kernel with a constant in its name counts for each. With
---few, it is one per kernel, and for Hopper each constant counts.
+TRITON_INTERPRET must be unset. The calls of kernel_calls.py run on CPU tensors. Their launches are
+recorded and compiled, but not run, so the compiled kernels are those that a GPU would run. The
+command prints one JSON line per compiled kernel: with --all, of every form; else one per kernel,
+and for Hopper, whose resources the tests check, one per kernel and variant. A kernel with a
+constant in its name counts for each. With --few, it is one per kernel and constant for Hopper too.
 """
 
+import argparse
 import contextlib
 import json
 import os
-import sys
 from typing import NamedTuple
 from unittest import mock
 
@@ -144,24 +144,29 @@ class Driver:
         self.get_current_target = lambda: target
 
 
-def key_of(source, options, variant, target: str, mode: str | None):
+def key_of(source, options, variant, given):
     """What a kernel is compiled once for."""
-    if mode == "--all":
+    if given.all:
         return source.hash(), *sorted(options.items())
-    hopper = target == "cuda:90"
-    if mode == "--few" and not hopper:
-        return source.name
     kinds = [value for value in source.constants.values() if type(value) is str]
-    return source.name, *kinds, variant if hopper and mode != "--few" else None
+    variants = given.target == "cuda:90" and not given.few
+    return source.name, *kinds, variant if variants else None
 
 
-def main(target: str, mode: str | None = None) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--few", action="store_true")
+    parser.add_argument("--only", nargs="+", metavar="KERNEL")
+    given = parser.parse_args()
+    target = given.target
     triton.runtime.driver.set_active(Driver(TARGETS[target]))
     seen = set()
     for variant in VARIANTS:
         for source, options, bound in launches_of(variant, target):
-            key = key_of(source, options, variant, target, mode)
-            if key in seen:
+            key = key_of(source, options, variant, given)
+            if key in seen or (given.only and source.name not in given.only):
                 continue
             seen.add(key)
             kernel = triton.compile(source, target=TARGETS[target], options=options)
@@ -173,4 +178,4 @@ def main(target: str, mode: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
