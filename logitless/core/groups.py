@@ -1,13 +1,14 @@
 """Groups of rows that have one result together, such as the rows of a sequence or of a pair."""
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 
-class Groups(NamedTuple):
+@dataclass(frozen=True)  # Dynamo of PyTorch 2.9 fails at the properties of a NamedTuple
+class Groups:
     """How the rows of logits (*lead, V) form groups: by a dimension, or as runs of rows.
 
     `dim` is the dimension of `lead` that separates the groups; `lengths` are the row counts of
@@ -62,7 +63,7 @@ class Groups(NamedTuple):
             lengths, rows = self.lengths[some], self.rows_of(some)
             return Groups((sum(lengths),), 0, lengths, self.owner[rows] - some.start)
         count = some.stop - some.start
-        return self._replace(lead=(*self.lead[: self.dim], count, *self.lead[self.dim + 1 :]))
+        return replace(self, lead=(*self.lead[: self.dim], count, *self.lead[self.dim + 1 :]))
 
     def rows_of(self, some: slice) -> slice:
         """The rows of some consecutive groups, by group."""
