@@ -323,7 +323,7 @@ LORA = {
 def test_compiled_lora(how):
     """The hooks of `fuse` are on a model inside of the compiled model."""
     torch._dynamo.reset()
-    plain = build("LlamaForCausalLM", tie_word_embeddings=False)
+    plain = build("LlamaForCausalLM", tie_word_embeddings=False, num_hidden_layers=1)
     fused = adapted(ll.fuse(copy.deepcopy(plain)), **LORA[how])
     fused.compile(backend="aot_eager")
     z = fused(**batch(fused)).logits
