@@ -1,6 +1,7 @@
 """The folder listing is the architecture: imports go one way, and each question has one place."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -69,7 +70,11 @@ def module_of(path: Path) -> str:
 
 
 MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
 
 
 def file_of(module: str) -> str:
@@ -100,34 +105,38 @@ def imports_of(module: str) -> list[Import]:
                 found.extend(Import(file_of(module), module, t, inside) for t in targets)
             walk(child, inside or isinstance(child, (ast.FunctionDef, ast.Lambda)))
 
-    walk(TREES[module], False)
+    walk(trees()[module], False)
     return found
 
 
-IMPORTS = [one for module in MODULES for one in imports_of(module)]
+@functools.cache
+def imports() -> list[Import]:
+    return [one for module in MODULES for one in imports_of(module)]
 
 
 def test_imports_are_seen():
-    assert {room for one in IMPORTS for room in one.rooms} == FLOOR.keys()
+    assert {room for one in imports() for room in one.rooms} == FLOOR.keys()
 
 
 def test_every_import_goes_to_a_lower_floor():
     up = {
         (one.file, one.rooms[1])
-        for one in IMPORTS
+        for one in imports()
         if one.rooms[0] != one.rooms[1] and FLOOR[one.rooms[0]] <= FLOOR[one.rooms[1]]
     }
     assert up == set()
 
 
 def test_imports_inside_functions_have_a_reason():
-    inside = {(one.file, one.rooms[1]) for one in IMPORTS if one.inside and len(set(one.rooms)) > 1}
+    inside = {
+        (one.file, one.rooms[1]) for one in imports() if one.inside and len(set(one.rooms)) > 1
+    }
     assert inside == INSIDE_FUNCTIONS.keys()
 
 
 def test_no_file_imports_itself_through_others():
     imported: dict[str, set[str]] = {module: set() for module in MODULES}
-    for one in IMPORTS:
+    for one in imports():
         imported[one.module].add(one.target)
 
     def reached(module: str) -> set[str]:
@@ -142,9 +151,9 @@ def test_no_file_imports_itself_through_others():
 
 def test_inner_rooms_export_nothing():
     for room in INNER:
-        body = TREES[f"logitless.{room}"].body
+        body = trees()[f"logitless.{room}"].body
         assert [type(node) for node in body] == [ast.Expr], f"{room}/__init__.py is a docstring"
-        assert ast.get_docstring(TREES[f"logitless.{room}"])
+        assert ast.get_docstring(trees()[f"logitless.{room}"])
 
 
 def test_examples_import_nothing_of_the_command():
@@ -183,7 +192,9 @@ def asks_for_a_kind(node: ast.AST) -> bool:
 
 
 def test_the_kind_of_logits_is_asked_in_one_place():
-    asking = {file_of(m) for m, tree in TREES.items() if any(map(asks_for_a_kind, ast.walk(tree)))}
+    asking = {
+        file_of(m) for m, tree in trees().items() if any(map(asks_for_a_kind, ast.walk(tree)))
+    }
     assert asking - {"core/source.py"} == BOUNDARY.keys()
 
 
