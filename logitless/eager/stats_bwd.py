@@ -53,6 +53,7 @@ class _Terms:
         def field(name: str) -> Tensor | None:
             # Inductor computes a tensor that is viewed by strides once, not again in every column
             at = fields.FIELDS.index(name)
+            at = values.storage_offset() + at * values.stride(1)
             return values.as_strided((rows, 1), values.stride(), at) if name in has else None
 
         self.a, self.b, self.g_total = field("a"), field("b"), field("total")
@@ -201,7 +202,7 @@ def fusible_gradient(
         dy = dy + (terms.g_total if weight is None else terms.g_total * weight)
     if reading.label is not None and terms.g_label is not None:
         columns = torch.arange(flat.shape[1], device=x.device)
-        dy = dy + torch.where(columns == reading.label.view(-1, 1), terms.g_label, 0.0)
+        dy = dy + torch.where(columns == reading.label.reshape(-1, 1), terms.g_label, 0.0)
     if slope is not None:
         dy = dy * slope
     if live is not None:

@@ -19,14 +19,16 @@ b the bits of an id. All numbers are little-endian.
     codes   U8 (K)       the first is the row's step, a unit of 2^((step - 288) / 32) nats; log p of
                          the other slots is top - units(code) · unit
 
-    crc     U32          CRC-32 of the bytes before it in the row, from the start value START
+    crc     U32          checksum, see below
 
 Fields of wider numbers come first (4, 2 and then 1 byte), else in this order, except that `crc` is
 last, and zeros before it pad the row to a multiple of 4 bytes. With values="f16", `codes` are F16
 (K - 1): log p of the other slots is top - code. The meaning of a code is in store/codes.py.
 
-A CRC-32 that runs on over its own checksum ends with START, whatever the bytes before: so one call,
-`crc32(rows, START) == START`, checks any number of rows that follow each other.
+With the hash `check` of a document (store/shard.py), let u(i) = (check + i) mod 2^32, and mark(i)
+the CRC-32 of u(i) as U32. The `crc` of row i is the CRC-32 of the bytes before it in the row, from
+the start value mark(i), xor u(i + 1). So the CRC-32 of rows a to b - 1 from mark(a) is mark(b): one
+call checks any range of rows, also that they are these rows of this document.
 
 An id of b bits is cut into parts of 32, 16, 8, 4, 2 or 1 bits, whose widths add up to b; the widest
 part holds the lowest bits. The parts of one width W form the field ids.W. If W is below 8, one byte
@@ -52,7 +54,6 @@ from ..targets.safetensors import buffer
 from . import checks
 
 FORMAT, VERSION = "logitless.store", 4
-START = 0x2144DF1C  # crc32(data + crc32(data, s), s) for all data and every s
 DISTINCT = 0.3  # assumed number of distinct ids per draw, for estimates of a store's size
 # Parts are computed in signed dtypes, because uint32 and uint16 lack many operations.
 WIDTHS = {32: torch.int32, 16: torch.int16, 8: torch.uint8, 4: None, 2: None, 1: None}
@@ -158,20 +159,26 @@ def _layout(header: Header) -> tuple[dict[str, Field], int]:
     return layout, end
 
 
-def sealed(rows: Tensor, header: Header) -> bytes:
-    """The bytes of rows with their checksums, which are written into `rows`."""
-    width = header.row_bytes
-    view = view_of(rows)
-    crcs = [
-        zlib.crc32(view[end - width : end - 4], START) for end in range(width, len(view) + 1, width)
-    ]
+def sealed(rows: Tensor, header: Header, check: int) -> bytes:
+    """The bytes of a document's rows with their checksums, which are written into `rows`."""
+    width, view = header.row_bytes, view_of(rows)
+    crcs = [checksum(view[i * width : (i + 1) * width - 4], check, i) for i in range(len(rows))]
     header.column(rows, "crc").copy_(torch.tensor(crcs))
     return bytes(view)
 
 
-def is_whole(rows: Any) -> bool:
-    """Whether each of the rows in these bytes has its checksum."""
-    return zlib.crc32(rows, START) == START
+def checksum(data: Any, check: int, i: int) -> int:
+    """The `crc` of row i, whose other bytes are `data`."""
+    return zlib.crc32(data, _mark(check, i)) ^ (check + i + 1) & 0xFFFFFFFF
+
+
+def is_whole(rows: Any, check: int, a: int, b: int) -> bool:
+    """Whether these are the bytes of rows a to b - 1 of the document with this hash."""
+    return zlib.crc32(rows, _mark(check, a)) == _mark(check, b)
+
+
+def _mark(check: int, i: int) -> int:
+    return zlib.crc32((check + i & 0xFFFFFFFF).to_bytes(4, "little"))
 
 
 def view_of(t: Tensor) -> memoryview:

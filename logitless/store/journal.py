@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..targets.safetensors import sync
 from . import checks
-from .format import Header, is_whole
+from .format import Header
 from .listing import journals
 from .lookup import Hashes
 from .shard import ENTRY, MAGIC, Entry, File, end_of, entry_of, number_in, start_of
@@ -63,7 +63,7 @@ class Journal:
             if entry is None or entry.place != after or after + entry.size > end:
                 break
             # A document that was damaged later is left out, those after it are kept.
-            if is_whole(file.read(after, entry.size)):
+            if entry.has(file.read(after, entry.size), self.header):
                 self._add(entry)
             elif after + entry.size == end:
                 break

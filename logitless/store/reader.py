@@ -27,7 +27,7 @@ AT_ONCE = 8192  # number of rows that `groups` reads at once
 Result = TypeVar("Result")
 
 
-RowSpan = tuple[int, Entry | None, int, int]  # the rows a to b - 1 of a document; -1 for padding
+RowSpan = tuple[int, Entry | None, int, int]  # rows a to b - 1; None for padding
 
 
 class Span(NamedTuple):

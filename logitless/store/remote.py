@@ -172,10 +172,10 @@ class Cache:
 
         It is open, because any process may delete the file of a path.
         """
-        path = self.folder / name
-        try:
+        path, file = self.folder / name, None
+        with contextlib.suppress(FileNotFoundError):
             file = File(path)
-        except FileNotFoundError:
+        if file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._lock(name):  # with it, nobody deletes the file
                 if not path.exists():

@@ -8,10 +8,10 @@
                 U64, and a CRC-32 of these bytes
 
 An entry (ENTRY) has 40 bytes: the place and the size of the document's rows in the file, two hashes
-of its tokens (store/lookup.py), its number of tokens, and a CRC-32 made like that of a row. So the
-40 bytes at `table + 40 * d` tell where document d is. Its rows (store/format.py) follow each other,
+of its tokens, `key` and `check` (store/lookup.py), its number of tokens, and a CRC-32. So the 40
+bytes at `table + 40 * d` tell where document d is. Its rows (store/format.py) follow each other,
 each with its checksum: any range of them is one read and one call of crc32. With values="counts",
-the whole document (store/counts.py) has one checksum at its end.
+the whole document (store/counts.py) has one checksum at its end, that of a row 0.
 
 A reader compares what it reads with the checksums, so it raises if a byte has changed. Files are
 not memory-mapped, because the system kills a process that reads a mapped file beyond its end.
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from . import checks
 from .counts import packed, unpacked
-from .format import START, Header, is_whole, sealed, view_of
+from .format import Header, checksum, is_whole, sealed, view_of
 
 MAGIC, LAST = b"LLSHARD4", b"LLTABLE4"
 ENTRY = struct.Struct("<QQqqI4x")  # the last 4 bytes are the checksum
@@ -51,7 +51,11 @@ class Entry(NamedTuple):
 
     def packed(self) -> bytes:
         data = ENTRY.pack(*self)[:-4]
-        return data + zlib.crc32(data, START).to_bytes(4, "little")
+        return data + zlib.crc32(data).to_bytes(4, "little")
+
+    def has(self, data: bytes, header: Header) -> bool:
+        """Whether `data` are the document's bytes, compared with their checksums."""
+        return is_whole(data, self.check, 0, 1 if header.sampled else self.tokens)
 
 
 class Listed(NamedTuple):
@@ -90,27 +94,27 @@ def end_of(entries: bytes, tokens: int, place: int) -> bytes:
 
 def entry_of(data: bytes) -> Entry | None:
     """The entry with these bytes, or None if its checksum is wrong."""
-    return Entry._make(ENTRY.unpack(data)) if zlib.crc32(data, START) == START else None
+    whole = zlib.crc32(data[:-4]) == int.from_bytes(data[-4:], "little")
+    return Entry._make(ENTRY.unpack(data)) if whole else None
 
 
-def listed_of(path: Path, shard: str) -> Listed:
+def listed_of(file: "File", shard: str) -> Listed:
     """What store.index lists of a finished shard."""
-    file = File(path)
     size = os.fstat(file.number).st_size
     data = file.read(size - END.size, END.size) if size > END.size else bytes(END.size)
     magic, documents, tokens, table, crc = END.unpack(data)
     right = magic == LAST and zlib.crc32(data[:-4]) == crc
-    checks.end_of_shard(path, right and table + ENTRY.size * documents + END.size == size)
+    checks.end_of_shard(file.path, right and table + ENTRY.size * documents + END.size == size)
     entries = file.read(table, ENTRY.size * documents)
     return Listed(shard, size, documents, tokens, zlib.crc32(entries))
 
 
-def document_of(rows: Tensor, header: Header) -> bytes:
+def document_of(rows: Tensor, header: Header, check: int) -> bytes:
     """The rows of one document as on disk, with their checksums."""
     if not header.sampled:
-        return sealed(rows.contiguous(), header)
+        return sealed(rows.contiguous(), header, check)
     data = packed(rows, header)
-    return data + zlib.crc32(data, START).to_bytes(4, "little")
+    return data + checksum(data, check, 0).to_bytes(4, "little")
 
 
 class File:
@@ -183,15 +187,17 @@ class Shard:
         self._file, self._blocks = None, {}
 
     def entry(self, document: int) -> Entry:
-        block = self._blocks.get(document // BLOCK) or self._block(document // BLOCK)
-        at = document % BLOCK * ENTRY.size
-        entry = entry_of(block[at : at + ENTRY.size])
+        n, at = document // BLOCK, document % BLOCK * ENTRY.size
+        block = self._blocks.get(n)
+        entry = None if block is None else entry_of(block[at : at + ENTRY.size])
+        if entry is None:  # not read yet, or mended since
+            entry = entry_of(self._block(n)[at : at + ENTRY.size])
         if entry is None:
             checks.damaged(self.name, f"in the table, at document {document + self.first}")
         return entry
 
     def _block(self, n: int) -> bytes:
-        if len(self._blocks) == BLOCKS:
+        if len(self._blocks) >= BLOCKS:
             self._blocks = {}
         size = ENTRY.size * min(BLOCK, len(self) - n * BLOCK)
         block = self._blocks[n] = self.file.read(self.table + ENTRY.size * BLOCK * n, size)
@@ -201,6 +207,7 @@ class Shard:
         """The table as int64 (D, 5): place, size, key, check and tokens, all without a copy."""
         data = bytearray(self.file.read(self.table, ENTRY.size * len(self)))
         if zlib.crc32(data) != self.listed.crc:
+            self._blocks = {}
             for document in range(len(self)):
                 self.entry(document)
             checks.damaged(self.name, "in the table")
@@ -211,8 +218,8 @@ class Shard:
     def document(self, document: int, entry: Entry) -> bytes:
         """The bytes of a document, compared with its checksums."""
         data = self.file.read(entry.place, entry.size)
-        if not is_whole(data):
-            self._damaged(document, 0, data)
+        if not entry.has(data, self.header):
+            self._damaged(document, entry, 0, data)
         return data
 
     def read_rows(self, document: int, entry: Entry, a: int, b: int, into: memoryview) -> None:
@@ -225,18 +232,20 @@ class Shard:
             into[:] = view_of(rows[a:b])
             return
         self.file.read_into(entry.place + a * self.header.row_bytes, into)
-        if zlib.crc32(into, START) != START:
-            self._damaged(document, a, into)
+        if not is_whole(into, entry.check, a, b):
+            self._damaged(document, entry, a, into)
 
-    def _damaged(self, document: int, first: int, rows: bytes | memoryview) -> NoReturn:
+    def _damaged(
+        self, document: int, entry: Entry, first: int, rows: bytes | memoryview
+    ) -> NoReturn:
         """Raises for rows of a document, from number `first` on, some of which are damaged."""
         width, where = self.header.row_bytes, "the rows"
         if not self.header.sampled:
             bad = [
-                at // width
-                for at in range(0, len(rows), width)
-                if not is_whole(rows[at : at + width])
+                i
+                for i in range(first, first + len(rows) // width)
+                if not is_whole(rows[(i - first) * width :][:width], entry.check, i, i + 1)
             ]
-            a, b = first + bad[0], first + bad[-1]
+            a, b = bad[0], bad[-1]
             where = f"row {a}" if a == b else f"rows {a} to {b}"
         checks.damaged(self.name, f"in {where} of document {document + self.first}")

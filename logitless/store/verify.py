@@ -16,7 +16,7 @@ from .codes import decoded
 from .counts import damaged_rows
 from .listing import shards_in
 from .lookup import hashes_of
-from .shard import Shard, listed_of
+from .shard import Listed, Shard, listed_of
 
 OFFSETS = (-1, 0, 1)
 # Rows count as shifted if another offset has a mean log-probability that is higher than that of
@@ -149,8 +149,12 @@ def _check_lookup(store: Any) -> None:
 
 def _check_table(store: Any, shard: Shard) -> None:
     store.reading(shard, shard.entries)
-    listed = listed_of(shard.file.path, shard.listed.shard)
+    listed = store.reading(shard, _listed, shard)
     checks.end_of_shard(shard.name, listed == shard.listed)
+
+
+def _listed(shard: Shard) -> Listed:
+    return listed_of(shard.file, shard.listed.shard)
 
 
 def _check_rows(store: Any, shard: Shard, group: Any, shift: _Shift, report: Report) -> None:

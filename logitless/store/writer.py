@@ -24,7 +24,7 @@ from .lock import Lock
 from .lookup import Hashes, extended, hashes_of
 from .reader import Store
 from .remote import Uploads, destination
-from .shard import ENTRY, Entry, Shard, document_of, listed_of
+from .shard import ENTRY, Entry, File, Shard, document_of, listed_of
 
 
 class Writer:
@@ -182,7 +182,7 @@ class Writer:
         self.header.column(rows, "token").copy_(tokens)
         waiting, size = [], 0
         for hashes, (a, b) in new.items():
-            data = document_of(rows[a:b], self.header)
+            data = document_of(rows[a:b], self.header, hashes.check)
             waiting.append((hashes, b - a, data))
             size += len(data) + 2 * ENTRY.size
             if self.journal.filled + size >= self.shard_bytes:
@@ -274,7 +274,7 @@ class Writer:
 def add_shard(path: Path, store: Store, shard: str) -> None:
     """Lists a finished shard and its documents. The caller holds store.lock."""
     file = path / f"{shard}.shard"
-    listed = listed_of(file, shard)
+    listed = listed_of(File(file), shard)
     opened = Shard(listed, len(store), Folder(path), store.info, store.text)
     entries = opened.entries()
     numbers = torch.arange(len(store), len(store) + listed.documents)

@@ -55,6 +55,14 @@ def test_a_changed_row_names_its_rows_and_spares_the_others(long):
     report = store.verify()
     assert len(report.problems) == 1
     assert "row 150 of document 0" in report.problems[0]
+    # rows that changed places
+    first, width = entry.place + 2 * store.info.row_bytes, store.info.row_bytes
+    data = path.read_bytes()
+    rows = data[first : first + width], data[first + width : first + 2 * width]
+    path.write_bytes(data[:first] + rows[1] + rows[0] + data[first + 2 * width :])
+    with pytest.raises(ValueError, match="got other bytes in rows 2 to 3 of document 0"):
+        Store(long.path)[0, 1:4]
+    path.write_bytes(data)
     change(path, place + 7 * store.info.row_bytes)
     with pytest.raises(ValueError, match="got other bytes in rows 150 to 157 of document 0"):
         Store(long.path)[0]
@@ -67,6 +75,8 @@ def test_a_changed_entry(long):
         store[1]
     assert_equal(store[2], long[2])
     assert "in the table, at document 1" in str(store.verify())
+    change(long.path / "0-000000.shard", shard.table + 40 + 20)
+    assert_equal(store[1], long[1])  # also for the store that has read the damage
 
 
 def test_a_file_that_changes_while_it_is_open(long):

@@ -199,14 +199,16 @@ def test_the_page_of_the_format(tmp_path):
     assert crc == zlib.crc32(data[-36:-4])
     for number, (want, targets) in enumerate(found):
         entry = data[table + 40 * number : table + 40 * number + 40]
-        place, size, _, _, n, crc = struct.unpack("<QQqqII", entry)
-        assert (n, crc) == (len(want), zlib.crc32(entry[:36], 0x2144DF1C))
+        place, size, _, check, n, crc = struct.unpack("<QQqqII", entry)
+        assert (n, crc) == (len(want), zlib.crc32(entry[:36]))
         rows = data[place : place + size]
         assert len(rows) == 224 * n
-        assert zlib.crc32(rows, 0x2144DF1C) == 0x2144DF1C
+        numbers = [struct.pack("<I", (check + i) % 2**32) for i in range(n + 1)]
+        assert zlib.crc32(rows, zlib.crc32(numbers[0])) == zlib.crc32(numbers[-1])
         for i in range(n):
             row = rows[224 * i : 224 * i + 224]
-            assert int.from_bytes(row[-4:], "little") == zlib.crc32(row[:-4], 0x2144DF1C)
+            crc = zlib.crc32(row[:-4], zlib.crc32(numbers[i])) ^ (check + i + 1) % 2**32
+            assert int.from_bytes(row[-4:], "little") == crc
             token, top, tail = struct.unpack("<Iff", row[:12])
             assert token == int(want[i])
             assert top == pytest.approx(float(targets.logprobs[i, 0]), abs=1e-2)

@@ -3,9 +3,10 @@
     python -m tests.support.store_damage 1000
 
 A change is a flipped bit, another byte, 16 zeros, a cut or an extension, at a random place of a
-random file. The store is then opened, every document is read by number, found by its tokens and
-looked up in a batch, and the store is merged into another. What a cut of store.index at the end of
-a line removes, `verify` must report, because a killed writer leaves the same.
+random file, or two pieces as wide as a row that change places, some rows apart. The store is then
+opened, every document is read by number, found by its tokens and looked up in a batch, and the
+store is merged into another. What a cut of store.index at the end of a line removes, `verify` must
+report, because a killed writer leaves the same.
 """
 
 import random
@@ -22,12 +23,18 @@ from logitless.store import Store, merge
 from tests.support import stores
 from tests.support.stores import document
 
-KINDS = ("bit", "byte", "zeros", "cut", "longer")
+KINDS = ("bit", "byte", "zeros", "cut", "longer", "moved")
 LENGTHS = (300, 7, 64, 1, 120, 80, 33)
 
 
-def changed(data: bytes, kind: str, draw: random.Random) -> bytes:
+def changed(data: bytes, kind: str, draw: random.Random, width: int) -> bytes:
     place = draw.randrange(len(data))
+    if kind == "moved":
+        a, b = sorted((place, place % width + width * draw.randrange(len(data) // width + 1)))
+        one, two = data[a : a + width], data[b : b + width]
+        if len(two) < width or a == b:
+            return data
+        return data[:a] + two + data[a + width : b] + one + data[b + width :]
     if kind == "bit":
         return data[:place] + bytes([data[place] ^ 1 << draw.randrange(8)]) + data[place + 1 :]
     if kind == "byte":
@@ -60,6 +67,7 @@ def rounds(n: int, seed: int, folder: Path) -> Counter:
     for values in ("u8", "f16"):
         stores.write(folder / values, documents, values=values, shard_bytes=30_000)
     want = {values: read(folder / values) for values in ("u8", "f16")}
+    width = {values: Store(folder / values).info.row_bytes for values in want}
     for number in range(n):
         values, kind = draw.choice(("u8", "f16")), draw.choice(KINDS)
         path = folder / "damaged"
@@ -68,7 +76,7 @@ def rounds(n: int, seed: int, folder: Path) -> Counter:
             f for f in path.iterdir() if f.suffix in (".shard", ".json", ".index", ".lookup")
         )
         file = draw.choices(files, [f.stat().st_size for f in files])[0]
-        file.write_bytes(changed(file.read_bytes(), kind, draw))
+        file.write_bytes(changed(file.read_bytes(), kind, draw, width[values]))
         for name, look in (("read", read), ("merged", lambda p: merged(p, folder / "merged"))):
             try:
                 same = look(path) == want[values]
