@@ -218,7 +218,8 @@ def pieces_of(
 def put_outputs(results: list[Tensor], outputs: Sequence[Tensor], rows: Rows, count: int) -> None:
     """Writes the outputs of some rows to `results`, tensors with `count` rows that it allocates.
 
-    Dropped rows keep the initial value `ignored_value`. The outputs of all rows are the results.
+    Dropped rows keep the initial value `ignored_value`. The outputs of all rows are the results, so
+    nobody may write into these.
     """
     if isinstance(rows, slice) and rows == slice(0, count):
         results.extend(outputs)
