@@ -29,6 +29,8 @@ SELECTION = (
 LEFT_OUT = (
     "test_generation_tester_mixin_inheritance",  # about a mixin that the archive lacks
     "test_model_base_model_prefix",  # wants models without a head in the selection too
+    # The gradient by lazy logits is refused; tests.support.families compares the losses.
+    "test_encoder_decoder_loss_no_double_shift",
 )
 BATCH, LENGTH = 3, 7
 
