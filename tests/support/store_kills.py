@@ -23,8 +23,8 @@ from tests.support.stores import assert_near, document, joined, open_writer
 
 
 def length(i: int) -> int:
-    """Short documents, which are encoded later, and long ones."""
-    return 1 + i * 7 % 90
+    """Short and long documents, no two of which are equal."""
+    return 3 + i * 7 % 90
 
 
 def add(path: Path, part: int, shard_bytes: int, upload: str | None, sender) -> None:
