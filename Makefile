@@ -34,7 +34,7 @@ endif
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-test: lint types $(SITE_READY)  ## lint, types, and each value of each parameter of every test
+test: lint types $(SITE_READY)  ## lint, types, and few cases of every test
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(TWO_WORKERS) --few $(ARGS)
 
 test-all: lint types $(SITE_READY)  ## lint, types and every combination of parameters

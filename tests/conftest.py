@@ -29,7 +29,7 @@ if not ON_GPU:
 
 def pytest_addoption(parser):
     parser.addoption("--part", metavar="I/N", help="run every N-th test, and begin with test I")
-    parser.addoption("--few", action="store_true", help="few cases of each test, see `covering`")
+    parser.addoption("--few", action="store_true", help="few cases of each test, see `few`")
     parser.addoption("--mutant", metavar="NAME", help="a bug of tests/differential/mutations.py")
 
 
@@ -45,9 +45,10 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     if config.option.few:
-        kept = {id(item) for group in by_function(items) for item in covering(group)}
+        kept = {id(item) for group in by_function(items) for item in few(group)}
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
         items[:] = [item for item in items if id(item) in kept]
+    items.sort(key=lambda item: not forks(item.module))  # first, so one worker starts the server
     if config.option.part:
         first, step = map(int, config.option.part.split("/"))
         items[:] = items[first::step]
@@ -56,6 +57,12 @@ def pytest_collection_modifyitems(config, items):
         if needs is not None and not ON_GPU:
             (reason,) = needs.args
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+
+
+def forks(module):
+    """Whether a test module starts processes with tests/support/forked.py."""
+    users = {"tests.support.forked", "tests.support.rank_processes"}
+    return any(getattr(value, "__module__", None) in users for value in vars(module).values())
 
 
 def by_function(items):
@@ -67,11 +74,17 @@ def by_function(items):
     return groups.values()
 
 
-def covering(items):
-    """Few items of a test function in which each value of each of its parameters occurs.
+def few(items):
+    """The items of a test function that `make test` runs, of all that `make test-all` runs.
 
-    `make test` runs these, and `make test-all` the whole product of all parameters.
+    Each value of each parameter occurs, unless the test says @pytest.mark.few(N): then N items.
     """
+    kept, limit = covering(items), items[0].get_closest_marker("few")
+    return kept if limit is None else kept[:: -(-len(kept) // limit.args[0])]
+
+
+def covering(items):
+    """Few items of a test function in which each value of each of its parameters occurs."""
     values = [
         {(name, id(value)) for name, value in item.callspec.params.items()}
         if hasattr(item, "callspec")

@@ -51,13 +51,21 @@ SCALES = {
 
 def read_sources(limit: int) -> str:
     """Returns the first `limit` characters of the standard library's files, sorted by path."""
-    root = Path(sysconfig.get_path("stdlib"))
     pieces, size = [], 0
-    for path in sorted(root.rglob("*.py")):
-        if NOT_SOURCES.isdisjoint(path.relative_to(root).parts) and size < limit:
-            pieces.append(path.read_text(encoding="utf-8", errors="ignore"))
-            size += len(pieces[-1])
+    for path in _sources(Path(sysconfig.get_path("stdlib"))):
+        pieces.append(path.read_text(encoding="utf-8", errors="ignore"))
+        size += len(pieces[-1])
+        if size >= limit:
+            break
     return "".join(pieces)[:limit]
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name not in NOT_SOURCES:
+            yield from _sources(path)
+        elif path.suffix == ".py" and path.is_file():
+            yield path
 
 
 def vocabulary(text: str, size: int = VOCAB) -> list[str]:

@@ -53,6 +53,7 @@ CALLS = calls_of(ll, GIVEN._replace(kept=GIVEN.ids)) | {"gathered_kl": gathered}
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in NOT_DIFFERENTIABLE])
+@pytest.mark.few(12)
 def test_opcheck(name, impl):
     def total(x):
         found = CALLS[name](x * 1)  # no leaf, for losses in place
@@ -113,6 +114,7 @@ def fresh_compiler():
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.few(4)
 def test_cross_entropy(options, impl, device):
     x, target = make(device=device)
     how = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
@@ -156,6 +158,7 @@ def test_inplace_of_a_view_inside_a_model(impl, device):
     ],
     ids=["cross_entropy", "inplace", "score", "kept_scores", "token_logprobs", "logsumexp"],
 )
+@pytest.mark.few(2)
 def test_dynamic_shapes_compile_once(f, impl, device):
     """New rows and a new vocabulary run the graph that is there."""
     graphs = []
@@ -178,6 +181,7 @@ def test_dynamic_shapes_compile_once(f, impl, device):
 @inductor.needs_compiler
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # of Inductor, on a GPU
 @pytest.mark.parametrize("used", [False, True], ids=["dead logits", "logits that are returned"])
+@pytest.mark.few(1)
 def test_the_gradient_overwrites_logits_that_nothing_else_reads(used, device):
     """As that of F.cross_entropy, so the backward allocates no tensor of their size."""
     head, target = torch.randn(8, V, device=device), torch.tensor([3, -100, 36], device=device)

@@ -14,7 +14,7 @@ from .functions import FUNCTIONS, NOT_LOSSES
 from .mutations import mutated
 from .strategies import cases
 
-EXAMPLES = 25  # of each function
+EXAMPLES, FEW = 25, 10  # of each function
 
 
 def test_every_public_function_is_tested():
@@ -27,10 +27,10 @@ def test_every_public_function_is_tested():
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_cases(name):
+def test_cases(name, request):
     @hypothesis.settings(
-        max_examples=EXAMPLES, derandomize=True, deadline=None, database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
+        max_examples=FEW if request.config.option.few else EXAMPLES, derandomize=True,
+        deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck),
     )  # fmt: skip
     @hypothesis.given(cases(name))
     def each(case):

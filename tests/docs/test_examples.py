@@ -66,7 +66,7 @@ def test_fsdp2_trains_in_two_processes():
 
 
 def test_on_policy_raises_the_teachers_log_probability():
-    output = output_of("on_policy.py", "--steps", "8", needs=("transformers", "accelerate"))
+    output = output_of("on_policy.py", "--steps", "5", needs=("transformers", "accelerate"))
     assert "materialised logits: 0 " in output
     found = re.findall(r"^ *(\w[\w ,]*?)  +(-\d+\.\d+)$", output, re.M)
     results = {name: float(value) for name, value in found}
@@ -78,7 +78,7 @@ def test_on_policy_raises_the_teachers_log_probability():
 
 
 def test_draft_head_is_accepted_more_often():
-    output = output_of("draft_head.py", "--steps", "50", "--held-out", "20")
+    output = output_of("draft_head.py", "--steps", "50", "--held-out", "6")
     rates = {
         (when, kind): [float(rate) for rate in numbers.split()]
         for when, kind, numbers in re.findall(

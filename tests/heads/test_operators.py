@@ -100,6 +100,7 @@ def fresh_compiler():
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.few(4)
 def test_compiled_is_plain(name, device):
     assert_compiled_is_plain(name, device)
 

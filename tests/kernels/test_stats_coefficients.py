@@ -142,7 +142,7 @@ def test_every_subset_of_gradients_in_one_launch(into, options, device):
     lead = (2, 3)
     reading = Reading(50, label=labels(lead, device), ignore_index=-100, wants=PUBLIC, **options)
     for names in SUBSETS:
-        if 0 < len(names) <= 3:
+        if 0 < len(names) <= (3 if into == "new" else 1):
             gradients = {name: torch.randn(lead, device=device) for name in names}
             compare_gradients(reading, gradients, into=into)
 

@@ -136,7 +136,7 @@ def test_lengths(loss, dynamic, device):
     fused, plain = pair(device)
     compiled = torch.compile(fused, backend="aot_eager", dynamic=dynamic)
     frames = []
-    for length in range(3, 15):
+    for length in (3, 4, 5, 9, 14):
         ids = batch(2, length).to(device)
         value, logits = loss(compiled, ids)
         torch.testing.assert_close(grads(fused, value), grads(plain, loss(plain, ids)[0]))
@@ -146,6 +146,7 @@ def test_lengths(loss, dynamic, device):
 
 
 @BACKENDS
+@pytest.mark.few(1)
 def test_peak_memory(backend, device):
     """A compiled step takes as much memory as an uncompiled step, within 5 %."""
     vocab, width = 8192, 64

@@ -41,6 +41,7 @@ def warns_anew(monkeypatch):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.few(6)
 def test_a_family(name):
     assert checked(name) == Outcome("fused", generates=tuple(WAYS))
 
@@ -121,6 +122,7 @@ def test_a_compiled_backbone_keeps_the_head_fused():
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "GPT2LMHeadModel"])
+@pytest.mark.few(1)
 def test_a_compiled_model(name):
     torch._dynamo.reset()
     model = build(name, num_hidden_layers=1)
@@ -265,7 +267,8 @@ def test_trainer(options, tmp_path):
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     torch._dynamo.reset()
     counters.clear()
-    model = build("LlamaForCausalLM")
+    layers = 1 if "torch_compile" in options else 2
+    model = build("LlamaForCausalLM", num_hidden_layers=layers)
     plain = copy.deepcopy(model)
     logits = kept_logits(ll.fuse(model))
     got, want = with_trainer(model, tmp_path, **options), with_trainer(plain, tmp_path, **options)
@@ -320,6 +323,7 @@ LORA = {
 
 
 @pytest.mark.parametrize("how", LORA)
+@pytest.mark.few(1)
 def test_compiled_lora(how):
     """The hooks of `fuse` are on a model inside of the compiled model."""
     torch._dynamo.reset()

@@ -53,9 +53,9 @@ def opened(request, server, tmp_path):
 def until(right):
     """Whether this becomes true, as background threads go on."""
     deadline = time.monotonic() + HANG
-    while not right() and time.monotonic() < deadline:
+    while not (found := right()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return right()
+    return found
 
 
 def shards(server):

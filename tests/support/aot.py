@@ -164,6 +164,8 @@ def main() -> None:
     triton.runtime.driver.set_active(Driver(TARGETS[target]))
     seen = set()
     for variant in VARIANTS:
+        if given.few and given.only and {*given.only} <= {name for name, *_ in seen}:
+            break
         for source, options, bound in launches_of(variant, target):
             key = key_of(source, options, variant, given)
             if key in seen or (given.only and source.name not in given.only):

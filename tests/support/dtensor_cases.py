@@ -138,10 +138,10 @@ def refused() -> float:
 
 def cases(short: tuple[str, ...]) -> dict[str, Case]:
     found = {}
-    for name in short:
-        for shape in ((4,), (2, 2)):
-            at = f"DTensor, mesh {shape}: {name}"
-            found[at] = lambda name=name, shape=shape: logits(name, shape)
+    for i, name in enumerate(short):
+        shape = ((4,), (2, 2))[i % 2]
+        at = f"DTensor, mesh {shape}: {name}"
+        found[at] = lambda name=name, shape=shape: logits(name, shape)
     for name in ("mean", "rows"):
         for cut in (False, True):
             at = f"DTensor head, {name}{', tokens cut' * cut}"

@@ -27,7 +27,10 @@ from tests.support.paths import ROOT
 from tests.support.patience import HANG
 
 FORKED = multiprocessing.get_context("forkserver")
-LATER = ["torch._dynamo", "transformers.trainer", "transformers.models.llama.modeling_llama"]
+LATER = [
+    "torch._dynamo", "transformers.trainer", "transformers.models.llama.modeling_llama",
+    "logitless.hf", "logitless.store",
+]  # fmt: skip
 
 
 def start(work: Callable, *args, **environment: str):

@@ -239,11 +239,11 @@ def columns_of_cut_tokens() -> float:
 
 def cases() -> dict[str, Case]:
     found: dict[str, Case] = {}
-    for way in WAYS:
-        for shape in ((4,), (2, 2)):
-            for cut in (False, True):
-                at = f"fused, {way}, {shape[-1]} ranks{', tokens cut' * cut}"
-                found[at] = lambda how=(way, shape, cut): trained(*how)
+    for i, way in enumerate(WAYS):
+        for cut in (False, True):
+            shape = ((4,), (2, 2))[(i + cut) % 2]
+            at = f"fused, {way}, {shape[-1]} ranks{', tokens cut' * cut}"
+            found[at] = lambda how=(way, shape, cut): trained(*how)
         found[f"fused, {way}, compared"] = lambda way=way: compared(way)
         found[f"fused, {way}, what is made"] = lambda way=way: materialised(way)
     for alone in (False, True):

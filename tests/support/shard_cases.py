@@ -198,10 +198,10 @@ def refused_on_one(ll, differs: bool) -> list[tuple[type[Exception], str, Callab
 def cases() -> dict[str, Case]:
     """All cases by name. A case returns its error relative to one process."""
     found: dict[str, Case] = {}
-    for ranks, name in itertools.product(WIDTHS, SHORT):
-        how = (name, ranks)
-        found[f"{ranks} ranks, logits: {name}"] = lambda how=how: logits(*how)
-        found[f"{ranks} ranks, head: {name}"] = lambda how=how: heads(*how)
+    for ranks, (i, name) in itertools.product(WIDTHS, enumerate(SHORT)):
+        kind = (logits, heads)[(ranks + i) % 2]
+        at = f"{ranks} ranks, {kind.__name__}: {name}"
+        found[at] = lambda kind=kind, how=(name, ranks): kind(*how)
     for name in ("cross_entropy", "score"):
         how = (name, 3, True)
         found[f"3 ranks, tokens cut: {name}"] = lambda how=how: heads(*how)
