@@ -83,12 +83,15 @@ def run_all(
 ) -> dict[str, str]:
     """Runs the jobs and returns the last line that pytest prints for each job."""
     waiting, running, lines = list(jobs), {}, {}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # each process would use all cores
     while waiting or running:
         while waiting and len(running) < workers:
             job = waiting.pop(0)
             log = open(folder / f"{re.sub('[/, ]+', '-', job.name)}.log", "w+")  # noqa: SIM115
             command = [*job.command, *options]
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+            process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment
+            )
             running[job] = (process, log)
         time.sleep(0.2)
         late = time.monotonic() > end

@@ -134,6 +134,7 @@ def assert_compiled_is_plain(name, device):
         "column-major",
     ],
 )
+@pytest.mark.few(3)
 def test_opcheck(name, device, monkeypatch):
     """Schema, fakes, autograd registration and AOT dispatch with dynamic shapes."""
     monkeypatch.setattr(linear, "evaluate_head", operators.evaluate_compiled)

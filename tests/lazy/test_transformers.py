@@ -126,7 +126,9 @@ def test_a_compiled_backbone_keeps_the_head_fused():
 def test_a_compiled_model(name):
     torch._dynamo.reset()
     model = build(name, num_hidden_layers=1)
-    assert_trains_as_plain(model, change=lambda model: model.compile(backend="aot_eager"))
+    assert_trains_as_plain(
+        model, change=lambda model: ll.is_fused(model) and model.compile(backend="aot_eager")
+    )
 
 
 def test_the_benchmark_of_a_training_step(tmp_path):
@@ -271,8 +273,10 @@ def test_trainer(options, tmp_path):
     model = build("LlamaForCausalLM", num_hidden_layers=layers)
     plain = copy.deepcopy(model)
     logits = kept_logits(ll.fuse(model))
-    got, want = with_trainer(model, tmp_path, **options), with_trainer(plain, tmp_path, **options)
-    assert bool(counters["stats"]["unique_graphs"]) == options.get("torch_compile", False)
+    got = with_trainer(model, tmp_path, **options)
+    assert bool(counters["stats"]["unique_graphs"]) == ("torch_compile" in options)
+    options = {name: value for name, value in options.items() if "compile" not in name}
+    want = with_trainer(plain, tmp_path, **options)
     assert_logged(got, want, lambda key, i, number: 1e-5 * abs(number))
     assert_same_parameters(got.parameters, want.parameters)
     assert logits
