@@ -18,7 +18,7 @@ import logitless as ll
 from logitless.heads.head import Head
 from logitless.lazy import recipe, report
 from logitless.lazy.logits import LazyLogits
-from tests.support.families import PAGE, WAYS, Outcome, apart, checked, kept_logits, trained
+from tests.support.families import WAYS, Outcome, apart, checked, kept_logits, trained
 from tests.support.paths import ROOT
 from tests.support.tiny_models import V, batch, build
 
@@ -148,15 +148,6 @@ def test_saved_and_loaded_it_is_plain(tmp_path):
     loaded = type(fused).from_pretrained(tmp_path)
     assert apart(trained(loaded), trained(fused)) == ""
     assert type(loaded(**batch(loaded)).logits) is torch.Tensor
-
-
-def test_the_page_runs():
-    names = {}  # the blocks run when pasted, in their order
-    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        exec(code, names)
-    assert names["model"].lm_head.weight.grad.abs().sum() > 0
-    assert not names["teacher_logits"].known
-    assert names["loss"].requires_grad
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
