@@ -17,6 +17,7 @@ with the square of the unit.
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ from torch.nn.functional import pad
 
 from ..targets.sparse import SparseTargets, unchecked
 from .counts import decoded_counts, encoded_counts
-from .format import Header, pack, unpack
+from .device import on_cpu
+from .format import Header, Library, library, pack, places, unpack
 
 CODES = 253  # the largest code for a probability above 0
 ZERO, EMPTY = 254, 255
@@ -137,77 +139,75 @@ def _unit(step: Tensor) -> Tensor:
     return torch.exp2((step.float() + LOWEST) / PER_OCTAVE)
 
 
-def tokens_of(rows: Tensor, header: Header) -> Tensor:
-    tokens = header.column(rows, "token").long()
-    return tokens & 2**32 - 1 if header.bits == 32 else tokens
+def tokens_of(rows: Any, header: Header) -> Tensor:
+    lib = library()
+    dtype, at = places(header, lib)["token"]
+    tokens = lib.array(rows).view(dtype)[:, at.start]
+    return lib.tensor(lib.cast(tokens, lib.module.int64))
 
 
-def decoded(rows: Tensor, header: Header) -> SparseTargets:
+def decoded(rows: Any, header: Header) -> SparseTargets:
+    """The targets of rows, a tensor or an array of `library`."""
+    lib = library()
     if header.sampled:
-        return decoded_counts(rows, header)
-    portion, n, k = max(1, SLOTS // header.k), len(rows), header.k
-    ids, logprobs = torch.empty(n, k, dtype=header.id_dtype), torch.empty(n, k, dtype=torch.float32)
-    tail, mask = torch.empty(n, dtype=torch.float32), None
-    if 0 < n <= portion:
-        return unchecked(ids, logprobs, tail, _decode(rows, ids, logprobs, tail, header))
-    for a in range(0, n, portion):
-        b = a + portion
-        valid = _decode(rows[a:b], ids[a:b], logprobs[a:b], tail[a:b], header)
-        if valid is not None:
-            mask = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask
-            mask[a:b] = valid
-    return unchecked(ids, logprobs, tail, mask)
+        return decoded_counts(lib.tensor(lib.array(rows)), header)
+    array, n, portion = lib.array(rows), len(rows), max(1, SLOTS // header.k)
+    if n <= portion:
+        ids, logprobs, tail, mask = _decode(array, header, lib)
+        mask = None if mask is None else lib.tensor(mask)
+        return unchecked(lib.tensor(ids), lib.tensor(logprobs), lib.tensor(tail), mask)
+    some = [decoded(array[a : a + portion], header) for a in range(0, n, portion)]
+    return SparseTargets.cat(some)
 
 
-def _decode(
-    rows: Tensor, ids: Tensor, logprobs: Tensor, tail: Tensor, header: Header
-) -> Tensor | None:
-    """Decodes rows into three tensors, and returns a mask of the slots unless all are there.
+def _decode(rows: Any, header: Header, lib: Library) -> tuple[Any, Any, Any, Any]:
+    """Ids, log-probabilities, tail, and a mask of the slots unless all are there.
 
     A document of 100 rows costs as much time for each operation here as for its numbers.
     """
-    unpack(header.ids_of(rows), ids)
-    tail.copy_(header.column(rows, "tail"))
-    codes, last = header.field(rows, "codes"), ZERO
+    n, k, at = len(rows), header.k, places(header, lib)
+
+    def field(name: Any) -> Any:
+        dtype, place = at[name]
+        return rows.view(dtype)[:, place]
+
+    ids = unpack(((width, field(width)) for width in at["widths"]), k, header.id_dtype, lib)
+    tail = lib.cast(field("tail")[:, 0], lib.module.float32)
+    codes, last = field("codes"), ZERO
     if header.values == "u8":
-        logprobs.copy_(codes)
+        units = lib.cast(codes, lib.module.float32)
         # A row's codes ascend, so the last is the largest.
-        last = int(codes.select(1, -1).max()) if header.k > 1 else EMPTY
-        if last > NEAR and header.k > 1:
-            _spread(logprobs, codes)
-        steps = codes.select(1, 0).int()
-        logprobs.mul_(_units().index_select(0, steps).unsqueeze(1))
+        last = int(codes[:, -1].max()) if k > 1 and n else EMPTY
+        if last > NEAR and k > 1:
+            far = codes[:, -1] > NEAR
+            units[far] = lib.take(_distances(lib), codes[far])
+        units *= lib.take(_units(lib), codes[:, 0])[:, None]
     else:
-        logprobs.narrow(1, 1, header.k - 1).copy_(codes)
-    logprobs.select(1, 0).zero_()  # the distance of the first slot from `top`
-    torch.sub(header.field(rows, "top"), logprobs, out=logprobs)
+        units = lib.empty((n, k), lib.module.float32)
+        units[:, 1:] = codes
+    units[:, 0] = 0  # the distance of the first slot from `top`
+    logprobs = lib.module.subtract(field("top"), units, out=units)
     if last < ZERO:
-        return None
-    empty = logprobs.isnan()
-    empty |= empty[:, :1].clone()
+        return ids, logprobs, tail, None
+    empty = logprobs != logprobs
+    empty = empty | empty[:, :1]
     if not bool(empty.any()):
-        return None
-    logprobs.masked_fill_(empty, -torch.inf)
-    return ~empty
-
-
-def _spread(units: Tensor, codes: Tensor) -> None:
-    """Replaces codes above NEAR by their distances in units; smaller codes equal theirs."""
-    rows = (codes.select(1, -1) > NEAR).nonzero()[:, 0]
-    of_rows = codes.index_select(0, rows)
-    far = _distances().index_select(0, of_rows.flatten().int())
-    units.index_copy_(0, rows, far.view(of_rows.shape))
+        return ids, logprobs, tail, None
+    logprobs[empty] = -torch.inf
+    return ids, logprobs, tail, ~empty
 
 
 @functools.lru_cache
-def _units() -> Tensor:
-    return _unit(torch.arange(256))
+@on_cpu
+def _units(lib: Library) -> Any:
+    return lib.array(_unit(torch.arange(256)))
 
 
 @functools.lru_cache
-def _distances() -> Tensor:
+@on_cpu
+def _distances(lib: Library) -> Any:
     """The distance of each of the 256 codes in units: inf for ZERO, NaN for EMPTY."""
     codes = torch.arange(256, dtype=torch.float32)
     units = codes.clamp_max(NEAR) * torch.exp2((codes - NEAR).clamp_min(0) * GROWTH)
     units[ZERO], units[EMPTY] = torch.inf, torch.nan
-    return units
+    return lib.array(units)

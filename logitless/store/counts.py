@@ -22,7 +22,10 @@ from torch.nn.functional import pad
 from ..eager.sampled import logprobs_of_counts
 from ..targets.sparse import SparseTargets, unchecked
 from . import checks
-from .format import Header, bytes_of, pack, packed_length, unpack, widths
+from .device import on_cpu
+from .format import IN_TORCH, Header, bytes_of, pack, packed_length, unpack, widths
+
+UNSIGNED = {torch.int32: torch.uint32, torch.int16: torch.uint16}
 
 
 def encoded_counts(targets: SparseTargets, header: Header) -> Tensor:
@@ -49,7 +52,10 @@ def counts_of(targets: SparseTargets, n: int) -> Tensor:
     return (weights * n).round().long()
 
 
+@on_cpu
 def decoded_counts(rows: Tensor, header: Header) -> SparseTargets:
+    if not len(rows):
+        rows = torch.empty(0, header.row_bytes, dtype=torch.uint8)  # with the strides of a view
     ids = header.field(rows, "ids").clone()
     bits = _bits(header.field(rows, "draws"), header.k)
     slot = bits.cumsum(-1)  # slot number of each draw; slots are numbered from 1
@@ -94,6 +100,7 @@ def packed(rows: Tensor, header: Header) -> bytes:
     return b"".join(map(bytes_of, parts))
 
 
+@on_cpu
 def unpacked(where: str, data: bytes, n: int, header: Header) -> Tensor:
     """Inverts `packed`, for n rows."""
     token, size = 4 * n, -(-header.k // 8)
@@ -107,11 +114,10 @@ def unpacked(where: str, data: bytes, n: int, header: Header) -> Tensor:
     for width, dtype in widths(header.bits):
         kind = dtype or torch.uint8
         end = at + packed_length(total, width) * kind.itemsize
-        parts[width], at = whole[at:end].clone().view(kind), end
+        parts[width], at = whole[at:end].clone().view(UNSIGNED.get(kind, kind)), end
     if at != len(data):
         checks.refuse(where, f"have documents of {at} bytes for their draws", str(len(data)))
-    ids = torch.empty(total, dtype=torch.int64)
-    unpack(parts, ids)
+    ids = unpack(parts.items(), total, torch.int64, IN_TORCH)
     header.field(rows, "ids")[_inside(slots, header.k)] = ids.to(header.id_dtype)
     return rows
 

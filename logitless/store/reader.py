@@ -16,7 +16,7 @@ from ..targets.sparse import SparseTargets, unchecked
 from . import checks
 from .codes import EMPTY, decoded, tokens_of
 from .device import on_cpu
-from .format import Header, bytes_of, view_of
+from .format import Header, bytes_of, library, view_of
 from .listing import INDEX, STORE, Folder, Listing, listing_of
 from .lookup import FIRST, Hashes, Lookup, RunFile, hashes_of, keys_from, run_bytes
 from .remote import Cache, Prefetch, Remote, RemoteFolder, is_address
@@ -220,7 +220,6 @@ class Store:
         lengths = [self.reading(shard, shard.entries)[:, 4] for shard in self.shards]
         return torch.cat(lengths) if lengths else torch.empty(0, dtype=torch.int64)
 
-    @on_cpu
     def __getitem__(self, index: Any) -> Any:
         """`store[i]` returns the tokens and targets of document i.
 
@@ -236,14 +235,16 @@ class Store:
         shard, document = self._place(i)
         entry = self.reading(shard, shard.entry, document)
         a, b = checks.row_range(tokens, entry.tokens)
-        rows = torch.empty(b - a, self.info.row_bytes, dtype=torch.uint8)
-        self.reading(shard, shard.read_rows, document, entry, a, b, view_of(rows))
+        lib = library()
+        rows = lib.empty((b - a, self.info.row_bytes), lib.module.uint8)
+        self.reading(shard, shard.read_rows, document, entry, a, b, lib.memory(rows))
         return tokens_of(rows, self.info), decoded(rows, self.info)
 
     def __getitems__(self, numbers: list[int]) -> list[tuple[Tensor, SparseTargets]]:
         """What a DataLoader calls for a batch."""
         return self[numbers]
 
+    @on_cpu
     def _several(self, numbers: list[int]) -> list[tuple[Tensor, SparseTargets]]:
         entries = self.entries(numbers)
         sizes = [entry.tokens for entry in entries]

@@ -11,6 +11,8 @@ import torch
 import logitless as ll
 from logitless.store import Header, Store, merge
 from logitless.store import codes as _codes
+from logitless.store import reader as _reader
+from logitless.store.format import IN_TORCH, library
 from tests.support import stores
 from tests.support.stores import V, assert_near, document, documents, kl
 
@@ -166,6 +168,42 @@ def test_kl_does_not_depend_on_the_lowest_slots(steep):
         got = assert_kl_is_small(ll.SparseTargets(given.ids, logprobs, given.tail))
         low = got.logprobs[:, -slots:]
         assert ((low < 0.7 * lowest) & (low > 1.4 * lowest)).all()  # about as low as it was
+
+
+@pytest.mark.parametrize("values", ["u8", "f16"])
+@pytest.mark.parametrize("vocab", [2, 1000, 2**24, 2**32])
+def test_the_same_without_numpy(vocab, values, monkeypatch):
+    header, given = Header(vocab, min(vocab, 9), values), stores.teacher(700, vocab, min(vocab, 9))
+    mask = torch.ones_like(given.ids, dtype=torch.bool)
+    given.logprobs[::3, -1], mask[5, -1:], mask[7] = -50.0, False, False
+    targets = ll.SparseTargets(given.ids, given.logprobs, given.tail, mask)
+    rows = _codes.encoded(targets, header)
+    monkeypatch.setattr(_codes, "SLOTS", 300 * header.k)
+    want = [_codes.decoded(rows[a:], header) for a in (0, 600, 700)]
+    monkeypatch.setattr(_codes, "library", lambda: IN_TORCH)
+    got = [_codes.decoded(rows[a:], header) for a in (0, 600, 700)]
+    for a, b in zip(got, want, strict=True):
+        stores.assert_equal((rows, a), (rows, b))
+        assert all(t.is_contiguous() for t in vars(b).values() if t is not None)
+    assert torch.equal(got[0].mask, mask)
+    assert got[1].mask is got[2].mask is None
+
+
+@pytest.mark.parametrize("values", ["u8", "f16", "counts"])
+def test_a_document_is_read_to_the_cpu(values, tmp_path, monkeypatch):
+    tokens, targets = document(5)
+    if values == "counts":
+        targets = ll.capture_sampled(torch.randn(5, V), stores.K)
+    store = stores.write(tmp_path, [(tokens, targets)], values=values)
+    want = store[0], store[0, 1:3]
+    for lib in (library(), IN_TORCH):
+        for module in (_codes, _reader):
+            monkeypatch.setattr(module, "library", lambda lib=lib: lib)
+        with torch.device("meta"):  # as torch.set_default_device("cuda")
+            got = store[0], store[0, 1:3], store[0, 2:2]
+        for a, b in zip(got, want, strict=False):
+            stores.assert_equal(a, b)
+        assert [len(t) for t in got[2]] == [0, 0]
 
 
 def test_rows_do_not_depend_on_those_beside_them():

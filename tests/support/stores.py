@@ -95,5 +95,7 @@ def assert_same_store(got, want):
 
 def assert_equal(got, want):
     assert torch.equal(got[0], want[0])
-    for name in ("ids", "logprobs", "tail"):
-        assert torch.equal(getattr(got[1], name), getattr(want[1], name))
+    for name in ("ids", "logprobs", "tail", "mask"):
+        a, b = getattr(got[1], name), getattr(want[1], name)
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
