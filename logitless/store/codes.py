@@ -112,27 +112,37 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
     errors = torch.cat([_divergence(below, p, some) for some in steps.split(together, -1)], -1)
     errors[:, 0].masked_fill_(errors[:, 0] <= NEGLIGIBLE, -torch.inf)
     step = steps.gather(-1, errors.argmin(-1, keepdim=True))
-    codes, rounded = _codes(below, _unit(step))
+    unit = _unit(step)
+    near, far = _in_units(below, unit)
+    codes, rounded = near + far, _rounded(near, far, unit)
     codes = codes.masked_fill_(zero, ZERO).masked_fill_(~valid, EMPTY).to(torch.uint8)
     return {"codes": torch.cat((step.to(torch.uint8), codes[:, 1:]), -1)}, rounded
 
 
 def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
     """KL(p ‖ p̂) as (T, n), where p̂ is the row p after rounding with each of its n units."""
-    below, p = below[:, None], p[:, None]
-    off = below - _codes(below, _unit(steps)[..., None])[1]
+    below, p, unit = below[:, None], p[:, None], _unit(steps)[..., None]
+    off = _rounded(*_in_units(below, unit), unit).neg_().add_(below)
     # `off` is the rounding error of each distance: log p̂ = log p + off - log Σ p e^off. Its limit
     # keeps e^off finite and changes no choice: a slot with p = 0 does not count, and with p > 0,
     # such an error makes the divergence so large that another unit is chosen.
-    return (p * off.clamp_max(80.0).exp_()).sum(-1).log_() - (p * off).sum(-1)
+    return off.clamp_max(80.0).exp_().mul_(p).sum(-1).log_() - off.mul_(p).sum(-1)
 
 
-def _codes(below: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes of the distances `below`, and the distances after decoding."""
-    units = below / unit
-    far = torch.log2(units.clamp_min(NEAR) / NEAR).div_(GROWTH).round_().clamp_max_(CODES - NEAR)
-    near = units.round_().clamp_max_(NEAR)
-    return near + far, near.mul(torch.exp2(far * GROWTH)).mul_(unit)
+def _in_units(below: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes of the distances `below`, in two summands: up to NEAR, and beyond.
+
+    Here and below, most operations are in place: a new tensor of megabytes is slower to allocate
+    than to compute.
+    """
+    near = below / unit
+    far = near.clamp_min(NEAR).div_(NEAR).log2_().div_(GROWTH).round_().clamp_max_(CODES - NEAR)
+    return near.round_().clamp_max_(NEAR), far
+
+
+def _rounded(near: Tensor, far: Tensor, unit: Tensor) -> Tensor:
+    """The distances that these codes mean."""
+    return (far * GROWTH).exp2_().mul_(near).mul_(unit)
 
 
 def _unit(step: Tensor) -> Tensor:
