@@ -94,8 +94,8 @@ lint: $(READY)  ## check style and format with ruff
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-types: $(READY)  ## check types with pyright
-	$(PY) -m pyright --pythonpath "$$(command -v $(PY))"
+types: $(READY)  ## check types with ty
+	$(PY) -m ty check --python "$$(command -v $(PY))" --output-format concise
 
 format: $(READY)  ## fix and format the sources with ruff
 	$(PY) -m ruff check --fix .

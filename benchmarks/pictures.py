@@ -147,7 +147,7 @@ def draw_demo(path: Path) -> None:
         curve = [(int(row[0]), float(row[i])) for row in curves]
         mib = int(memory[i + 1].removesuffix(" MiB").replace(",", ""))
         time = float(seconds[i + 1].removesuffix(" s"))
-        students.append(story.Student(name, None, curve, time, mib << 20))  # pyright: ignore
+        students.append(story.Student(name, None, curve, time, mib << 20))  # type: ignore
     plan, steps = story.PLANS["cpu"], int(curves[-1][0])
     tokens = plan.student.batch * plan.student.context
     report.save_plot(

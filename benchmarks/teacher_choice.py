@@ -93,7 +93,7 @@ class Metrics(NamedTuple):
 def sampled(logits: Tensor, n: int) -> ll.SparseTargets:
     """Distinct tokens of n draws per row, weighted by how often each token was drawn."""
     if hasattr(ll, "capture_sampled"):
-        return ll.capture_sampled(logits, n)  # pyright: ignore
+        return ll.capture_sampled(logits, n)  # type: ignore
     rows = logits.flatten(0, -2).softmax(-1)
     drawn = rows.multinomial(n, replacement=True).sort(-1).values
     first = torch.ones_like(drawn, dtype=torch.bool)

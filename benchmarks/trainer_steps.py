@@ -73,9 +73,9 @@ def stand_in() -> None:
             raise NotImplementedError
 
     losses = types.ModuleType("torchtitan.components.loss")
-    losses.ChunkedLossWrapper = ChunkedLossWrapper  # pyright: ignore
+    losses.ChunkedLossWrapper = ChunkedLossWrapper  # type: ignore
     types_ = types.ModuleType("torchtitan.distributed.spmd_types")
-    types_.spmd_mesh_size = lambda axis: 1  # pyright: ignore
+    types_.spmd_mesh_size = lambda axis: 1  # type: ignore
     for name in ("torchtitan", "torchtitan.components", "torchtitan.distributed"):
         sys.modules[name] = types.ModuleType(name)
     sys.modules[losses.__name__], sys.modules[types_.__name__] = losses, types_

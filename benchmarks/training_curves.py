@@ -61,7 +61,7 @@ def llama(vocab: int, device: str) -> nn.Module:
         num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=CONTEXT,
         tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, use_cache=False,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(device).train()  # pyright: ignore
+    return LlamaForCausalLM(config).to(device).train()  # type: ignore
 
 
 def with_adapters(model: nn.Module) -> nn.Module:
@@ -100,7 +100,7 @@ class Training:
             self.scaler.scale(loss).backward()
             self.scaler.unscale_(self.optimizer)
             norm = nn.utils.clip_grad_norm_(self.parameters, 1.0)
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # pyright: ignore
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.schedule.step()
@@ -150,7 +150,7 @@ def sharded(model: nn.Module, device: str) -> nn.Module:
     distributed.init_process_group(
         "nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=0, world_size=1
     )
-    for layer in model.model.layers:  # pyright: ignore
+    for layer in model.model.layers:  # type: ignore
         fully_shard(layer)
     return fully_shard(model)
 

@@ -63,7 +63,7 @@ def ours(way: str, outputs: tuple[str, ...]) -> Head:
         call = Call({}, Ways(way), counts, step)
         given = (hidden, weight, None, target, 1.0, COLUMNS, None, 1.0, outputs)
         logprob, entropy, _, _, right = token_statistics(call, *given)
-        return Results(logprob, entropy, right)  # pyright: ignore[reportArgumentType]
+        return Results(logprob, entropy, right)  # type: ignore
 
     return head
 
@@ -157,7 +157,7 @@ def measured(
     head: Head, loss: Callable, shape: tuple[int, ...], frozen: bool
 ) -> tuple[float, float]:
     """Returns the milliseconds of forward and backward, and the peak MiB beyond the gradients."""
-    hidden, weight, target = inputs(*shape, "cuda")  # pyright: ignore[reportCallIssue]
+    hidden, weight, target = inputs(*shape, "cuda")  # type: ignore
     weight.requires_grad_(not frozen)
 
     def step():

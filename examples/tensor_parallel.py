@@ -64,7 +64,7 @@ def train(model: nn.Module, steps: int, device: str, data: DeviceMesh | None) ->
         loss.backward()
         optimizer.step()
     weights = [p.detach() for p in model.parameters()]
-    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in weights]  # pyright: ignore
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in weights]  # type: ignore
 
 
 def global_mean(total: Tensor, target: Tensor, group) -> Tensor:

@@ -110,7 +110,7 @@ def eager(case: Case) -> Callable | None:
     op = formula if case.op in BY_ROW else lambda *x, **options: formula(*x, **options).mean()
     op = F.cross_entropy if case.op == "cross_entropy" else op
     if case.family == "heads":
-        return lambda hidden, weight, *rows: op(F.linear(hidden, weight), *rows)
+        return lambda hidden, weight, *rows: op(F.linear(hidden, weight), *rows)  # type: ignore
     return None if case.mode == Mode.INPLACE else op
 
 

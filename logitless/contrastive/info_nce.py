@@ -83,7 +83,7 @@ def contrastive(
     tensor(0.2395)
     """
     if torch.compiler.is_compiling():  # this call breaks the graph of torch.compile
-        evaluate: Any = torch.compiler.disable(_evaluate)  # pyright: ignore[reportCallIssue]
+        evaluate: Any = torch.compiler.disable(_evaluate)
     else:
         evaluate = _evaluate
     return evaluate(

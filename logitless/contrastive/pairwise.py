@@ -128,7 +128,7 @@ def evaluate(
     ]
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (a, b, *numbers))
     early = grad and how.reduction != "none" and objective.early(how)
-    return Pairwise.apply(objective, (how, early), a, b, *numbers, positives, mask, of_a, of_b)  # pyright: ignore
+    return Pairwise.apply(objective, (how, early), a, b, *numbers, positives, mask, of_a, of_b)
 
 
 class Pairwise(Node):
@@ -149,14 +149,14 @@ class Pairwise(Node):
         return losses
 
     @staticmethod
-    def backward(ctx, upstream):  # pyright: ignore
+    def backward(ctx, upstream):
         Node.refuse_vmap((upstream,))
         a, b, *rest = ctx.saved_tensors
         how, needs, count = ctx.how, Needs.of(ctx), ctx.count
         numbers, given, saved = rest[:count], rest[count : count + 4], rest[count + 4 :]
         sums, ctx.sums = ctx.sums, None  # a second backward computes the sums again
         with torch.no_grad(), without_autocast(a.device):
-            pairs = Pairs.of(a, b, numbers, *given, how)  # pyright: ignore
+            pairs = Pairs.of(a, b, numbers, *given, how)
             if sums is None:
                 similarities = Similarities(pairs.a, how.ring.largest, how.workspace, ctx.backend)
                 by_row = _of_counted(upstream, pairs) if ctx.share is None else None

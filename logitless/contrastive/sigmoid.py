@@ -53,7 +53,7 @@ def sigmoid_contrastive(
     tensor(0.0201)
     """
     if torch.compiler.is_compiling():  # this call breaks the graph of torch.compile
-        evaluate: Any = torch.compiler.disable(_evaluate)  # pyright: ignore[reportCallIssue]
+        evaluate: Any = torch.compiler.disable(_evaluate)
     else:
         evaluate = _evaluate
     return evaluate(a, b, scale, bias, positives, reduction, group, averaged, workspace)

@@ -11,7 +11,7 @@ from .call import is_batched, is_legacy_batched
 
 
 class Node(torch.autograd.Function):
-    jvp = staticmethod(tensor_checks.only_in_reverse)  # pyright: ignore
+    jvp = staticmethod(tensor_checks.only_in_reverse)
 
     @staticmethod
     def refuse_vmap(upstream: Sequence[Tensor | None]) -> None:

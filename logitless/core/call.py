@@ -50,7 +50,7 @@ def checked(function: Callable, **given: Any) -> Signature | None:
 
     The first is the logits. A function calls it in one place, so the names are no part of the key.
     """
-    return _once(function, given.values(), function.check, (given,))  # pyright: ignore[reportFunctionMemberAccess]
+    return _once(function, given.values(), function.check, (given,))  # type: ignore
 
 
 def _once(name: Callable, values: Iterable, check: Callable[..., None], args: tuple) -> Any:
@@ -131,8 +131,8 @@ def named(*others: Callable) -> Callable[[F], F]:
                     option_checks.refuse_name(option_checks.called(function, args), names, name)
             return function(*args, **kwargs)
 
-        call.check = check  # pyright: ignore[reportAttributeAccessIssue]
-        return call  # pyright: ignore[reportReturnType]
+        call.check = check  # type: ignore
+        return call
 
     return wrap
 
@@ -229,17 +229,17 @@ def under_transform() -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+        or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
 
 def in_func() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 # torch.compile then treats the result as a constant. torch.compiler.assume_constant_result sets the
 # same attribute, but imports the compiler.
-in_func._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+in_func._dynamo_marked_constant = True  # type: ignore
 
 
 def mapped(t: Tensor) -> bool:
@@ -247,5 +247,5 @@ def mapped(t: Tensor) -> bool:
     return not torch.compiler.is_compiling() and (is_batched(t) or is_legacy_batched(t))
 
 
-is_batched = torch._C._functorch.is_batchedtensor  # pyright: ignore
-is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore
+is_batched = torch._C._functorch.is_batchedtensor
+is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor

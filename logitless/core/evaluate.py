@@ -302,5 +302,5 @@ def finish(
 
 # The `apply` of the base class is faster: torch.autograd.Function.apply adds what only torch.func
 # needs, and torch.func goes to `evaluate_traced`.
-_gradient_in_forward = super(torch.autograd.Function, GradientInForward).apply  # pyright: ignore[reportAttributeAccessIssue]
-_gradient_in_backward = super(torch.autograd.Function, GradientInBackward).apply  # pyright: ignore[reportAttributeAccessIssue]
+_gradient_in_forward = super(torch.autograd.Function, GradientInForward).apply  # type: ignore
+_gradient_in_backward = super(torch.autograd.Function, GradientInBackward).apply  # type: ignore

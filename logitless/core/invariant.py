@@ -56,7 +56,7 @@ def is_invariant() -> bool:
 
 def uncompiled(function: Callable) -> Callable:
     """Returns a function at which torch.compile breaks the graph."""
-    return torch.compiler.disable(function, reason="ll.invariant() is active")  # pyright: ignore
+    return torch.compiler.disable(function, reason="ll.invariant() is active")
 
 
 def refuse_operator() -> None:
@@ -96,4 +96,4 @@ def aligned_memory(x: Tensor) -> Tensor | None:
     vocab, pad = x.shape[-1], -x.shape[-1] % (16 // x.element_size())
     if not pad:
         return None
-    return x.new_empty((x.shape[:-1].numel(), vocab + pad))[:, :vocab]
+    return x.new_empty((x.shape[:-1].numel(), vocab + pad))[:, :vocab]  # type: ignore

@@ -79,8 +79,8 @@ def loss_of(kind: type, arguments: Sequence):
 
 def _is_traced() -> bool:
     """Whether AOTAutograd traces a graph for a compiler."""
-    kind = torch._C._TorchDispatchModeKey.FUNCTIONAL  # pyright: ignore
-    return torch._C._get_dispatch_mode(kind) is not None  # pyright: ignore
+    kind = torch._C._TorchDispatchModeKey.FUNCTIONAL
+    return torch._C._get_dispatch_mode(kind) is not None
 
 
 def outputs_of(loss) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ class Operator:
             args = (x, *arguments, *rest)
             loss = loss_of(self.kind, arguments)
             if ctx.in_func:
-                d_x = self.gradient_in_func.apply(len(args), *args, *upstream)
+                d_x = self.gradient_in_func.apply(len(args), *args, *upstream)  # type: ignore
             elif loss.structs == ("reading",) and loss.reading.ids is None and _is_traced():
                 d_x = loss.backward(IN_GRAPH, x, args[-self.count :], tuple(upstream))
             else:
@@ -181,8 +181,8 @@ def _func_nodes(operator: Operator) -> tuple[type, type]:
         def backward(ctx, *upstream):
             return operator.backward(ctx, upstream)
 
-        jvp = staticmethod(tensor_checks.only_in_reverse)  # pyright: ignore
-        vmap = staticmethod(tensor_checks.not_mapped)  # pyright: ignore
+        jvp = staticmethod(tensor_checks.only_in_reverse)
+        vmap = staticmethod(tensor_checks.not_mapped)
 
     class GradientInFunc(torch.autograd.Function):
         @staticmethod
@@ -193,9 +193,9 @@ def _func_nodes(operator: Operator) -> tuple[type, type]:
         def setup_context(ctx, inputs, output):
             pass
 
-        backward = staticmethod(tensor_checks.only_once)  # pyright: ignore
-        jvp = staticmethod(tensor_checks.only_in_reverse)  # pyright: ignore
-        vmap = staticmethod(tensor_checks.not_mapped)  # pyright: ignore
+        backward = staticmethod(tensor_checks.only_once)
+        jvp = staticmethod(tensor_checks.only_in_reverse)
+        vmap = staticmethod(tensor_checks.not_mapped)
 
     return InFunc, GradientInFunc
 
@@ -216,7 +216,7 @@ def operator(name: str, *, saved: int) -> Callable[[type], type]:
 def call(loss, x: Tensor) -> tuple[Tensor, ...]:
     op, arguments = OPERATORS[type(loss)], arguments_of(loss)
     if not torch.compiler.is_compiling() and in_func():
-        outputs = op.in_func.apply(x, *arguments)
+        outputs = op.in_func.apply(x, *arguments)  # type: ignore
     else:
         outputs = getattr(torch.ops.logitless, op.name)(x, *arguments)
     return tuple(outputs[: len(outputs_of(loss))])

@@ -118,7 +118,7 @@ def taken_from(other: Callable) -> list[str]:
 
 
 def called(function: Callable, args: tuple) -> str:
-    return type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
+    return type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__  # type: ignore
 
 
 def refuse_position(called: str, first: list[str], names: list[str], got: int) -> None:

@@ -86,7 +86,7 @@ def merge_pairs(
     top_q, top_p = m_q.amax(0), m_p.amax(0)
     moved = ((_moved(m, top) * rate).reshape(-1, 1) for m, top in ((m_q, top_q), (m_p, top_p)))
     # sides without columns, for which `fold` only corrects c for the new max
-    none = partials.new_empty((shape.numel(), 0))
+    none = partials.new_empty((shape.numel(), 0))  # type: ignore
     q, p = (Side(none, s.reshape(-1, 1), m, none) for s, m in zip((s_q, s_p), moved, strict=True))
     if not loss.twice:
         c = loss.fold(c.reshape(-1, 1), q, p, pair.blend).view(shape)

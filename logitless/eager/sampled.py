@@ -111,7 +111,7 @@ def draw(
         if relative is not None:
             relative = join(torch.where(mine, relative.double(), 0.0)).sum(0)
     found = parts.distinct(at, relative, top, how)
-    return tuple(t.view(*x.shape[:-1], n) for t in found)  # pyright: ignore[reportReturnType]
+    return tuple(t.view(*x.shape[:-1], n) for t in found)
 
 
 def distinct(

@@ -61,10 +61,10 @@ def _empty_sums(reading: Reading, rows: int, dtype: torch.dtype, device) -> _Sum
     }
     like = {"dtype": dtype, "device": device}
     return _Sums(
-        **{name: torch.zeros((rows, 1), **like) for name, need in needed.items() if need},
+        **{name: torch.zeros((rows, 1), **like) for name, need in needed.items() if need},  # type: ignore
         argmax=torch.full((rows,), -1, device=device) if "argmax" in wants else None,
         rank=torch.full((rows,), -1, device=device) if "rank" in wants else None,
-        y_ids=None if ids is None else torch.zeros((rows, ids.shape[-1]), **like),
+        y_ids=None if ids is None else torch.zeros((rows, ids.shape[-1]), **like),  # type: ignore
     )
 
 

@@ -36,7 +36,9 @@ class BlockChunks(Chunks):
         hidden, vocab, columns = self.hidden, len(self.weight), self.cut.columns
         assert columns is not None
         starts = range(0, max(vocab, 1), columns)  # a rank without columns has one empty block
-        self.blocks = tuple(slice(start, min(start + columns, vocab)) for start in starts)
+        self.blocks: tuple[slice, ...] = tuple(
+            slice(start, min(start + columns, vocab)) for start in starts
+        )
         room = (chunk_rows(len(hidden), self.cut), columns)
         self.memory = torch.empty(room, device=hidden.device, dtype=dtype)
         self.gradient = self.memory
@@ -53,7 +55,7 @@ class BlockChunks(Chunks):
     def tiles(
         self,
         loss: RowLoss,
-        sums: "BlockSums | None" = None,  # pyright: ignore[reportIncompatibleMethodOverride]
+        sums: "BlockSums | None" = None,
         known: Iterable[Saved] = (),
     ) -> Iterator[Tile]:
         known = iter(known)

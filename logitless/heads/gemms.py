@@ -207,7 +207,7 @@ def plain_gemm(a: Tensor, b: Tensor, out: Tensor | None, add: Tensor | None) -> 
     # Without values, nothing is added, because PyTorch has no fake addmm with out_dtype.
     if add is None or (wide and not has_values(a)):
         return torch.mm(a, b, out=out, **wide)
-    return torch.addmm(add, a, b, out=out, **wide)  # pyright: ignore[reportCallIssue]
+    return torch.addmm(add, a, b, out=out, **wide)  # type: ignore
 
 
 def flat(hidden: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ def dense_logits(
         weight = weight.dequantize() if is_quantized(weight) else weight
         tensors = (None if t is None else t.to(dtype) for t in (hidden, weight, bias))
         with without_autocast(hidden.device):
-            return torch.nn.functional.linear(*tensors)  # pyright: ignore[reportArgumentType]
+            return torch.nn.functional.linear(*tensors)
     flat = hidden.reshape(-1, hidden.shape[-1])
     out = torch.empty((len(flat), len(weight)), device=flat.device, dtype=dtype)
     with without_autocast(hidden.device):

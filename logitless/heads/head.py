@@ -191,7 +191,7 @@ class Head:
         vocab, width = self.weight.shape
         if self.columns is not None:  # all ranks must use chunks of the same size
             vocab = self.columns.widest
-        rows = self.hidden.shape[:-1].numel()
+        rows = self.hidden.shape[:-1].numel()  # type: ignore
         plain = self.columns is None and self.low_rank is None and not is_quantized(self.weight)
         narrow = plain and backend_of(self.hidden).is_narrow(self.hidden, self.weight)
         return Work(

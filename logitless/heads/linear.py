@@ -147,7 +147,7 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
         # Backward adds to main_grad in place. A compiled graph cannot add to main_grad in place. A
         # quantised weight cannot be an argument of our operators, because its class intercepts
         # every operator.
-        return torch.compiler.disable(evaluate_head)(head, loss, reduction, row_weight)  # pyright: ignore
+        return torch.compiler.disable(evaluate_head)(head, loss, reduction, row_weight)
     if transformed and call.in_func():
         tensor_checks.no_head_in_func()
     plan = plan_of(head) if is_straight(head, loss, reduction) else None

@@ -64,7 +64,7 @@ class _HeadArguments(NamedTuple):
 
     def teacher(self) -> ScaledHead:
         head = Head(
-            self.teacher_hidden, self.teacher_weight, self.teacher_bias,  # pyright: ignore
+            self.teacher_hidden, self.teacher_weight, self.teacher_bias,
             logits_dtype=self.teacher_dtype, low_rank=self.teacher_low_rank,
         )  # fmt: skip
         return ScaledHead(head, self.teacher_scale, self.teacher_cap)
@@ -162,7 +162,7 @@ class HeadOperator:
         )  # fmt: skip
         extras = [
             hidden.new_empty(hidden.shape[:-1], dtype=operators.dtype_of(name, full))
-            for name in self.kind.extras
+            for name in self.kind.extras  # type: ignore
         ]
         return [*(_or_empty(t, value) for t in outputs), *extras]
 

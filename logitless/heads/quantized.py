@@ -24,7 +24,7 @@ def is_quantized(t: Tensor) -> bool:
     """Whether the tensor's class implements its own matrix products, as quantised weights do."""
     if type(t) in PLAIN:
         return False
-    plain = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
+    plain = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
     # DTensors, fake tensors and results of functional collectives (`trigger_wait`) do so too.
     others = is_dtensor(t) or hasattr(t, "fake_mode") or hasattr(t, "trigger_wait")
     return not (plain or others)

@@ -642,5 +642,5 @@ class SmallRows(Node):
 
 # The `apply` of the base class is faster: torch.autograd.Function.apply adds what only torch.func
 # needs, under which a head raises.
-_small_total: Any = super(torch.autograd.Function, SmallTotal).apply  # pyright: ignore
-_small_rows: Any = super(torch.autograd.Function, SmallRows).apply  # pyright: ignore
+_small_total: Any = super(torch.autograd.Function, SmallTotal).apply  # type: ignore
+_small_rows: Any = super(torch.autograd.Function, SmallRows).apply  # type: ignore

@@ -14,11 +14,11 @@ def in_memory(weight: Tensor, module: torch.nn.Module | None):
     if not is_freed(weight) or not weight.numel() or weight.device.type == "meta":
         yield
     elif hasattr(module, "unshard"):
-        module.unshard()  # pyright: ignore
+        module.unshard()  # type: ignore
         try:
             yield
         finally:
-            module.reshard()  # pyright: ignore
+            module.reshard()  # type: ignore
     else:
         raise RuntimeError(
             "weight of a head must be in memory when the loss is computed, but FSDP has freed the"

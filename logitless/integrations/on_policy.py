@@ -57,7 +57,7 @@ def sample(
     prompts, is_prompt = _prompts(inputs, config.pad_token_id)
     prompts, is_prompt = prompts.to(device), is_prompt.to(device)
     with torch.no_grad(), _in_eval_mode(model), _with_config(model, config), _seeded(seed, model):
-        texts = model.generate(  # pyright: ignore
+        texts = model.generate(  # type: ignore
             input_ids=prompts, attention_mask=is_prompt.long(), generation_config=config
         )
     texts = getattr(texts, "sequences", texts)

@@ -178,7 +178,7 @@ class Tokens(NamedTuple):
                 for i, (g, value) in enumerate(zip(gradients, values, strict=True)):
                     if g is not None:
                         into = used[i] = g.new_zeros(count) if used[i] is None else used[i]
-                        into[rows] = g
+                        into[rows] = g  # type: ignore
                         result = result + g * (value - value.detach())  # 0, with the gradient g
                 for name, into in statistics._asdict().items():
                     if (t := getattr(stats, name)) is not None:
@@ -251,7 +251,7 @@ class TokenStatistics(torch.autograd.Function):
         if loss is None or not exact:
             pairs = [(statistics.logprob, g_logprob), (statistics.entropy, g_entropy)]
             gradients = _gradients([p for p in pairs if p[1] is not None], wanted)
-        by_leaf = iter(gradients)
+        by_leaf = iter(gradients)  # type: ignore
         of_inputs = (
             next(by_leaf) if t is not None and t.requires_grad else None for t in ctx.leaves
         )
@@ -262,7 +262,7 @@ def statistics_of(tokens: Tokens, ways: Ways, head: Head) -> Statistics:
     needed = any(t is not None and t.requires_grad for t in head.inputs)
     if not (torch.is_grad_enabled() and needed):
         return tokens.read(head)
-    return Statistics(*TokenStatistics.apply(tokens, ways, head, *head.inputs))  # pyright: ignore
+    return Statistics(*TokenStatistics.apply(tokens, ways, head, *head.inputs))
 
 
 def _gradients(pairs: list, wanted: list[Tensor]) -> tuple[Tensor | None, ...]:

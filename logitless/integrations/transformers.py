@@ -115,7 +115,7 @@ class DistillTrainer(Trainer):
     ):
         checks.one_teacher(store, teacher)
         checks.live_teacher(store, support, on_policy, generation_config)
-        self.loss_options = {
+        self.loss_options: dict[str, Any] = {
             "ce_weight": ce_weight, "kd_weight": kd_weight, "temperature": temperature,
             "beta": beta,
         }  # fmt: skip
@@ -182,7 +182,7 @@ class DistillTrainer(Trainer):
         """
         if self.on_policy:
             epoch_iterator = (self._drawn(i, batch) for i, batch in enumerate(epoch_iterator))
-        return super().get_batch_samples(epoch_iterator, *args, **kwargs)  # pyright: ignore
+        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def _drawn(self, i: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         place = self.args.seed, self.state.global_step, i
@@ -198,7 +198,7 @@ class DistillTrainer(Trainer):
         """Keeps the column `document` of a dataset, which the collator reads."""
         super()._set_signature_columns_if_needed()
         if "document" not in self._signature_columns:
-            self._signature_columns = [*self._signature_columns, "document"]
+            self._signature_columns = [*self._signature_columns, "document"]  # type: ignore
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any):
         """The evaluation batches, without targets from the store with `eval_teacher=False`."""
@@ -235,7 +235,7 @@ class DistillTrainer(Trainer):
             return batch_targets(self.store, inputs)
         inputs = {name: t for name, t in inputs.items() if name != "labels"}
         with torch.no_grad(), self.compute_loss_context_manager(), lazy_head(self.teacher):
-            logits = self.teacher(**inputs, use_cache=False).logits  # pyright: ignore
+            logits = self.teacher(**inputs, use_cache=False).logits  # type: ignore
             logits = logits[..., : self._vocabulary()]  # the teacher's head can have padded columns
             if self.whole:
                 return logits

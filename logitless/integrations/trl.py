@@ -241,7 +241,7 @@ def _layers(function: Any) -> Iterator[Any]:
 
 def _calls_fused_head(model: Any) -> bool:
     """Whether the trainer calls TRL's fused head. Only some subclasses of SFTTrainer do not."""
-    from trl import SFTTrainer  # pyright: ignore  # it takes this file for trl
+    from trl import SFTTrainer  # it takes this file for trl
 
     if not isinstance(model, SFTTrainer):
         return True
@@ -284,7 +284,7 @@ def _computed_by_us(switch: Switch, use: Use, model: nn.Module, **how) -> Iterat
 
 def _guard_of(model: nn.Module) -> Guard | None:
     """Returns the `Guard` (lazy/fuse.py) of a fused model, also inside PEFT, or None."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore
     guards = [g for each in (model, inner) for g in each.__dict__.get(GUARD, ()) if g.active]
     if len(guards) < 2:
         return next(iter(guards), None)
@@ -378,7 +378,7 @@ def _check_installed() -> None:
 
 def _way(model: Any) -> str:
     """Returns the fastest way to compute the gradients without rehearsals (token_gradients.py)."""
-    from trl import SFTTrainer  # pyright: ignore  # it takes this file for trl
+    from trl import SFTTrainer  # it takes this file for trl
 
     nll = isinstance(model, SFTTrainer) and model.args.loss_type == "nll"
     return "sum" if nll else "statistics"

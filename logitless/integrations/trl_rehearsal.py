@@ -62,7 +62,7 @@ class Step:
         leaves, collectives = [], []
 
         def policy(labels=None, shift_labels=None, **kwargs) -> Any:
-            labels = labels[:, 1:] if shift_labels is None else shift_labels  # pyright: ignore
+            labels = labels[:, 1:] if shift_labels is None else shift_labels
             logprob = torch.full(labels.shape, OTHERS, device=labels.device)
             leaves.append(logprob.masked_fill_(labels == -100, 0).requires_grad_())
             return _outputs(leaves[-1], torch.zeros_like(logprob), None, labels != -100)

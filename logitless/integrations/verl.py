@@ -72,7 +72,8 @@ class Step:
         self.heads = 0  # calls of the head
         self.rest: Any = None  # what verl hands from prepare_model_inputs to prepare_model_outputs
         self.is_packed = tu.get_non_tensor_data(batch, "use_remove_padding", True)
-        self.counts = self.is_token = None  # (B, T) masks: rows that count, and rows that exist
+        self.counts: Tensor | None = None  # (B, T), rows that count
+        self.is_token: Tensor | None = None  # (B, T), rows that exist
         self.loss_function = vars(engine).get("_logitless_loss")
         # A loss of others may read prompts; verl's trainer reads the responses of an inference.
         is_known = self.loss_function is None or self._is_ppo()

@@ -75,7 +75,7 @@ class Launch:
 
     def __call__(self, *tensors: Tensor | TensorDescriptor | None) -> None:
         """Launches on the GPU of the first argument, which must be a Tensor."""
-        device = tensors[0].device  # pyright: ignore
+        device = tensors[0].device
         types = (device, *[
             t if t is None else t.base.dtype if t.__class__ is TensorDescriptor else t.dtype
             for t in tensors

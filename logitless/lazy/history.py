@@ -52,13 +52,13 @@ class Absent(Tensor):
 
     @staticmethod
     def of(like: Any, rest: Tensor | None = None) -> "Absent":
-        g: Any = Tensor._make_wrapper_subclass(  # pyright: ignore
+        g: Any = Tensor._make_wrapper_subclass(
             Absent, like.shape, dtype=like.dtype, device=like.device
         )
         g.rest = rest
         return g
 
-    def __repr__(self, **_) -> str:  # pyright: ignore
+    def __repr__(self, **_) -> str:
         return f"Absent(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
@@ -121,7 +121,7 @@ class Root(Node):
         return z
 
     @staticmethod
-    def backward(ctx, g):  # pyright: ignore
+    def backward(ctx, g):
         if g is None:
             return (None,) * (1 + ctx.count + len(ctx.anchors))
         if not isinstance(g, Absent) and ctx.sent.task == torch._C._current_graph_task_id():
@@ -152,7 +152,7 @@ class Tie(Node):
         count = len(anchors)
         ctx.likes, ctx.sent = [Like.of(z) for z in anchors], [z.sent for z in anchors]
         outs = tuple(t.clone() for t in tensors[count:])
-        return outs if len(outs) > 1 else outs[0]  # pyright: ignore
+        return outs if len(outs) > 1 else outs[0]
 
     @staticmethod
     def backward(ctx, *g):
@@ -173,14 +173,14 @@ class Alias(Node):
         return t.view_as(t) if shared else t
 
     @staticmethod
-    def backward(ctx, g):  # pyright: ignore
+    def backward(ctx, g):
         return g, None, None
 
 
 def product(recipe: Any, anchors: tuple = ()) -> Tensor:
     """The head's logits of a recipe, as a plain tensor with history."""
     new = [recipe.product(), recipe.replace(formula=HeadLogits(recipe.head.dtype), axis=None)]
-    return Root.apply([*new, Sent(), anchors], *recipe.tensors, *anchors)  # pyright: ignore
+    return Root.apply([*new, Sent(), anchors], *recipe.tensors, *anchors)
 
 
 def tied(results: Any, anchors: tuple) -> Any:

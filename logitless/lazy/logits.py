@@ -60,7 +60,7 @@ class LazyLogits(Shared, Source):
         """Gives new logits their autograd node."""
         self.anchors, self.settled = anchors, True
         new = [self, self.recipe, self.sent, anchors]
-        return Root.apply(new, *self.recipe.tensors, *anchors)  # pyright: ignore
+        return Root.apply(new, *self.recipe.tensors, *anchors)
 
     def settle(self) -> "LazyLogits":
         """Finds out how gradients pass these logits, which may be the result of other code."""
@@ -141,7 +141,7 @@ class LazyLogits(Shared, Source):
             values = self.values() if self.known or not copy else recipe.values()
             shared = not copy
             values = values.clone() if copy and self.known else values
-            return Alias.apply(self, [values], shared)  # pyright: ignore
+            return Alias.apply(self, [values], shared)
         recipe.check()
         with torch.inference_mode(False), recipe.in_memory():
             t = recipe.of_product(self.head_logits())
@@ -151,7 +151,7 @@ class LazyLogits(Shared, Source):
             self.cell.keep(t.detach())
         else:
             self.own = t.detach()
-        return Alias.apply(t, [t], True)  # pyright: ignore
+        return Alias.apply(t, [t], True)
 
     def head_logits(self) -> Tensor:
         """The logits of the head, before the formula, with their history."""
@@ -180,8 +180,8 @@ class LazyLogits(Shared, Source):
         """Registers a hook. Who reads the gradient gets that of plain logits."""
         if not is_of_pytorch(args[1] if len(args) > 1 else None):
             if self.used and not self.opaque:
-                raise RuntimeError(LATE.format(func.__name__))
-            self.show_gradient(f"Tensor.{func.__name__}")
+                raise RuntimeError(LATE.format(func.__name__))  # type: ignore
+            self.show_gradient(f"Tensor.{func.__name__}")  # type: ignore
             self.sent.hooked = self.sent.hooked or func is T.register_hook
         elif self.requires_grad and not self.settle().opaque:
             self.anchors = (self,)
@@ -239,7 +239,7 @@ class LazyLogits(Shared, Source):
     def ranks_of_call(self):
         return None if self.recipe.shard is None else self.recipe.shard.ranks
 
-    def __repr__(self, **_) -> str:  # pyright: ignore
+    def __repr__(self, **_) -> str:
         """Shows the values of logits for inference if they are small or already computed."""
         recipe = self.recipe
         if recipe.inference and (self.known or (recipe.small and not recipe.stale())):
@@ -254,7 +254,7 @@ class LazyLogits(Shared, Source):
     # --- functions of PyTorch
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func, types, args: Any = (), kwargs=None):
         kwargs, first = kwargs or {}, args[0] if args else None
         if func in HOOKS and isinstance(first, LazyLogits):
             return first.hook(func, args, kwargs)
@@ -267,7 +267,7 @@ class LazyLogits(Shared, Source):
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args: Any = (), kwargs=None):
         if is_copy(func, args):
             z, clone = args[0], func is torch.ops.aten.clone.default
             if not clone or not (z.known or z.cell.exposed):
@@ -284,7 +284,7 @@ PASSES = {
     "BackwardHookFunctionBackward", "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward",
 }  # fmt: skip
 HOOKS = {T.register_hook, T.retain_grad}
-LEAVES = {T.requires_grad_, T.requires_grad.__set__}  # pyright: ignore
+LEAVES = {T.requires_grad_, T.requires_grad.__set__}  # type: ignore
 LATE = (
     "Tensor.{} of lazy logits must be called before anything is computed from them, because a loss"
     " sends gradients straight to the head. Call it right after the forward, or use plain logits:"

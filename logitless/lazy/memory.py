@@ -31,7 +31,7 @@ class Cell:
     def fill(self) -> Tensor:
         if self.memory is None:
             self.keep(self.recipe.values())
-        return self.memory  # pyright: ignore
+        return self.memory
 
     def keep(self, values: Tensor) -> None:
         self.memory, self.version = values, version_of(values)
@@ -55,7 +55,7 @@ class Shared(Tensor):
 
     @staticmethod
     def blank(kind: type, shape: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        t: Any = Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)  # pyright: ignore
+        t: Any = Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
         torch._C._set_throw_on_mutable_data_ptr(t)  # where no function of ours sees the access
         t.path, t.own = (), None
         return t
@@ -98,7 +98,7 @@ class Shared(Tensor):
         self.cell, self.path, self.own = other.cell, other.path, other.own
         return self
 
-    def __repr__(self, **_) -> str:  # pyright: ignore
+    def __repr__(self, **_) -> str:
         return repr(self.plain())
 
     @classmethod
@@ -150,11 +150,11 @@ OF_TENSOR |= {
 }  # fmt: skip
 ADDRESSES = {
     T.data_ptr, T.untyped_storage, T.storage, T._typed_storage, T.__dlpack__, T.numpy, T.__array__,
-    T.__cuda_array_interface__.__get__,  # pyright: ignore
+    T.__cuda_array_interface__.__get__,
 }  # fmt: skip
 GETTERS = {
-    T.data.__get__, T.T.__get__, T.mT.__get__, T.H.__get__, T.mH.__get__, T.real.__get__,  # pyright: ignore
-    T.imag.__get__, T.__cuda_array_interface__.__get__, T.data.__set__,  # pyright: ignore
+    T.data.__get__, T.T.__get__, T.mT.__get__, T.H.__get__, T.mH.__get__, T.real.__get__,  # type: ignore
+    T.imag.__get__, T.__cuda_array_interface__.__get__, T.data.__set__,  # type: ignore
 }  # fmt: skip
 LIKE = {T.to, T.type_as, T.view_as, T.expand_as, T.reshape_as}  # read only the first argument
 COPIERS = {T.__reduce_ex__, T.__deepcopy__}

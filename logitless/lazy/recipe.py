@@ -330,7 +330,7 @@ class Watch:
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
         with torch.no_grad():
-            return not torch.equal(self.read(), sample)  # pyright: ignore
+            return not torch.equal(self.read(), sample)
 
 
 def versions(*tensors: Tensor | None) -> tuple[int, ...]:

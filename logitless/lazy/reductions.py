@@ -58,7 +58,7 @@ def gather(z: LazyLogits, dim, index, **kwargs):
         )
     else:
         picked = row_stats(UnscaledLogits(z), index, ignore_index=None, **direct.reads).picked
-    return picked.to(z.dtype)  # pyright: ignore
+    return picked.to(z.dtype)
 
 
 def take_along_dim(z: LazyLogits, indices, dim=None, **kwargs):
@@ -74,7 +74,7 @@ def argmax(z: LazyLogits, dim=None, keepdim=False):
         return _argmax(z, dim, keepdim)
     with torch.no_grad():
         ids = row_stats(UnscaledLogits(z), argmax=True, **direct.reads).argmax
-    return ids.unsqueeze(-1) if keepdim else ids  # pyright: ignore
+    return ids.unsqueeze(-1) if keepdim else ids
 
 
 def _total(z: LazyLogits, direct: Direct) -> Tensor:

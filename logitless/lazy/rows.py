@@ -55,7 +55,7 @@ def view(z: LazyLogits, *shape, **kwargs):
         return NotImplemented
     *lead, last = shape
     size, width = z.shape, z.shape[-1]
-    count = size[:-1].numel()
+    count = size[:-1].numel()  # type: ignore
     known = torch.Size([n for n in lead if n != -1]).numel()
     if last == -1:  # here, -1 must stand for the size of the vocabulary
         last = width if -1 not in lead and known == count else None

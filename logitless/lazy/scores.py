@@ -111,7 +111,7 @@ class Remembered:
             self.tables[options] = Table(self.whole.head.rows, flat)
         self.tables[options].put(places_of(recipe), label.reshape(-1), reading.vocab, flat)
 
-    def statistics(self, recipe: Recipe, loss: Read) -> tuple[Tensor, ...] | None:
+    def statistics(self, recipe: Recipe, loss: Read) -> tuple[Tensor, ...] | None:  # type: ignore
         """The statistics of `loss` from the `Table`, or None if this is not possible."""
         reading, options = loss.reading, options_of(loss.reading)
         scored = set(reading.wants) <= set(SCORES) and reading.ids_per_row <= 1
@@ -126,14 +126,14 @@ class Remembered:
             ids = reading.label
         places, at, computed, outputs = places_of(recipe), None, None, []
         if ids is None:
-            if not self.has_rows(table, options, recipe.places):  # pyright: ignore
+            if not self.has_rows(table, options, recipe.places):
                 return None
         else:  # an id out of range can be equal to UNKNOWN
             label, ids = table.label[places], ids.reshape(-1)
             others = (label == UNKNOWN) | (label != ids)
             at = (others if ignored is None else others & ~ignored.reshape(-1)).nonzero()[:, 0]
             if len(at):
-                computed = scores_of(recipe, options, at, ids[at])  # pyright: ignore
+                computed = scores_of(recipe, options, at, ids[at])
         for name in reading.wants:
             t = getattr(table.scores, name)[places]
             if computed is not None:

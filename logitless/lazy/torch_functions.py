@@ -151,7 +151,7 @@ CASTS = {
     )
 }
 _softmax, _log_softmax = _of_rows(torch.softmax), _of_rows(torch.log_softmax)
-DETACHES = {T.detach, torch.detach, T.data.__get__}  # pyright: ignore
+DETACHES = {T.detach, torch.detach, T.data.__get__}  # type: ignore
 CATS = {torch.cat, torch.concat, torch.concatenate}
 LISTS = {*CATS, torch.stack}
 SECOND: dict[Any, Callable] = {
@@ -163,7 +163,7 @@ PERMUTATIONS = {
     for function in (
         T.permute, torch.permute, T.transpose, torch.transpose, T.swapaxes, torch.swapaxes,
         T.swapdims, torch.swapdims, T.movedim, torch.movedim, T.moveaxis, torch.moveaxis,
-        T.mT.__get__,  # pyright: ignore
+        T.mT.__get__,  # type: ignore
     )
 }  # fmt: skip
 OPERATIONS: dict[Any, Callable] = {

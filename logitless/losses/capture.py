@@ -84,7 +84,7 @@ def capture_sampled(
     run: Callable = _sampled
     if torch.compiler.is_compiling():  # a compiled graph cannot hold a generator
         run = torch.compiler.disable(_sampled)
-    return run(logits, n, proposal, generator, temperature, softcap)  # pyright: ignore
+    return run(logits, n, proposal, generator, temperature, softcap)
 
 
 def _sampled(logits, n, proposal, generator, temperature, softcap) -> SparseTargets:

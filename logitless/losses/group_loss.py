@@ -180,7 +180,7 @@ class GroupFormula(Formula):
     caller: ClassVar[str] = "group_loss"
     unit: ClassVar[str] = "group"
 
-    groups: Groups = None  # pyright: ignore
+    groups: Groups = None  # type: ignore
     per_row: tuple[bool, ...] = ()  # which of the row_inputs have one entry per row
     live: Tensor | None = None  # (g,), False for groups whose rows are all ignored
     is_chunk: bool = False

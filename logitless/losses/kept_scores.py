@@ -111,7 +111,7 @@ def kept_scores(
     if call.reads_values(ids) and not call.under_transform() and ranks_of_call(logits) is None:
         # `_distinct` replaces NO_ID, so the error of `evaluate` would name another number
         wrong = (ids == NO_ID) & (label != ignore_index).unsqueeze(-1)
-        target_checks.in_range(ids, logits.shape[-1], wrong, KeptStatistics.names[1], None)
+        target_checks.in_range(ids, logits.shape[-1], wrong, KeptStatistics.names[1], None)  # type: ignore
     ids = _distinct(ids, label, logits.shape[-1])
     reading = call.reading_of(
         logits, temperature, softcap, label=label, ids=ids, ignore_index=ignore_index,

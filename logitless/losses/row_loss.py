@@ -83,7 +83,7 @@ class Formula(RowLoss):
     # the public function, and what has one result, in error messages
     caller: ClassVar[str] = "row_loss"
     unit: ClassVar[str] = "row"
-    reads: ClassVar[type[Read]] = Read  # the statistics under a compiler
+    reads: ClassVar[type[Read]] = Read  # the statistics under a compiler  # type: ignore
 
     has_gain: ClassVar[bool] = False  # the function can multiply by any number
     extras: ClassVar[None] = None  # the number of extras is known only after a call of `function`

@@ -101,7 +101,7 @@ def sampled_softmax(
     compute = shared_loss if negatives.dim() == 1 else per_row_loss
     if torch.compiler.is_compiling():  # this call breaks the graph of torch.compile
         compute = torch.compiler.disable(compute)
-    value = compute(sample, reduction, _flat(row_weight))  # pyright: ignore[reportCallIssue]
+    value = compute(sample, reduction, _flat(row_weight))
     return value.view(target.shape) if reduction == "none" else value
 
 
@@ -309,7 +309,7 @@ class _TableRows(Node):
         return table[ids].to(dtype)
 
     @staticmethod
-    def backward(ctx, upstream):  # pyright: ignore
+    def backward(ctx, upstream):
         Node.refuse_vmap((upstream,))
         (ids,) = ctx.saved_tensors
         with torch.no_grad():

@@ -46,7 +46,7 @@ class SlotFormula(Formula):
 
     names: ClassVar[tuple[str, str]] = ("labels", "targets.ids")
     caller: ClassVar[str] = "slot_loss"
-    reads: ClassVar[type[Read]] = SlotRead
+    reads: ClassVar[type[Read]] = SlotRead  # type: ignore
 
     @property
     def real_ids(self):

@@ -29,7 +29,7 @@ from .shard import Shard
 def local(t, grad_placements=None) -> Tensor:
     """This rank's shard of a DTensor, after a collective that may still be writing it."""
     shard = t.to_local(grad_placements=grad_placements)
-    return _Arrived.apply(shard) if hasattr(shard, "wait") else shard  # pyright: ignore
+    return _Arrived.apply(shard) if hasattr(shard, "wait") else shard
 
 
 class _Arrived(Node):
@@ -40,7 +40,7 @@ class _Arrived(Node):
         return pending.wait().detach()
 
     @staticmethod
-    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, g):
         return g
 
 
@@ -99,7 +99,7 @@ class DTensorLogits(Source):
             return evaluate(here, plain, reduction, _whole(row_weight))
 
         if torch.compiler.is_compiling():  # this call breaks the graph of torch.compile
-            return torch.compiler.disable(run)()  # pyright: ignore[reportCallIssue]
+            return torch.compiler.disable(run)()
         return run()
 
     def capture(self, capture: Capture, temperature: float, softcap: float | None) -> Captured:
@@ -113,7 +113,7 @@ def _whole(t: Tensor | None) -> Tensor | None:
     if not is_dtensor(t):
         return t
     rules.replicated(t)
-    return t.to_local()  # pyright: ignore
+    return t.to_local()  # type: ignore
 
 
 def hidden_of_all(hidden, weight) -> Tensor:

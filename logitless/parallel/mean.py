@@ -24,7 +24,7 @@ def global_mean(
     >>> loss = global_mean(cross_entropy(logits, target, reduction="sum"), (target != -100).sum())
     """
     checks.mean(loss_sum, count)
-    return _GlobalMean.apply(loss_sum, count, ranks_of(group), averaged)  # pyright: ignore
+    return _GlobalMean.apply(loss_sum, count, ranks_of(group), averaged)
 
 
 class _GlobalMean(torch.autograd.Function):
@@ -38,5 +38,5 @@ class _GlobalMean(torch.autograd.Function):
         return (both[0] * share).to(full)
 
     @staticmethod
-    def backward(ctx, upstream):  # pyright: ignore
+    def backward(ctx, upstream):
         return upstream * ctx.scale, None, None, None

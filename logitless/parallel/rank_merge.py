@@ -165,7 +165,7 @@ class ColumnBackend:
 
     def pair_read(self, x: Tensor, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
         """The loss per row over the columns of all ranks, and the state for backward."""
-        lead, rows = x.shape[:-1], x.shape[:-1].numel()
+        lead, rows = x.shape[:-1], x.shape[:-1].numel()  # type: ignore
         here = self._pair_reading(reading)
         part = torch.zeros((rows, PAIR_STATE), device=x.device, dtype=PRECISION[x.dtype])
         part[:, 0] = part[:, 2] = -torch.inf
@@ -199,7 +199,7 @@ class ColumnBackend:
         invariant: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Each rank sends its k largest logits of a row; those of the whole row are among them."""
-        lead, rows, own = x.shape[:-1], x.shape[:-1].numel(), min(k, self.width)
+        lead, rows, own = x.shape[:-1], x.shape[:-1].numel(), min(k, self.width)  # type: ignore
         part = torch.full((rows, 2 * k + 1), -torch.inf, device=x.device, dtype=PRECISION[x.dtype])
         nowhere = torch.full((rows, k), contract.NOWHERE, device=x.device)
         part[:, k : 2 * k] = contract.as_bits(nowhere, part.dtype)
@@ -242,7 +242,7 @@ class ColumnBackend:
         """Partial statistics; `start` is the first column of x within this rank's columns."""
         if x.shape[-1]:
             return self.backend.partial(x, reading, self.start + start)
-        rows, dtype = x.shape[:-1].numel(), PRECISION[x.dtype]
+        rows, dtype = x.shape[:-1].numel(), PRECISION[x.dtype]  # type: ignore
         state = torch.zeros((rows, 1, contract.PART), device=x.device, dtype=dtype)
         nowhere = torch.full((rows, 1), contract.NOWHERE, device=x.device)
         state[..., contract.M] = -torch.inf

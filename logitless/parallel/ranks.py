@@ -65,8 +65,7 @@ class Ranks:
             moved = self.shift([t.cpu() for t in tensors], rows, tag).wait()
             return _Arrivals([t.to(s.device) for t, s in zip(moved, tensors, strict=True)], ())
         after, before = (
-            dist.get_global_rank(self.group, (self.index + step) % self.count)  # pyright: ignore
-            for step in (1, -1)
+            dist.get_global_rank(self.group, (self.index + step) % self.count) for step in (1, -1)
         )
         sent = [t.contiguous() for t in tensors]
         got = [torch.empty((rows, *t.shape[1:]), device=t.device, dtype=t.dtype) for t in sent]

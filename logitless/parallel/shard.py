@@ -177,7 +177,7 @@ class Shard(Source):
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         if torch.compiler.is_compiling():  # this call breaks the graph of torch.compile
-            return torch.compiler.disable(_evaluate)(self, loss, reduction, row_weight)  # pyright: ignore[reportCallIssue]
+            return torch.compiler.disable(_evaluate)(self, loss, reduction, row_weight)
         return _evaluate(self, loss, reduction, row_weight)
 
     def evaluate_in_place(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):

@@ -111,7 +111,10 @@ class RunFile:
         for first in range(0, self.blocks, PIECE):
             blocks = [self._block(n) for n in range(first, min(first + PIECE, self.blocks))]
             keys, numbers = (bytearray().join(part) for part in zip(*blocks, strict=True))
-            yield tuple(torch.frombuffer(part, dtype=torch.int64) for part in (keys, numbers))
+            yield (
+                torch.frombuffer(keys, dtype=torch.int64),
+                torch.frombuffer(numbers, dtype=torch.int64),
+            )
 
 
 def _is_right(data: memoryview) -> bool:

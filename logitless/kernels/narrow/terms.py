@@ -210,7 +210,7 @@ def terms_of(
     N, device = len(state), state.device
     has, g_ids = coefficients.has, coefficients.ids
     K = 0 if g_ids is None else g_ids.shape[-1]
-    upstream, step_u = numbers(upstream)  # pyright: ignore[reportAssignmentType]
+    upstream, step_u = numbers(upstream)
     factor, step_f = numbers(factor)
     steps = (COEFFICIENTS * (coefficients.rows.shape[0] > 1), step_u, step_f)
     if "logprob_t1" in has and reading.temperature != 1:

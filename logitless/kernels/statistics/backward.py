@@ -411,7 +411,7 @@ def _gradient(
     steps = key.upstream_steps
     upstream = tuple(d.contiguous() if s else d for d, s in zip(upstream, steps, strict=True))
     if key.factor_per_row:
-        factor = factor.contiguous()  # pyright: ignore[reportOptionalMemberAccess]
+        factor = factor.contiguous()
     weight, temperature = None, reading.row_temperature
     if "total" in has:
         weight = reading.class_weight
@@ -514,4 +514,4 @@ def _by_copy(x, reading, state, coefficients, names, upstream, factor, into, sta
     dx = _gradient(
         x.contiguous(), reading, state, coefficients, names, upstream, factor, place, start
     )
-    return into.copy_(dx) if over_logits else dx  # pyright: ignore[reportOptionalMemberAccess]
+    return into.copy_(dx) if over_logits else dx
