@@ -11,18 +11,15 @@ from tests.support.launches import every_kernel
 from tests.support.paths import ROOT
 
 HOPPER = "cuda:90"
-TARGETS = ["cuda:80", HOPPER, "cuda:100", "hip:gfx942"]
+TARGETS = ["cuda:80", "cuda:100", "hip:gfx942", HOPPER]
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_ahead_of_time(target, request):
     kernels, mode = sorted(every_kernel()), []
-    if request.config.option.few:
-        mode = ["--few"]
-        others = [name for name in TARGETS if name != HOPPER]
-        # Each kernel for one GPU.
-        at, step = (1, 2) if target == HOPPER else (2 * others.index(target), 2 * len(others))
-        kernels = kernels[at::step]
+    if request.config.option.few:  # each kernel for one GPU
+        at = TARGETS.index(target)
+        kernels, mode = kernels[::2] if target == HOPPER else kernels[2 * at + 1 :: 6], ["--few"]
     # A process of its own: here the kernels are interpreted.
     printed = printed_by(ROOT / "tests/support/aot.py", target, *mode, "--only", *kernels)
     rows = [json.loads(line) for line in printed.splitlines()]

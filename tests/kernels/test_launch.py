@@ -3,20 +3,18 @@
 import contextlib
 import importlib
 import inspect
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 from unittest import mock
 
 import torch
 
 import logitless as ll
 from logitless import kernels
+from logitless.core import target_checks, tensor_checks
 from logitless.kernels import config, launch
+from tests.support.forked import together
 from tests.support.laws import host_reads_nothing
-from tests.support.paths import ROOT
 
 KERNELS = {  # every kernel that is launched, by the module that launches it
     name: module
@@ -121,20 +119,13 @@ def test_launches_are_kept_by_what_they_are_compiled_for(monkeypatch):
     assert len(launch._launches) == 4
 
 
-SAME_KERNELS = """
-import torch
-import logitless as ll
-from logitless.core import target_checks, tensor_checks
-from logitless.kernels import config, launch
-from tests.support.aot import recording
+def compiled(rows, vocab, splits):
+    """What Triton would be given to compile, by the losses over logits."""
+    from tests.support import aot  # which hides GPUs
 
-# Nothing is going to run.
-tensor_checks.triton_can_run = target_checks.in_range = lambda *_, **__: None
-
-def compiled(rows, V, splits):
-    x = torch.zeros(rows, V, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.zeros(rows, vocab, dtype=torch.bfloat16, requires_grad=True)
     target = torch.zeros(rows, dtype=torch.int64)
-    with recording() as launches, config.override(splits=splits), ll.impl("triton"):
+    with aot.recording() as launches, config.override(splits=splits), ll.impl("triton"):
         ll.cross_entropy(x, target, label_smoothing=0.1, reduction="none").sum().backward()
         ll.score(x, target).entropy.sum().backward()
         ll.token_logprobs(x, target[:, None].expand(-1, 5)).sum().backward()
@@ -143,28 +134,24 @@ def compiled(rows, V, splits):
         ll.jsd(x, x.detach()).backward()
     return {(s.name, str(s.signature), str(s.constants), str(s.attrs)) for s, *_ in launches}
 
-for splits in (1, 3):
-    # Here, a kernel with one warp per row is used from 16 rows on.
-    for first, others in ((7, (8, 15)), (16, (17, 99, 128))):
-        one = compiled(first, 32000, splits)
-        assert len(one) > 4, one
-        for rows, V in (*((n, 32000) for n in others), (first, 32016), (others[0], 50256)):
-            more = compiled(rows, V, splits)
-            assert more == one, (rows, V, splits, more ^ one)
-    assert compiled(5, 128256, splits) == compiled(8, 151936, splits)  # beyond 2^16, longer blocks
-assert compiled(7, 32000, 3) == compiled(7, 32000, 5)
-print("the same")
-"""
+
+def same_kernels(_):
+    # Nothing is going to run.
+    tensor_checks.triton_can_run = target_checks.in_range = lambda *_, **__: None
+    for splits in (1, 3):
+        # Here, a kernel with one warp per row is used from 16 rows on.
+        for first, others in ((7, (8, 15)), (16, (17, 99, 128))):
+            one = compiled(first, 32000, splits)
+            assert len(one) > 4, one
+            for rows, vocab in (*((n, 32000) for n in others), (first, 32016), (others[0], 50256)):
+                more = compiled(rows, vocab, splits)
+                assert more == one, (rows, vocab, splits, more ^ one)
+        # beyond 2^16, longer blocks
+        assert compiled(5, 128256, splits) == compiled(8, 151936, splits)
+    assert compiled(7, 32000, 3) == compiled(7, 32000, 5)
 
 
 def test_new_lengths_need_no_new_kernel():
     """Constexpr lengths that recompile: what Triton would be given is the same for every N and V
     of an alignment, on a process without the interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-c", SAME_KERNELS],
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "the same"
+    together(1, same_kernels)

@@ -1,18 +1,24 @@
 """Losses against a dense teacher: rows whose parts several programs read, and what is compiled."""
 
-import os
-import subprocess
-import sys
+import importlib.util
+import inspect
 
 import pytest
 import torch
 
+from logitless import kernels
+from logitless.contract import PAIR_STATE, PAIR_SUMS, Pair, Reading
 from logitless.kernels import config
+from logitless.kernels.layout import rows_of
+from logitless.kernels.pairs import backward as pair_bwd
+from logitless.kernels.pairs import forward as pair_fwd
+from logitless.kernels.pairs import losses as pair_losses
+from logitless.kernels.program_exchange import EMPTY
 from tests.support.dense_teachers import OPTIONS, make, naive, ours
+from tests.support.forked import together
 from tests.support.inputs import on
 from tests.support.laws import assert_as_good_as_torch
 from tests.support.pairwise import pairwise
-from tests.support.paths import ROOT
 
 
 def by_parts(x, t, reading, kind, beta, span):
@@ -21,11 +27,6 @@ def by_parts(x, t, reading, kind, beta, span):
     The interpreter runs one program after another. So that none waits in vain, a first run finds a
     word published by everyone, if only that it saw nothing; the second finds what the first left.
     """
-    from logitless.contract import PAIR_STATE, PAIR_SUMS
-    from logitless.kernels.layout import rows_of
-    from logitless.kernels.pairs import forward as pair_fwd
-    from logitless.kernels.program_exchange import EMPTY
-
     (x, rows), (t, t_rows) = rows_of(x), rows_of(t)
     parts = config.ceil_div(rows.vocab, span)
     cut = config.Config(block_v=32, num_warps=1, span=span)
@@ -54,9 +55,6 @@ def by_parts(x, t, reading, kind, beta, span):
 )
 def test_parts_of_a_row_add_up(rows, span, softcap, masked, kind, device):
     """To the same as one program finds, with parts that are ragged, empty, of -inf, or masked."""
-    from logitless import kernels
-    from logitless.contract import Pair, Reading
-
     vocab, dtype = rows
     x, t = make((kind, 0.3), rows=(7,), vocab=vocab, dtype=dtype, device=device)
     x[1, :50], t[2, :50], x[3, 40:], t[3, 40:] = [-torch.inf] * 4
@@ -88,16 +86,10 @@ def test_parts_of_a_row_wait_for_each_other(loss, how, impl, device):
         )
 
 
-EDITED = """
-import importlib.util
-import sys
-import torch
-from logitless import kernels
-from logitless.contract import PAIR_STATE, Pair, Reading
-from logitless.kernels.pairs import backward as pair_bwd, forward as pair_fwd, losses as pair_losses
-from tests.support.aot import recording
-
 def hashes(kind):
+    """What Triton's cache on disk knows of the three kernels of a divergence."""
+    from tests.support.aot import recording  # hides GPUs
+
     for plan in (pair_fwd._plan, pair_fwd._finish_plan, pair_bwd._plan):
         plan.cache_clear()
     x, reading, pair = torch.zeros(2, 64), Reading(64), Pair(torch.zeros(2, 64), kind, 0.5)
@@ -108,33 +100,26 @@ def hashes(kind):
         kernels.pair_gradient(x, reading, pair, whole, torch.ones(()))
     return [source.hash() for source, *_ in launches]
 
-before = {kind: hashes(kind) for kind in ("tvd", "jsd")}
-text = open(pair_losses.__file__).read()
-for old, new, changed in (
-    ("    return q.e - p.e * scale", "    return p.e - q.e * scale", [True, False, True]),
-    ("    value = 0.5 * sums.a", "    value = 1.5 * sums.a", [True, True, False]),
-):
-    assert text.count(old) == 1
-    with open(sys.argv[1], "w") as file:
-        file.write(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location("logitless.kernels.pairs.edited", sys.argv[1])
-    edited = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(edited)
-    for module in (pair_fwd, pair_bwd):
-        module.LOSSES = edited.LOSSES
-    assert [a != b for a, b in zip(hashes("tvd"), before["tvd"])] == changed, old
-    assert hashes("jsd") == before["jsd"]
-print("all seen")
-"""
+
+def changes_are_seen(_, path):
+    before = {kind: hashes(kind) for kind in ("tvd", "jsd")}
+    text = inspect.getsource(pair_losses)
+    for old, new, changed in (
+        ("    return q.e - p.e * scale", "    return p.e - q.e * scale", [True, False, True]),
+        ("    value = 0.5 * sums.a", "    value = 1.5 * sums.a", [True, True, False]),
+    ):
+        assert text.count(old) == 1
+        path.write_text(text.replace(old, new))
+        spec = importlib.util.spec_from_file_location("logitless.kernels.pairs.edited", path)
+        edited = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(edited)
+        for module in (pair_fwd, pair_bwd):
+            module.LOSSES = edited.LOSSES
+        found = [a != b for a, b in zip(hashes("tvd"), before["tvd"], strict=True)]
+        assert found == changed, old
+        assert hashes("jsd") == before["jsd"]
 
 
 def test_the_cache_on_disk_sees_every_formula(tmp_path):
     """A formula in a struct of constants would not be: an old kernel would run after an upgrade."""
-    done = subprocess.run(
-        [sys.executable, "-c", EDITED, str(tmp_path / "edited.py")],
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "all seen"
+    together(1, changes_are_seen, tmp_path / "edited.py")
