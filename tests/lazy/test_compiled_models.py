@@ -20,6 +20,7 @@ from logitless.lazy.logits import LazyLogits
 from tests.support import inductor
 from tests.support.fusable_models import D, Model, V
 
+INDUCTOR = pytest.param("inductor", marks=inductor.needs_compiler)
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 
 # Warnings of the compiler itself are not ours. Ours are errors.
@@ -88,53 +89,48 @@ def inside(model, ids):
 LOSSES = pytest.mark.parametrize("loss", [inside, outside])
 
 
-@BACKENDS
+def compiled_model(fused, loss, **how):
+    compiled = torch.compile(fused, **how)
+    assert ll.is_fused(compiled)
+    return lambda ids: loss(compiled, ids)
+
+
+def compiled_itself(fused, loss, **how):
+    fused.compile(**how)
+    return lambda ids: loss(fused, ids)
+
+
+def compiled_step(fused, loss, **how):
+    """The model and its loss are inside of a larger compiled function."""
+    return torch.compile(lambda ids: loss(fused, ids), **how)
+
+
+@pytest.mark.parametrize("compiled", [compiled_model, compiled_itself, compiled_step])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
 @LOSSES
-def test_training(loss, backend, device):
+def test_training(loss, backend, compiled, device):
     """Three steps compile once, and no logits are materialised."""
     fused, plain = pair(device)
-    compiled, ids = torch.compile(fused, backend=backend), batch().to(device)
+    step, ids = compiled(fused, loss, backend=backend), batch().to(device)
     want = grads(plain, loss(plain, ids)[0])
     frames = []
     for _ in range(3):
-        value, logits = loss(compiled, ids)
+        value, logits = step(ids)
         torch.testing.assert_close(grads(fused, value), want)
         assert_lazy(logits)
         frames.append(counters["frames"]["total"])
     assert counters["stats"]["unique_graphs"] >= 1
     assert len(set(frames)) == 1
-    assert ll.is_fused(compiled)
-
-
-@LOSSES
-def test_a_compiled_step(loss, device):
-    """The model and its loss are inside of a larger compiled function."""
-    fused, plain = pair(device)
-    ids = batch().to(device)
-    step = torch.compile(lambda ids: loss(fused, ids), backend="aot_eager")
-    for _ in range(2):
-        value, logits = step(ids)
-        torch.testing.assert_close(grads(fused, value), grads(plain, loss(plain, ids)[0]))
-        assert_lazy(logits)
-
-
-@LOSSES
-def test_model_compile(loss, device):
-    fused, plain = pair(device)
-    ids = batch().to(device)
-    fused.compile(backend="aot_eager")
-    value, logits = loss(fused, ids)
-    torch.testing.assert_close(grads(fused, value), grads(plain, loss(plain, ids)[0]))
-    assert_lazy(logits)
     assert ll.is_fused(fused)
 
 
-@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("dynamic", [None, True])
 @LOSSES
+@pytest.mark.few(1)
 def test_lengths(loss, dynamic, device):
     """Batches of other lengths are compiled at most once more."""
     fused, plain = pair(device)
-    compiled = torch.compile(fused, backend="aot_eager", dynamic=dynamic)
+    compiled = torch.compile(fused, backend="eager", dynamic=dynamic)
     frames = []
     for length in (3, 4, 5, 9, 14):
         ids = batch(2, length).to(device)
@@ -145,7 +141,7 @@ def test_lengths(loss, dynamic, device):
     assert frames[-1] == frames[1]
 
 
-@BACKENDS
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 @pytest.mark.few(1)
 def test_peak_memory(backend, device):
     """A compiled step takes as much memory as an uncompiled step, within 5 %."""
@@ -169,6 +165,7 @@ def test_peak_memory(backend, device):
 
 @BACKENDS
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.few(1)
 def test_evaluation(mode, backend, device, monkeypatch):
     """Large logits of an evaluation are lazy too."""
     monkeypatch.setattr(recipe, "SMALL", 0)
@@ -184,47 +181,37 @@ def test_evaluation(mode, backend, device, monkeypatch):
             torch.testing.assert_close(compiled(ids).argmax(-1), plain(ids).argmax(-1))
 
 
-def test_small_logits_stay_in_the_graph(device):
-    """As in decoding: logits of at most 32 MiB without gradients are plain, in one graph."""
-    fused, plain = (one.eval() for one in pair(device))
-    ids = batch().to(device)
+def test_an_evaluation_a_teacher_and_training(device):
+    """As in decoding, logits of at most 32 MiB without gradients are plain, in one graph.
+
+    Inside of lazy_logits(), logits of any size are lazy, also if they were plain before.
+    """
+    fused, plain = pair(device)
+    compiled, ids = torch.compile(fused, backend="aot_eager"), batch().to(device)
+    want = plain(ids).detach()
+    student = torch.zeros_like(want)
     with torch.no_grad():
-        got = torch.compile(fused, backend="aot_eager")(ids)
+        got = compiled(ids)
+        assert not counters["graph_break"]
         assert type(got) is torch.Tensor
-        torch.testing.assert_close(got, plain(ids))
-    assert not counters["graph_break"]
-
-
-def test_training_after_an_evaluation(device):
-    fused, plain = pair(device)
-    compiled, ids = torch.compile(fused, backend="aot_eager"), batch().to(device)
-    for _ in range(2):
-        with torch.no_grad():
-            assert type(compiled(ids)) is torch.Tensor
-        value, logits = inside(compiled, ids)
-        torch.testing.assert_close(grads(fused, value), grads(plain, inside(plain, ids)[0]))
-        assert_lazy(logits)
-
-
-def test_a_compiled_teacher(device):
-    """Inside of lazy_logits(), logits of any size are lazy, also if they were plain before."""
-    fused, plain = pair(device)
-    compiled, ids = torch.compile(fused, backend="aot_eager"), batch().to(device)
-    with torch.no_grad():
-        assert type(compiled(ids)) is torch.Tensor
+        torch.testing.assert_close(got, want)
         with ll.lazy_logits():
             logits = compiled(ids)
         assert_lazy(logits)
         assert type(compiled(ids)) is torch.Tensor
-    student = torch.zeros_like(plain(ids))
-    got, want = (ll.kl_div(student, z, direction="forward") for z in (logits, plain(ids).detach()))
+    got, want = (ll.kl_div(student, z, direction="forward") for z in (logits, want))
     torch.testing.assert_close(got, want)
+    value, logits = inside(compiled, ids)
+    torch.testing.assert_close(grads(fused, value), grads(plain, inside(plain, ids)[0]))
+    assert_lazy(logits)
+    with torch.no_grad():
+        assert type(compiled(ids)) is torch.Tensor
 
 
 def test_a_whole_graph(device):
     """With fullgraph=True, where the graph must not end, the error says how to get plain logits."""
     fused, plain = pair(device)
-    ids, whole = batch().to(device), {"backend": "aot_eager", "fullgraph": True}
+    ids, whole = batch().to(device), {"backend": "eager", "fullgraph": True}
     for model in (fused, lambda ids: outside(fused, ids)):
         with pytest.raises(
             torch._dynamo.exc.Unsupported, match=r"ends the graph .* unfuse\(model\)"
@@ -249,6 +236,7 @@ def test_a_whole_graph_without_gradients(device, monkeypatch):
 
 
 @pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.few(1)
 def test_a_checkpoint(whole, device):
     """Dynamo leaves a checkpoint to PyTorch if the graph ends inside of it."""
     fused, plain = pair(device)
@@ -268,27 +256,21 @@ def test_a_checkpoint(whole, device):
     assert ll.report() == []
 
 
-def test_a_new_head(device):
-    """A head that replaced the fused head after the first compiled step is fused too."""
+def test_a_new_head_and_none(device):
+    """A head that replaced the fused head after a compiled step is fused too, until unfuse."""
     fused, plain = pair(device)
-    step = torch.compile(lambda ids: inside(fused, ids), backend="aot_eager")
-    ids = batch().to(device)
-    step(ids)
+    compiled, ids = torch.compile(fused, backend="eager"), batch().to(device)
+    assert_lazy(inside(compiled, ids)[1])
     fused.lm_head, plain.lm_head = (nn.Linear(D, V).to(device) for _ in range(2))
     plain.lm_head.load_state_dict(fused.lm_head.state_dict())
-    value, logits = step(ids)
-    torch.testing.assert_close(grads(fused, value), grads(plain, inside(plain, ids)[0]))
+    value, logits = inside(compiled, ids)
+    want = grads(plain, inside(plain, ids)[0])
+    torch.testing.assert_close(grads(fused, value), want)
     assert_lazy(logits)
-
-
-def test_unfused(device):
-    fused, plain = pair(device)
-    compiled, ids = torch.compile(fused, backend="aot_eager"), batch().to(device)
-    assert_lazy(inside(compiled, ids)[1])
     ll.unfuse(compiled)
     value, logits = inside(compiled, ids)
     assert type(logits) is torch.Tensor
-    torch.testing.assert_close(grads(fused, value), grads(plain, inside(plain, ids)[0]))
+    torch.testing.assert_close(grads(fused, value), want)
 
 
 @pytest.mark.filterwarnings("default:fuse has no effect")
@@ -297,13 +279,14 @@ def test_a_head_that_is_not_called(device):
         def forward(self, ids):
             return F.linear(self.embed(ids), self.lm_head.weight)
 
-    compiled = torch.compile(ll.fuse(Other().to(device)), backend="aot_eager")
+    compiled = torch.compile(ll.fuse(Other().to(device)), backend="eager")
     with pytest.warns(UserWarning, match="did not call its head"):
         compiled(batch().to(device))
     assert "did not call" in ll.is_fused(compiled).reason
 
 
 @BACKENDS
+@pytest.mark.few(1)
 def test_fused_head(backend, device):
     torch.manual_seed(1)
     fused = nn.Sequential(nn.Linear(4, D), ll.nn.FusedHead(D, V)).to(device)
@@ -330,29 +313,3 @@ def test_autocast(device):
     assert logits.dtype == torch.bfloat16
     assert_lazy(logits)
     torch.testing.assert_close(grads(fused, value), grads(fused, other))
-
-
-# --- inductor
-
-
-@inductor.needs_compiler
-@LOSSES
-def test_inductor(loss, device):
-    test_training(loss, "inductor", device)
-
-
-@inductor.needs_compiler
-def test_peak_memory_of_inductor(device):
-    test_peak_memory("inductor", device)
-
-
-@inductor.needs_compiler
-@pytest.mark.filterwarnings("ignore:.*CUDA graph")
-def test_reduce_overhead(device):
-    fused, plain = pair(device)
-    compiled, ids = torch.compile(fused, mode="reduce-overhead"), batch().to(device)
-    want = grads(plain, inside(plain, ids)[0])
-    for _ in range(4):
-        value, logits = inside(compiled, ids)
-        torch.testing.assert_close(grads(fused, value), want)
-        assert_lazy(logits)
