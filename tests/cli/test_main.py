@@ -26,15 +26,14 @@ def test_ctrl_c_ends_a_command_quietly(monkeypatch, capsys):
 
 def test_importing_the_library_or_its_command_imports_nothing_optional():
     """Neither Triton, nor an extra, nor a part of PyTorch that takes long to import."""
-    library = imported_by("import logitless")
-    command = imported_by("import logitless.cli.teacher")
+    library, command = imported_by("import logitless", "import logitless.cli.teacher")
     assert "logitless.losses" in library
     assert "logitless.cli.teacher" in command
     assert "logitless.cli" not in library
     optional = ("rich", "matplotlib", "transformers", "numpy", "safetensors")
     slow = ("triton", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.onnx")
     assert [name for name in library if name.startswith((*optional, *slow))] == []
-    assert not {*optional[:3]} & {*command}
+    assert not {*optional[:3]} & command
 
 
 @pytest.mark.skipif(ON_GPU, reason="there is a GPU")

@@ -1,29 +1,53 @@
-"""The examples run."""
+"""The examples run, at smaller settings than a user's. tests/docs/test_scaling.py runs one more."""
 
+import importlib
 import re
+import sys
+from functools import cache
 
 import pytest
 
+from examples import demo
 from tests.support.forked import printed_by
 from tests.support.paths import ROOT
 
 
-def output_of(name: str, *arguments: str, needs: tuple[str, ...] = (), ranks: int = 1) -> str:
-    for package in needs:
-        pytest.importorskip(package, reason=f"needs {package}: requirements/tests.txt")
-    return printed_by(ROOT / "examples" / name, *arguments, ranks=ranks)
+@cache
+def text() -> str:
+    return demo.read_sources(limit=300_000)
 
 
-def test_distill_ends_with_three_losses():
-    output = output_of("distill.py", "--steps", "3")
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """The text that an example prints, with these arguments and constants of its module."""
+    monkeypatch.setitem(sys.modules, "demo", demo)  # a script finds it beside itself
+
+    def run(name: str, arguments: str, needs: str = "", **constants) -> str:
+        for package in needs.split():
+            pytest.importorskip(package, reason=f"needs {package}: requirements/tests.txt")
+        example = importlib.import_module(f"examples.{name}")
+        if hasattr(example, "read_sources"):
+            constants["read_sources"] = lambda limit: text()[:limit]
+        for constant, value in constants.items():
+            monkeypatch.setattr(example, constant, value)
+        monkeypatch.setattr(sys, "argv", [name, *arguments.split()])
+        example.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_distill_ends_with_three_losses(printed):
+    small = demo.Scale(batch=2, context=8, width=32, layers=1, lr=1e-2)
+    output = printed("distill", "--steps 3", TEACHER=small, STUDENT=small)
     found = re.findall(r"^ *(\w[\w ]*?)  +(\d+\.\d+)$", output, re.M)
     assert [name for name, _ in found] == ["teacher", "student", "student with the teacher"]
     assert all(0 < float(loss) < 20 for _, loss in found)
 
 
-def test_trainer_ends_with_two_losses():
-    needs = ("transformers", "accelerate", "peft")
-    output = output_of("trainer.py", "--steps", "20", needs=needs)
+def test_trainer_ends_with_two_losses(printed):
+    needs = "transformers accelerate peft"
+    output = printed("trainer", "--steps 12", needs, VOCABULARY=128, LENGTH=8)
     found = re.findall(
         r"^ *(\w[\w ]*?)  first loss (\d+\.\d+)  last loss (\d+\.\d+)$", output, re.M
     )
@@ -31,16 +55,16 @@ def test_trainer_ends_with_two_losses():
     assert all(0 < float(last) < float(first) < 20 for _, first, last in found)
 
 
-def test_store_makes_a_pair_and_distils_it():
-    output = output_of("store.py", "--steps", "10", needs=("transformers", "accelerate"))
+def test_store_makes_a_pair_and_distils_it(printed):
+    output = printed("store", "--steps 10", "transformers accelerate")
     assert "54 documents captured" in output
     assert "\nright\n" in output
     before, after = map(float, re.search(r"(\d\.\d+) before, (\d\.\d+) after", output).groups())
     assert after < before - 0.3
 
 
-def test_contrastive_trains_the_same_towers():
-    output = output_of("contrastive.py", "--pairs", "512", "--steps", "12")
+def test_contrastive_trains_the_same_towers(printed):
+    output = printed("contrastive", "--pairs 512 --steps 12")
     found = re.findall(
         r"^ *(\w+) .* (\S+) MB in the loss +last loss (\S+) +recall at 10 (\S+)$", output, re.M
     )
@@ -51,22 +75,24 @@ def test_contrastive_trains_the_same_towers():
     assert float(our_recall) > 0.1
 
 
-def test_grpo_raises_the_reward():
-    output = output_of("grpo.py", "--steps", "12", needs=("transformers",))
+def test_grpo_raises_the_reward(printed):
+    output = printed("grpo", "--steps 12", "transformers", LENGTH=3)
     found = [float(reward) for reward in re.findall(r"^step .* reward (\d\.\d+)", output, re.M)]
     assert len(found) > 2
     assert found[-1] > 1.2 * found[0]
 
 
 def test_fsdp2_trains_in_two_processes():
-    output = output_of("fsdp2.py", "--steps", "5", needs=("transformers",), ranks=2)
+    pytest.importorskip("transformers", reason="needs transformers: requirements/tests.txt")
+    output = printed_by(ROOT / "examples/fsdp2.py", "--steps", "5", ranks=2)
     found = [float(loss) for loss in re.findall(r"^step .* loss (\d\.\d+)$", output, re.M)]
     assert len(found) == 5
     assert found[-1] < found[0] - 0.3
 
 
-def test_on_policy_raises_the_teachers_log_probability():
-    output = output_of("on_policy.py", "--steps", "5", needs=("transformers", "accelerate"))
+def test_on_policy_raises_the_teachers_log_probability(printed):
+    needs, fewer = "transformers accelerate", {"VOCAB": 512, "NEW": 8}
+    output = printed("on_policy", "--steps 5", needs, **fewer)
     assert "materialised logits: 0 " in output
     found = re.findall(r"^ *(\w[\w ,]*?)  +(-\d+\.\d+)$", output, re.M)
     results = {name: float(value) for name, value in found}
@@ -77,8 +103,10 @@ def test_on_policy_raises_the_teachers_log_probability():
     assert min(trainer, loop) > before + 0.1
 
 
-def test_draft_head_is_accepted_more_often():
-    output = output_of("draft_head.py", "--steps", "50", "--held-out", "6")
+def test_draft_head_is_accepted_more_often(printed):
+    small = demo.Scale(batch=8, context=16, width=64, layers=1, lr=5e-3)
+    fewer = {"VOCAB": 512, "DRAFTED": 128, "TARGET": small}
+    output = printed("draft_head", "--steps 50 --held-out 12", **fewer)
     rates = {
         (when, kind): [float(rate) for rate in numbers.split()]
         for when, kind, numbers in re.findall(
@@ -93,8 +121,8 @@ def test_draft_head_is_accepted_more_often():
     assert abs(rates["after", "counted"][0] - rates["after", "1 - TVD"][0]) < 0.1
 
 
-def test_recommender_prints_metrics_and_memory():
-    output = output_of("recommender.py", "--steps", "40", "--items", "4000", "--negatives", "256")
+def test_recommender_prints_metrics_and_memory(printed):
+    output = printed("recommender", "--steps 40 --items 4000 --negatives 256")
     found = re.findall(r"^\| ([\w ]+) \| (0\.\d+) \| (0\.\d+) \| (\d+) \|", output, re.M)
     assert [name for name, *_ in found] == ["untrained", "full softmax", "256 negatives"]
     ndcg, recall = zip(*((float(a), float(b)) for _, a, b, _ in found), strict=True)

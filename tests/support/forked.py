@@ -106,15 +106,17 @@ def _script(rank: int, ranks: int, path: str, arguments: tuple[str, ...]) -> str
     return printed.getvalue()
 
 
-def imported_by(code: str) -> list[str]:
-    """The modules that this code imports in a new process that has imported only PyTorch."""
-    script = f"import json, sys, torch\nbefore = set(sys.modules)\n{code}\n"
-    script += "print(json.dumps(sorted(set(sys.modules) - before)))"
-    command, environment = [sys.executable, "-c", script], _of_a_user({})
+def imported_by(*imports: str) -> list[set[str]]:
+    """The modules that these imports add, one after another, in a process that has PyTorch only."""
+    lines = ["import json, sys, torch", "found = [{*sys.modules}]"]
+    for code in imports:
+        lines += [code, "found.append({*sys.modules})"]
+    lines.append("print(json.dumps([sorted(b - a) for a, b in zip(found, found[1:])]))")
     ended = subprocess.run(
-        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=HANG
-    )
-    return json.loads(ended.stdout.splitlines()[-1])
+        [sys.executable, "-c", "\n".join(lines)], env=_of_a_user({}), cwd=ROOT,
+        stdout=subprocess.PIPE, check=True, timeout=HANG,
+    )  # fmt: skip
+    return [{*names} for names in json.loads(ended.stdout.splitlines()[-1])]
 
 
 def _of_a_user(own: dict[str, str]) -> dict[str, str]:
