@@ -13,6 +13,9 @@
 # The interpreter PYTHON creates the environments. ARGS are passed to the command, for example:
 # make demo ARGS="--steps 50".
 
+# Each of the processes that tests start would compile our sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 PYTHON_OLDEST ?= python3.10
 ARGS ?=
