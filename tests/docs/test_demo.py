@@ -25,10 +25,14 @@ def tiny(monkeypatch):
     monkeypatch.setattr(demo.small, "MAX_CHARS", 900_000)
 
 
-def test_demo_ends_with_a_table_a_picture_and_a_report(tiny, tmp_path, capsys):
+def test_demo_ends_with_a_table_a_picture_and_a_report(tiny, tmp_path, capsys, monkeypatch):
+    """The curves of the students of the store and of the live teacher are one; 64 of 512 slots
+    teach most of what whole logits do. How much that is depends on the text, which is that of the
+    Python it runs on."""
+    run, told = story.run, []
+    monkeypatch.setattr(story, "run", lambda *how: told.append(run(*how)) or told[-1])
     out, store = tmp_path / "new" / "demo.png", tmp_path / "store"
-    command = ["--steps", "3", "--device", "cpu", "--out", str(out), "--store", str(store)]
-    main(command)
+    main(["--steps", "20", "--device", "cpu", "--out", str(out), "--store", str(store)])
     assert out.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     for expected in ("held-out", "nats", "the store", "time", "memory", str(out)):
@@ -38,6 +42,12 @@ def test_demo_ends_with_a_table_a_picture_and_a_report(tiny, tmp_path, capsys):
     assert "data:image/png;base64," in page
     found = ll.store.Store(store)
     assert (len(found), found.info.k) == (12, 64)
+
+    (outcome,) = told
+    alone, whole, live, stored = ([loss for _, loss in s.curve] for s in outcome.students)
+    assert max(abs(a - b) for a, b in zip(live, stored, strict=True)) < 0.01
+    assert alone[-1] - stored[-1] > (alone[-1] - whole[-1]) / 2 > 0.05
+    assert outcome.students[3].memory < outcome.students[1].memory / 2
 
 
 def test_words_in_the_report_are_no_html(tmp_path):
@@ -53,24 +63,12 @@ def test_words_in_the_report_are_no_html(tmp_path):
     }  # fmt: skip
     words = [("def f(", "x", [("x", 0.5), ("<script>", 0.1)])]
     told = story.Outcome("cpu", 2, 256, 5.0, students, store, words, plan)
-    report.save_plot(told, tmp_path / "demo.png")
+    (tmp_path / "demo.png").touch()
     report.save_html(told, tmp_path / "demo.png", tmp_path / "demo.html")
     page = (tmp_path / "demo.html").read_text()
     assert "<script>" not in page
     for expected in ("<title>logitless demo</title>", "the store", "held-out loss", "Predictions"):
         assert expected in page
-
-
-def test_demo_students_from_the_store_and_from_the_teacher_learn_alike(tiny, tmp_path):
-    """The curves of both are one; 64 of 512 slots teach most of what whole logits do.
-
-    How much that is depends on the text, which is that of the Python it runs on.
-    """
-    told = story.run(tmp_path / "store", 20, "cpu", 0)
-    alone, whole, live, stored = ([loss for _, loss in s.curve] for s in told.students)
-    assert max(abs(a - b) for a, b in zip(live, stored, strict=True)) < 0.01
-    assert alone[-1] - stored[-1] > (alone[-1] - whole[-1]) / 2 > 0.05
-    assert told.students[3].memory < told.students[1].memory / 2
 
 
 def in_fp64(logits, target):
