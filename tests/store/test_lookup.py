@@ -198,6 +198,7 @@ class TestFinding:
         with pytest.raises(KeyError):
             store.targets_for(torch.cat([found[0][0][:70], document(6, 999)[0]]))
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("seed", range(4))
     def test_as_by_trying_every_document(self, seed, tmp_path):
         """Documents of few different tokens, so that many are beginnings of others."""

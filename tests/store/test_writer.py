@@ -27,20 +27,20 @@ from tests.support.stores import (
 class TestMemory:
     def test_of_many_documents(self, tmp_path):
         """The journal has a pending document, and not the writer."""
-        tokens, targets = torch.randint(0, stores.V, (300, 60)), stores.teacher(60)
+        tokens, targets = torch.randint(0, stores.V, (100, 200)), stores.teacher(200)
         with open_writer(tmp_path) as writer:
-            for document_ in tokens[:100]:
+            for document_ in tokens[:40]:
                 writer.add(document_, targets)
             before = tensors()
             tracemalloc.start()
-            for document_ in tokens[100:]:
+            for document_ in tokens[40:]:
                 writer.add(document_, targets)
             gc.collect()  # free lists of tuples
             grown, _ = tracemalloc.get_traced_memory()
             tracemalloc.stop()
             assert tensors() <= before + 5
             document_size = targets.ids.nbytes + targets.logprobs.nbytes
-            assert grown < 200 * document_size / 4
+            assert grown < 60 * document_size / 4
 
     def test_of_recovery(self, tmp_path):
         writer = open_writer(tmp_path)
