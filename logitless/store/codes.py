@@ -3,15 +3,8 @@
 A slot, one of the K stored ids of a row, keeps its log-probability as the distance below `top`,
 that of the row's first slot. With `values="u8"`, each row has its own unit of distance. Distances
 of up to NEAR units are rounded to whole units; beyond, each code multiplies the distance by 2^0.4,
-about 1.32, so that a slot with a probability of almost 0 does not force a larger unit on its row:
-
-    code 0 to 223      the distance is code · unit
-    code 224 to 253    the distance is 223 · 2^(0.4 · (code - 223)) · unit
-    code 254           p = 0
-    code 255           an empty slot
-
-With `values="f16"`, the code is the distance itself, inf for p = 0 and NaN for an empty slot. The
-codes of a row ascend, because its slots are sorted. The stored `top` keeps the sum of a row's
+about 1.32, so that a slot with a probability of almost 0 does not force a larger unit on its row.
+The codes of a row ascend, because its slots are sorted. The stored `top` keeps the sum of a row's
 probabilities exact, and rounding changes only their ratios. The KL divergence that it causes grows
 with the square of the unit.
 """

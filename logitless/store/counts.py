@@ -1,16 +1,8 @@
 """Sampled targets (values="counts"), in memory and on disk.
 
-`capture_sampled` draws n ids per row, and the weight of an id is count / n. The n draws of a row
-are sorted by id, and bit j of the field `draws` is 1 if draw j is the first of its id: a row has
-as many ids as bits that are 1, and the count of an id is the distance from its bit to the next, or
-to n. Bit j is bit j mod 8, from the lowest, of byte floor(j / 8). All bits of a row without slots
-are 0.
-
-In memory, a row has n ids, the distinct ones and then zeros. On disk, a document of T tokens is
-
-    token   U32 (T)
-    draws   U8  (T, n / 8)
-    ids.W   (S · W / 8)     the distinct ids of all rows, ascending within a row, packed together
+`capture_sampled` draws n ids per row, and the weight of an id is count / n. A row has as many ids
+as bits that are 1 in its field `draws`, and the count of an id is the distance from its bit to the
+next. In memory, a row has n ids, the distinct ones and then zeros.
 """
 
 import functools

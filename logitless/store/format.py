@@ -1,42 +1,7 @@
-"""The files of a store, and the layout of a row.
+"""The header of a store, and its rows: fields, packed ids and checksums.
 
-A store is a folder:
-
-    store.json          the header (class Header below), the format's version and a random id
-    store.index         one line per shard, in the order of the documents   (store/listing.py)
-    PART-NUMBER.shard   a shard: finished documents, which never change       (store/shard.py)
-    PART.journal        the next shard of a writer, while it grows          (store/journal.py)
-    FIRST-LAST.lookup   hashes of the documents of shards, sorted            (store/lookup.py)
-    PART.lock           locked while the writer of PART is open; store.lock for store.index
-
-A row has a fixed number of bytes and these fields, where K is the number of slots (stored ids) and
-b the bits of an id. All numbers are little-endian.
-
-    token   U32          the token of the document
-    top     F32          log p of the first slot; NaN if the row has no slots
-    tail    F32          log of the mass outside the slots, as given in the targets
-    ids.W   K · W bits   the ids, the most probable first, packed as described below
-    codes   U8 (K)       the first is the row's step, a unit of 2^((step - 288) / 32) nats; log p of
-                         the other slots is top - units(code) · unit
-
-    crc     U32          checksum, see below
-
-Fields of wider numbers come first (4, 2 and then 1 byte), else in this order, except that `crc` is
-last, and zeros before it pad the row to a multiple of 4 bytes. With values="f16", `codes` are F16
-(K - 1): log p of the other slots is top - code. The meaning of a code is in store/codes.py.
-
-With the hash `check` of a document (store/shard.py), let u(i) = (check + i) mod 2^32, and mark(i)
-the CRC-32 of u(i) as U32. The `crc` of row i is the CRC-32 of the bytes before it in the row, from
-the start value mark(i), xor u(i + 1). So the CRC-32 of rows a to b - 1 from mark(a) is mark(b): one
-call checks any range of rows, also that they are these rows of this document.
-
-An id of b bits is cut into parts of 32, 16, 8, 4, 2 or 1 bits, whose widths add up to b; the widest
-part holds the lowest bits. The parts of one width W form the field ids.W. If W is below 8, one byte
-holds the parts of 8 / W ids, the first in the lowest bits: an id of 18 bits takes a U16 and a
-quarter of a byte. At K = 64 and V = 151,936, a row takes 224 bytes.
-
-With values="counts", a document is stored as in store/counts.py, and a row exists only in memory,
-with the fields token, ids and draws.
+docs/store-format.md has the layout of all files, byte by byte. With values="counts", a document is
+stored as in store/counts.py, and a row exists only in memory, with the fields token, ids and draws.
 """
 
 import functools

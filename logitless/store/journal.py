@@ -1,4 +1,4 @@
-"""The journal of a writer: its next shard, while it grows (store/shard.py).
+"""The journal of a writer: its next shard, while it grows (docs/store-format.md).
 
 A journal has the start of the shard, and then the documents, each written in one call. When it is
 full, the table and the end are appended and the file is renamed. If a writer is killed, the last

@@ -1,15 +1,8 @@
 """The files store.json and store.index: what a store is, and which documents it has.
 
-store.json holds the header (store/format.py), the version of the format and a random id, which also
-stands in each shard. store.index has one line per shard, and the documents of a store are numbered
-in the order of its lines, so that a number stays the same when documents are added. A line is
-
-    CRC {"shard": "0-000000", "size": ..., "documents": ..., "tokens": ..., "crc": ..., "runs": ..}
-
-where `crc` is the CRC-32 of the shard's table, `runs` are the files of the lookup (store/lookup.py)
-from this line on, and CRC is the CRC-32 of the JSON, continued from the line before: a line that
-was changed or removed makes all that follow wrong. Lines are only appended, after the files that
-they list are on the disk. Files that no line lists do not belong to the store yet.
+Documents are numbered in the order of the lines of store.index, which are only appended, after the
+files that they list are on the disk: a number stays the same when documents are added. Files that
+no line lists do not belong to the store yet.
 """
 
 import json

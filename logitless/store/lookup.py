@@ -1,19 +1,9 @@
 """Finds documents by their tokens: sorted hashes of all documents, in files that grow like a log.
 
-A document has two hashes, made with BLAKE2b of its tokens as U32. The upper 39 bits of `key` come
-from its first FIRST = 32 tokens (all, if fewer), the lower 24 from all tokens, and the 64 bits of
-`check` too. So one search finds a whole document, and a range of keys all documents that begin with
-the same 32 tokens.
-
-A run, the file A-B.lookup, has the keys and the numbers of all documents in the shards A to B - 1
-of store.index, sorted by key:
-
-    blocks   of 256 documents, the last of fewer: the keys, I64, the numbers, I64, and a CRC-32
-    firsts   the first key of each block, I64, and a CRC-32 of these bytes
-
-A search reads `firsts` once, and then one block, so it needs 8 bytes of memory per 256 documents.
-A writer adds one run per shard, and merges the last runs while the one before is not larger: there
-are about log2(shards) runs, and a document is copied as often.
+A search reads the first key of each block once, and then one block, so it needs 8 bytes of memory
+per BLOCK documents. A writer adds one run, the file A-B.lookup of the shards A to B - 1, per shard,
+and merges the last runs while the one before is not larger: there are about log2(shards) runs, and
+a document is copied as often.
 """
 
 import hashlib

@@ -1,20 +1,9 @@
-"""Shards: files of finished documents, which never change.
+"""Shards: files of finished documents, which never change (docs/store-format.md).
 
-    start       the magic bytes, the length of the next field as U32, and JSON: store.json, the
-                part and the number of the shard
-    documents   one after the other, each an entry and its rows
-    table       the entries of all documents once more
-    end         magic bytes, the numbers of documents and tokens, and the place of the table, each
-                U64, and a CRC-32 of these bytes
-
-An entry (ENTRY) has 40 bytes: the place and the size of the document's rows in the file, two hashes
-of its tokens, `key` and `check` (store/lookup.py), its number of tokens, and a CRC-32. So the 40
-bytes at `table + 40 * d` tell where document d is. Its rows (store/format.py) follow each other,
-each with its checksum: any range of them is one read and one call of crc32. With values="counts",
-the whole document (store/counts.py) has one checksum at its end, that of a row 0.
-
-A reader compares what it reads with the checksums, so it raises if a byte has changed. Files are
-not memory-mapped, because the system kills a process that reads a mapped file beyond its end.
+The entries of a shard's documents stand together in its table, so the 40 bytes at `table + 40 * d`
+tell where document d is. A reader compares what it reads with the checksums, so it raises if a byte
+has changed. Files are not memory-mapped, because the system kills a process that reads a mapped
+file beyond its end.
 """
 
 import json

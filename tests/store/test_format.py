@@ -2,8 +2,6 @@
 
 import json
 import math
-import struct
-import zlib
 
 import pytest
 import torch
@@ -221,41 +219,3 @@ def test_an_older_store_is_refused(tmp_path):
     for opened in (lambda: Store(tmp_path), lambda: stores.open_writer(tmp_path)):
         with pytest.raises(ValueError, match=message):
             opened()
-
-
-def test_the_page_of_the_format(tmp_path):
-    """The files, read as format.py and shard.py describe them, without the package."""
-    found = documents(100, 1, 70, vocab=151_936, k=64)
-    stores.write(tmp_path, found, vocab_size=151_936, k=64)
-    line = (tmp_path / "store.index").read_text().split("\n")[0]
-    assert int(line[:8], 16) == zlib.crc32(line[9:].encode())
-    listed = json.loads(line[9:])
-    data = (tmp_path / f"{listed['shard']}.shard").read_bytes()
-    assert len(data) == listed["size"]
-    magic, documents_, tokens, table, crc = struct.unpack("<8sQQQI", data[-36:])
-    assert (magic, documents_, tokens) == (b"LLTABLE4", 3, 171)
-    assert crc == zlib.crc32(data[-36:-4])
-    for number, (want, targets) in enumerate(found):
-        entry = data[table + 40 * number : table + 40 * number + 40]
-        place, size, _, check, n, crc = struct.unpack("<QQqqII", entry)
-        assert (n, crc) == (len(want), zlib.crc32(entry[:36]))
-        rows = data[place : place + size]
-        assert len(rows) == 224 * n
-        numbers = [struct.pack("<I", (check + i) % 2**32) for i in range(n + 1)]
-        assert zlib.crc32(rows, zlib.crc32(numbers[0])) == zlib.crc32(numbers[-1])
-        for i in range(n):
-            row = rows[224 * i : 224 * i + 224]
-            crc = zlib.crc32(row[:-4], zlib.crc32(numbers[i])) ^ (check + i + 1) % 2**32
-            assert int.from_bytes(row[-4:], "little") == crc
-            token, top, tail = struct.unpack("<Iff", row[:12])
-            assert token == int(want[i])
-            assert top == pytest.approx(float(targets.logprobs[i, 0]), abs=1e-2)
-            assert tail == float(targets.tail[i])
-            low = struct.unpack("<64H", row[12:140])
-            high = [row[140 + j // 4] >> 2 * (j % 4) & 3 for j in range(64)]
-            ids = [a | b << 16 for a, b in zip(low, high, strict=True)]
-            assert ids == targets.ids[i].tolist()
-            unit = 2 ** ((row[156] - 288) / 32)
-            units = [c if c <= 223 else 223 * 2 ** (0.4 * (c - 223)) for c in row[157:220]]
-            got = torch.tensor([top, *(top - u * unit for u in units)])
-            assert (got - targets.logprobs[i]).abs().max() < 0.1
