@@ -14,7 +14,7 @@ from .functions import FUNCTIONS, NOT_LOSSES
 from .mutations import mutated
 from .strategies import cases
 
-EXAMPLES, FEW = 25, 10  # of each function
+EXAMPLES, FEW = 25, 7  # of each function
 
 
 def test_every_public_function_is_tested():

@@ -21,12 +21,12 @@ def test_programs_over_lazy_logits():
 
 
 @pytest.mark.parametrize("small", [0, 100])
-def test_programs_over_logits_for_inference(small, monkeypatch):
+def test_programs_over_logits_for_inference(small, monkeypatch, request):
     """Without gradients, most writes succeed, and change what they change in plain logits."""
     monkeypatch.setattr(recipe, "SMALL", small)
     monkeypatch.setattr(lazy_programs, "start", lazy_programs.start_inference)
     tally = Counter()
-    found = search(500, 150, 60.0, tally)
+    found = search(500, 60 if request.config.option.few else 150, 60.0, tally)
     assert found is None, f"{found.program}\n{found.difference}"
     writing = [p for p in map(drawn, range(500, 560)) if any(step.writes for step in p.steps)]
     refused = [lazy_programs.outcome(p, True).refused for p in writing]
