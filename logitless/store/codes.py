@@ -26,7 +26,7 @@ ZERO, EMPTY = 254, 255
 NEAR, GROWTH = 223, 0.4  # codes above NEAR mean (NEAR · 2^(GROWTH · (code - NEAR))) units
 PER_OCTAVE, LOWEST = 32, -288  # a unit is 2^((step + LOWEST) / 32) nats; step is 0 to 255
 TRIED = 8  # number of other units to try; each unit is 2 % larger than the previous unit
-AT_ONCE = 1 << 16  # largest number of tensor elements in a pass that tries several units
+AT_ONCE = 1 << 19  # largest number of tensor elements in a pass that tries several units
 # With the smallest unit in `TRIED`, slots with at most this mass may be more than NEAR units away.
 FAR_MASS = 2.0**-17
 NEGLIGIBLE = 2.0**-20  # a row keeps its first unit if the divergence is at most this many nats
