@@ -97,13 +97,15 @@ def imports_of(module: str) -> list[Import]:
 
     def walk(node: ast.AST, inside: bool) -> None:
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                continue
             for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
             if for_types and module == "logitless":
                 continue  # logitless.store is imported at first use
             if isinstance(child, (ast.Import, ast.ImportFrom)):
                 targets = targets_of(child, module)
                 found.extend(Import(file_of(module), module, t, inside) for t in targets)
-            walk(child, inside or isinstance(child, (ast.FunctionDef, ast.Lambda)))
+            walk(child, inside or isinstance(child, ast.FunctionDef))
 
     walk(trees()[module], False)
     return found

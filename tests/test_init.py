@@ -2,7 +2,6 @@
 
 import pydoc
 import re
-import subprocess
 import sys
 
 import pytest
@@ -53,7 +52,12 @@ def shown_by_help(kind: type) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
-def test_hf_without_transformers_names_the_extra():
-    code = "import sys; sys.modules['transformers'] = None; import logitless as ll; ll.hf"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "'logitless[teacher]'" in done.stderr
+def test_hf_without_transformers_names_the_extra(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("logitless.integrations")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "logitless.hf", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for name in ("hf", "integrations"):
+        monkeypatch.delitem(vars(ll), name, raising=False)
+    with pytest.raises(ImportError, match=r"'logitless\[teacher\]'"):
+        _ = ll.hf

@@ -53,7 +53,7 @@ CALLS = calls_of(ll, GIVEN._replace(kept=GIVEN.ids)) | {"gathered_kl": gathered}
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in NOT_DIFFERENTIABLE])
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 def test_opcheck(name, impl):
     def total(x):
         found = CALLS[name](x * 1)  # no leaf, for losses in place
@@ -65,6 +65,7 @@ def test_opcheck(name, impl):
 @pytest.mark.parametrize(
     "view", [lambda x: x[:, 1:], lambda x: x.mT, lambda x: x[:0]], ids=["slice", "mT", "empty"]
 )
+@pytest.mark.few(2)
 def test_opcheck_of_strided_half_logits(view, impl, device):
     x = view(torch.randn(2, 3, 4, device=device).bfloat16())
     opcheck_calls_of(ll.entropy, x)
@@ -114,7 +115,7 @@ def fresh_compiler():
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 def test_cross_entropy(options, impl, device):
     x, target = make(device=device)
     how = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
@@ -127,6 +128,7 @@ def test_cross_entropy(options, impl, device):
     assert_compiled_is_plain(f, x, target)
 
 
+@pytest.mark.few(1)
 def test_inplace_of_a_view_inside_a_model(impl, device):
     """The shape people write: a head, a view, the loss, all in one graph."""
     head = torch.randn(8, V, device=device)
@@ -158,7 +160,7 @@ def test_inplace_of_a_view_inside_a_model(impl, device):
     ],
     ids=["cross_entropy", "inplace", "score", "kept_scores", "token_logprobs", "logsumexp"],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_dynamic_shapes_compile_once(f, impl, device):
     """New rows and a new vocabulary run the graph that is there."""
     graphs = []

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import itertools
 import pickle
 
 import numpy as np
@@ -206,11 +205,11 @@ def test_a_write_changes_what_it_changes_in_plain_logits(where, limit, x, monkey
         "a view of the part": lambda z, part: part.reshape(-1),
     }
     done = 0
-    pairs = itertools.product(enumerate(WRITES), enumerate(before.items()))
-    for (i, write), (j, (name, read)) in pairs:
-        # Every second pair is left out, and writes that change the shape of plain logits.
-        if (i + j) % 2 or write in ("out=", "resize_"):
-            continue
+    first = [*WHERE].index(where)
+    for i, write in enumerate(WRITES):
+        if write in ("out=", "resize_"):
+            continue  # which change the shape of plain logits
+        name, read = [*before.items()][(first + i) % len(before)]
         z, plain = pair(x)
         found = []
         for t in (plain, z):
@@ -230,10 +229,7 @@ def test_a_write_changes_what_it_changes_in_plain_logits(where, limit, x, monkey
             continue
         torch.testing.assert_close(got, want, equal_nan=True)
         done += 1
-    # A column of some rows has memory of its own, because the other rows are not computed.
-    # NumPy and some other ways to write need a CPU.
-    enough = 17 if x.device.type == "cpu" else 12
-    assert done > enough or where in ("a column of rows", "bits", "an expansion")
+    assert done > (12 if x.device.type == "cpu" else 5)  # NumPy and some other ways need a CPU
 
 
 def test_views_share_a_write_after_their_logits_are_gone(x):
