@@ -286,6 +286,7 @@ def test_autocast(name, device):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.few(1)
 def test_compiled(name, device):
     """torch.compile breaks its graph at the loss, and computes the same numbers."""
     function, (a, b) = FUNCTIONS[name][0], embeddings(9, 9, torch.float32, device)

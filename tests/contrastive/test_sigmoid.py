@@ -26,36 +26,6 @@ def small_tiles():
         yield
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("m", [N, M])
-def test_eager(m, reduction, device):
-    a, b = embeddings(N, m, device=device)
-    how = numbers(device, torch.float64)
-    if m > N:
-        how["positives"] = torch.randint(0, m, (N,), device=device, dtype=torch.int32)
-    with ll.impl("eager"):
-        assert_right("sigmoid_contrastive", a, b, numbers=BOTH, reduction=reduction, **how)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("m", [N, M])
-@pytest.mark.usefixtures("small_tiles")
-def test_kernels(m, reduction, device):
-    a, b = embeddings(N, m, torch.float32, device)
-    how = numbers(device)
-    if m > N:
-        how["positives"] = torch.randint(0, m, (N,), device=device)
-    with ll.impl("triton"):
-        assert_right("sigmoid_contrastive", a, b, numbers=BOTH, reduction=reduction, **how)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.usefixtures("impl")
-def test_dtypes(dtype, device):
-    a, b = embeddings(32, 32, dtype, device)
-    assert_right("sigmoid_contrastive", a, b, numbers=BOTH, **numbers(device))
-
-
 @pytest.mark.usefixtures("impl")
 def test_no_rows(device):
     a, b = embeddings(0, 0, torch.float32, device)

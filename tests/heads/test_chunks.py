@@ -96,6 +96,7 @@ def test_memory_between_the_rows_of_a_workspace_is_never_read(logits_dtype):
 
 
 @pytest.mark.parametrize("loss", ["jsd", "tvd", "skewed", "forward", "reverse", "soft"])
+@pytest.mark.few(2)
 def test_two_heads_stay_near_their_workspace(loss):
     """jsd of two heads on a CPU peaked at 410 MiB with a workspace of 64.
 

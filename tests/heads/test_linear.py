@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import logitless as ll
 from tests.support import calls
@@ -34,27 +33,6 @@ def test_weights_of_any_strides(device):
             ll.LinearLogits(parts[0], base, parts[2], workspace=3 * V * 8), target
         )
         torch.testing.assert_close(loss.detach(), want[0])
-
-
-def test_tied_embeddings_and_autocast(device):
-    embedding = nn.Embedding(V, D, device=device)
-    target = torch.randint(0, V, (N,), device=device)
-    grads = []
-    for fused in (False, True):
-        embedding.weight.grad = None
-        h = embedding(target.flip(0)).tanh()
-        z = (
-            ll.LinearLogits(h, embedding.weight, workspace=3 * V * 4)
-            if fused
-            else F.linear(h, embedding.weight)
-        )
-        ll.cross_entropy(z, target).backward()
-        grads.append(embedding.weight.grad.clone())
-    torch.testing.assert_close(*grads)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        source = ll.LinearLogits(h.detach(), embedding.weight)
-        assert source.dtype == torch.bfloat16
-        ll.cross_entropy(source, target).backward()
 
 
 def test_without_gradients_none_is_made(device):

@@ -79,6 +79,7 @@ def test_losses(name, reduction, splits, monkeypatch, device):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.few(1)
 def test_16_bits(dtype, device):
     """Both by kernels, because Triton's interpreter truncates to bf16 instead of rounding."""
     g = torch.Generator().manual_seed(1)

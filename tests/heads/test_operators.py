@@ -106,6 +106,7 @@ def test_compiled_is_plain(name, device):
 
 
 @pytest.mark.parametrize("name", ["mean, weighted", "score"])
+@pytest.mark.few(1)
 def test_compiled_with_kernels(name, device):
     with ll.impl("triton"):
         assert_compiled_is_plain(name, device)
@@ -151,6 +152,7 @@ def test_opcheck(name, device, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.few(1)
 def test_16_bits(dtype, device):
     """The mean of fp16 gets its share at the end, as it does without a compiler."""
     *leaves, target = parts(device, dtype)
@@ -231,8 +233,9 @@ def test_a_transposed_hidden_by_inductor(device):
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("cap", [2.0, None])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.few(1)
 def test_a_lazy_teacher(cap, reduction, device):
     """Made outside the graph: its scale and softcap come with it."""
     h, w, b, *_ = parts(device)

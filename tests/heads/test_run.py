@@ -231,7 +231,7 @@ def test_logits_that_fit_into_the_workspace_are_kept(dtype, logits_dtype, monkey
     monkeypatch.setattr(choose_cut, "SMALL", dict.fromkeys(choose_cut.SMALL, 0))
     if dtype not in (torch.bfloat16, torch.float16):
         logits_dtype = None
-    rows, saved = 600, []  # no multiple of a tile
+    rows, saved = 100, []  # no multiple of a tile
     hidden, target = torch.randn(rows, D).to(DEVICE, dtype), torch.randint(V, (rows,)).to(DEVICE)
     target[::3] = -100
     parts = leaves(hidden, *(torch.randn(*s).to(DEVICE, dtype) for s in ((V, D), (V,))))

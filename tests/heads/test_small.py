@@ -284,31 +284,30 @@ def test_a_repeated_loss_is_right(needs, lead, padded, repeated, device):
     assert repeated == [False, True, True]
 
 
-OPTIONS = {
-    "sum": {"reduction": "sum"},
-    "none": {"reduction": "none"},
-    "ignore_index": {"ignore_index": 1},
-    "temperature": {"temperature": 2.0},
-    "softcap": {"softcap": 3.0},
-    "label_smoothing": {"label_smoothing": 0.1},
-    "z_loss": {"z_loss": 0.1},
-    "weight": {"weight": torch.linspace(0.5, 2, V)},
-    "row_weight": {"row_weight": torch.linspace(0.5, 2, N)},
-    "mask": {"mask": torch.arange(N) % 2 == 0},
-    "row temperature": {"temperature": torch.linspace(0.5, 2, N)},
-}
+OPTIONS = (
+    {"reduction": "sum"},
+    {"reduction": "none"},
+    {"ignore_index": 1},
+    {"temperature": 2.0},
+    {"softcap": 3.0},
+    {"label_smoothing": 0.1},
+    {"z_loss": 0.1},
+    {"weight": torch.linspace(0.5, 2, V)},
+    {"row_weight": torch.linspace(0.5, 2, N)},
+    {"mask": torch.arange(N) % 2 == 0},
+    {"temperature": torch.linspace(0.5, 2, N)},
+)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_each_option_has_its_own_launch(name, repeated, device):
-    """The call without the option comes first and last, and the option is used twice."""
+def test_each_option_has_its_own_launch(repeated, device):
+    """The call without any option comes first and last, and each option is used twice."""
     *tensors, target = make(torch.float32, device)
     target = target.clamp(min=0)
-    how = {k: v.to(device) if torch.is_tensor(v) else v for k, v in OPTIONS[name].items()}
-    for options in ({}, how, how, {}):
+    for options in ({}, *OPTIONS, *OPTIONS, {}):
+        how = {k: v.to(device) if torch.is_tensor(v) else v for k, v in options.items()}
         parts = leaves(*tensors)
-        assert_same(loss_of(parts, target, **options), plain(parts, target, **options), **TOLERANCE)
-    assert repeated[-1]  # in the last call, without the option
+        assert_same(loss_of(parts, target, **how), plain(parts, target, **how), **TOLERANCE)
+    assert repeated[-1]  # in the last call, without an option
 
 
 class Mode(TorchDispatchMode):
@@ -329,20 +328,21 @@ SETTINGS = {  # under which a launch must not be repeated
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings(name, repeated, device):
+def test_settings(repeated, device):
     """The head is made outside of the setting, so its Signature is that of the first call."""
     *tensors, target = make(torch.float32, device)
-    parts, want = leaves(*tensors), loss_of(leaves(*tensors), target)
-    head = ll.LinearLogits(*parts)
-    with SETTINGS[name]():
-        loss = ll.cross_entropy(head, target)
-    assert repeated == [False, False]
-    torch.testing.assert_close(loss.detach().clone(), want[0], **TOLERANCE)
-    if loss.requires_grad:
-        loss.backward(torch.full_like(loss, 1.7))
-        assert_same((loss.detach(), [t.grad for t in parts]), want, **TOLERANCE)
-    assert_same(loss_of(leaves(*tensors), target), want)
+    want = loss_of(leaves(*tensors), target)
+    for name, setting in SETTINGS.items():
+        parts = leaves(*tensors)
+        head = ll.LinearLogits(*parts)
+        with setting():
+            loss = ll.cross_entropy(head, target)
+        assert not repeated[-1], name
+        torch.testing.assert_close(loss.detach().clone(), want[0], **TOLERANCE)
+        if loss.requires_grad:
+            loss.backward(torch.full_like(loss, 1.7))
+            assert_same((loss.detach(), [t.grad for t in parts]), want, **TOLERANCE)
+        assert_same(loss_of(leaves(*tensors), target), want)
 
 
 def sliced(t):

@@ -92,34 +92,11 @@ def test_softcap_comes_before_padding(V, device):
     )
 
 
-LOSSES = {
-    "cross_entropy": lambda x, t: ll.cross_entropy(x, t, reduction="none"),
-    "smoothed": lambda x, t: ll.cross_entropy(x, t, reduction="none", label_smoothing=0.3),
-    "logprob": lambda x, t: -ll.score(x, t).logprob,
-    "token_logprobs": lambda x, t: -ll.token_logprobs(x, t),
-}
-
-
-@pytest.mark.usefixtures("cut")
-@pytest.mark.parametrize("name", LOSSES)
-def test_common_offset_costs_no_digits(name, device):
-    """`lse - x_y` under a common offset of 1e4 loses four digits."""
-    x = torch.randn(4, 70, device=device) + 1e4
-    target = torch.randint(0, 70, (4,), device=device)
-    smoothing = 0.3 if name == "smoothed" else 0.0
-    want = oracle.cross_entropy(x.double(), target, reduction="none", label_smoothing=smoothing)
-    got = LOSSES[name](x, target).double()
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
-    picked = x.gather(1, target[:, None]).squeeze(1)
-    naive = torch.logsumexp(x, 1) - picked
-    assert (naive.double() - want).abs().max() > 1e-4, "the bug would not show on these logits"
-
-
 @pytest.fixture
 def reading(device):
-    x = torch.randn(3, 150, device=device) * 3
+    x = torch.randn(2, 150, device=device) * 3
     x[1, :64] = -torch.inf  # whole blocks, and whole splits
-    ids = torch.randint(64, 100, (3, 4), device=device)
+    ids = torch.randint(64, 100, (2, 4), device=device)
     return x, ids
 
 
@@ -130,25 +107,6 @@ def test_result_does_not_depend_on_the_cut(splits, block_v, reading):
     with ll.impl("triton"), config.override(block_v=block_v, splits=splits):
         got = grads(ll.row_stats, x, ids, **WANTS)
     assert torch.equal(got.pop("argmax"), want.pop("argmax"))
-    for name in got:
-        assert error(got[name], want[name]) <= ROUNDING, name
-
-
-@pytest.mark.parametrize("V", [1, 7, 32, 65])
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.usefixtures("small_blocks")
-def test_any_vocabulary_size(V, splits, device):
-    x = torch.randn(1, V, device=device)
-    ids = torch.randint(0, V, (1, 2), device=device)
-    with ll.impl("eager"):
-        want = grads(ll.row_stats, x.double(), ids, **WANTS)
-    with config.override(splits=splits):
-        got = grads(ll.row_stats, x, ids, **WANTS)
-    if V == 1:
-        assert torch.equal(got["lse"], x[:, 0])
-        assert not got["entropy"].any()
-        assert not got["d_entropy"].any()
-        return
     for name in got:
         assert error(got[name], want[name]) <= ROUNDING, name
 

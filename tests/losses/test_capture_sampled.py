@@ -156,11 +156,11 @@ def test_shapes(impl, device):
     assert draw(torch.zeros(3, 1, device=device), 5).mask.sum(-1).tolist() == [1, 1, 1]
     assert draw(torch.zeros(0, 4, 9, device=device), 5).ids.shape == (0, 4, 5)
     assert draw(torch.zeros(9, device=device), 5).ids.shape == (5,)
-    n = 1024 if impl == "eager" else 101
-    many = draw(normal(1, 90, seed=1), n)  # more draws than ids
-    want, margins = oracle.sampled(normal(1, 90, seed=1), uniforms(1, n, many.device))
+    n = 1024 if impl == "eager" else 33
+    many = draw(normal(1, 30, seed=1), n)  # more draws than ids
+    want, margins = oracle.sampled(normal(1, 30, seed=1), uniforms(1, n, many.device))
     assert margins.min() > 3e-7
-    torch.testing.assert_close(dense(many, 90), want, rtol=2e-6, atol=0)
+    torch.testing.assert_close(dense(many, 30), want, rtol=2e-6, atol=0)
     apart = normal(4, 3, 50, seed=1).transpose(0, 1)[:, :, 1:]  # neither contiguous nor aligned
     assert torch.equal(draw(apart, 5).ids, draw(apart.contiguous(), 5).ids)
 

@@ -197,7 +197,7 @@ def test_sources(source, name, device, monkeypatch):
 
 @every_function
 @pytest.mark.parametrize("head", [False, True], ids=["logits", "head"])
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 def test_compiled(name, head, device):
     """As one graph, with the mask as an argument."""
     _, target, mask = make(device)

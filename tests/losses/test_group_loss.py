@@ -295,7 +295,8 @@ def test_a_formula_that_mixes_groups_is_found(monkeypatch):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("groups", [1, [10, 4, 0, 10]])
+@pytest.mark.parametrize("groups", [[10, 4, 0, 10], 1])
+@pytest.mark.few(1)
 def test_compiled(groups):
     hidden, weight, ids, _ = inputs((2, 3, 4), 1, True, torch.float32)
     if not isinstance(groups, int):

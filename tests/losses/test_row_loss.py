@@ -90,7 +90,8 @@ def more_inputs(device, dtype=torch.float64):
 READ = {"entropy": True, "argmax": True}
 
 
-@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.few(1)
 def test_more_results_compiled(head, device):
     h, w, old, ids = more_inputs(device, torch.float32)
 

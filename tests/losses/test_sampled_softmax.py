@@ -50,7 +50,7 @@ def assert_close(got, want, bound):
 def test_values_and_gradients_in_fp64(options, per_row, chunked, device, monkeypatch):
     tensors, how = arguments(options, device, per_row)
     if chunked:  # chunks of two rows
-        how["workspace"] = 2 * 64 * 8
+        how["workspace"] = 2 * 32 * 8
         monkeypatch.setattr(table_rows, "CHUNK_BYTES", 2 * (K + 1) * D * 8)
     got, want = ll.sampled_softmax(**tensors, **how), by_definition(**tensors, **how)
     assert_close(got, want, 1e-12)
@@ -232,7 +232,8 @@ def test_in_batch_negatives(device):
     torch.testing.assert_close(got, lse - z.diagonal())
 
 
-@KINDS
+@pytest.mark.parametrize("per_row", [True, False], ids=["per row", "shared"])
+@pytest.mark.few(1)
 def test_the_sum_over_all_items_is_estimated_without_bias(per_row, device):
     """With log_q = log(K q), the mean of e^loss over many samples is e^loss of the full softmax.
 
@@ -301,6 +302,7 @@ def test_autocast(per_row, device):
 
 
 @KINDS
+@pytest.mark.few(1)
 def test_compiled(per_row, device):
     tensors, how = case(device, torch.float32, per_row)
     got = torch.compile(ll.sampled_softmax, backend="eager")(**tensors, **how)
@@ -363,7 +365,7 @@ def test_no_logits_of_all_rows(device, monkeypatch):
 
     monkeypatch.setattr(choose_cut, "choose", record)
     tensors, how = case(device, torch.float32)
-    ll.sampled_softmax(**tensors, **how, workspace=2 * 64 * 4).backward()
+    ll.sampled_softmax(**tensors, **how, workspace=2 * 32 * 4).backward()
     rows, columns, merges, cut = seen[0]
     assert (rows, columns, merges) == (N, K, False)
     assert cut.columns is None

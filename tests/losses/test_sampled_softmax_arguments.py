@@ -11,16 +11,16 @@ BAD = {
     r"weight must have shape \(V, 5\)": {"weight": torch.zeros(V, D + 1)},
     r"negatives must have shape \(K,\) or \(7, K\)": {"negatives": torch.zeros(N + 1, 3).long()},
     r"negatives must hold at least one id, got shape \(0,\)": {"negatives": torch.zeros(0).long()},
-    r"log_q must have shape \(60,\)": {"log_q": torch.zeros(K + 1)},
+    r"log_q must have shape \(30,\)": {"log_q": torch.zeros(K + 1)},
     "log_q must not require grad": {"log_q": torch.zeros(K, requires_grad=True)},
     r"target_log_q must have shape \(7,\)": {"target_log_q": torch.zeros(1)},
     r"temperature must be one number for all rows, got a Tensor\.$": {"temperature": torch.ones(N)},
     "multiply the hidden states by the scale": {"temperature": torch.ones((), requires_grad=True)},
-    r"target must be in \[0, 40\) or ignore_index \(-100\), got 40 at row 0": {
+    r"target must be in \[0, 20\) or ignore_index \(-100\), got 20 at row 0": {
         "target": torch.tensor([V] + [0] * (N - 1))
     },
-    r"negatives must be in \[0, 40\), got -1 at slot 1": {"negatives": torch.tensor([0, -1])},
-    r"negatives must be in \[0, 40\), got 99 at row \(2, 1\)": {
+    r"negatives must be in \[0, 20\), got -1 at slot 1": {"negatives": torch.tensor([0, -1])},
+    r"negatives must be in \[0, 20\), got 99 at row \(2, 1\)": {
         "negatives": torch.tensor([[0, 0]] * 2 + [[0, 99]] + [[0, 0]] * (N - 3))
     },
 }  # fmt: skip

@@ -98,11 +98,10 @@ def test_all_ids_of_the_vocabulary(impl, device):
     """Both tails are empty, so a term of the tails is 0, and its gradient is 0."""
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1)).to(device)
     targets = ll.capture_topk(x.flip(0), 6)
-    for given in (True, False):
-        for divergence in DIVERGENCES:
-            (got, d_got), (want, d_want) = both(x, told(targets, given), (divergence, "tail"))
-            assert error(got, want) < ROUNDING
-            assert error(d_got, d_want) < ROUNDING
+    for i, divergence in enumerate(DIVERGENCES):
+        (got, d_got), (want, d_want) = both(x, told(targets, i % 2 == 0), (divergence, "tail"))
+        assert error(got, want) < ROUNDING
+        assert error(d_got, d_want) < ROUNDING
 
 
 def test_probabilities_of_zero(impl, device):

@@ -31,7 +31,7 @@ def by_definition(
     return loss.sum() / live.sum().clamp_min(1) if reduction == "mean" else loss.sum()
 
 
-N, D, V, K = 7, 5, 40, 60
+N, D, V, K = 7, 5, 20, 30
 
 
 def case(device, dtype=torch.float64, per_row=False, lead=(N,), seed=0):

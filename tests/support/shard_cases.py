@@ -198,8 +198,9 @@ def refused_on_one(ll, differs: bool) -> list[tuple[type[Exception], str, Callab
 def cases() -> dict[str, Case]:
     """All cases by name. A case returns its error relative to one process."""
     found: dict[str, Case] = {}
-    for ranks, (i, name) in itertools.product(WIDTHS, enumerate(SHORT)):
-        kind = (logits, heads)[(ranks + i) % 2]
+    for name, kind, ranks in zip(
+        SHORT, itertools.cycle((logits, heads)), itertools.cycle(WIDTHS), strict=False
+    ):
         at = f"{ranks} ranks, {kind.__name__}: {name}"
         found[at] = lambda kind=kind, how=(name, ranks): kind(*how)
     for name in ("cross_entropy", "score"):
