@@ -229,22 +229,19 @@ class TestSignatures:
                 _call.check_once(check, 1)
         assert len(self.calls) == 2
 
-    def test_all_signatures_are_forgotten_if_there_are_too_many(self, monkeypatch):
+    def test_all_are_forgotten_if_there_are_too_many(self, monkeypatch):
+        """Too many signatures of the same types, and too many types."""
         monkeypatch.setattr(_call, "_REMEMBERED", 3)
-        kept = []
-        for number in range(10):
+        signatures, types = [], []
+        for number in range(7):
             _call.check_once(self.check, number)
             ((_, passed),) = _call._passed.values()
-            kept.append(len(passed))
-        assert kept == [1, 2, 3, 1, 2, 3, 1, 2, 3, 1]
-
-    def test_all_types_are_forgotten_if_there_are_too_many(self, monkeypatch):
-        monkeypatch.setattr(_call, "_REMEMBERED", 3)
-        kept = []
+            signatures.append(len(passed))
+        _call._passed.clear()
         for count in range(7):
             _call.check_once(self.check, *range(count))
-            kept.append(len(_call._passed))
-        assert kept == [1, 2, 3, 1, 2, 3, 1]
+            types.append(len(_call._passed))
+        assert signatures == types == [1, 2, 3, 1, 2, 3, 1]
 
 
 @pytest.mark.usefixtures("checked")

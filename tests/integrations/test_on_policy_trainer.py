@@ -78,6 +78,7 @@ class TestTrainer:
         ("divergence", "accumulate"),
         [("reverse_kl", 2), ("jsd", 1), ({"forward_kl": 0.7, "tvd": 0.6}, 2)],
     )
+    @pytest.mark.few(2)
     def test_equals_a_loop_by_hand(self, divergence, accumulate, tmp_path):
         how = {"gradient_accumulation_steps": accumulate, "max_steps": 8 // accumulate}
         found = trainer(tmp_path, student_model(), how, divergence=divergence, beta=0.3)

@@ -140,6 +140,7 @@ def test_stays_lazy(name, bias, x, t):
 
 
 @pytest.mark.parametrize("name", LAZY)
+@pytest.mark.few(8)
 def test_in_small_pieces(name, x, t, monkeypatch):
     """The same for one row at a time."""
     monkeypatch.setattr(by_rows, "PIECE", {"cpu": 1, "cuda": 1})

@@ -1,7 +1,6 @@
 """fuse(model): any model with a linear head, and what it refuses."""
 
 import copy
-import pickle
 import re
 
 import pytest
@@ -78,11 +77,6 @@ def test_tied_weights_and_a_new_head(ids, device):
     assert_fused_and_right(model, ids)
 
 
-def test_pickled(ids, device):
-    model = pickle.loads(pickle.dumps(ll.fuse(Model().to(device))))
-    assert_fused_and_right(model, ids)
-
-
 class Sharded(nn.Module):
     """A linear layer inside a module whose names are those of FSDP1."""
 
@@ -134,13 +128,6 @@ class Sharded(nn.Module):
 def test_refused(make, how, kind, match):
     with pytest.raises(kind, match=match):
         ll.fuse(make(), **how)
-
-
-def test_another_head_takes_its_place(ids, device):
-    model = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, D), nn.Linear(D, V)).to(device)
-    ll.fuse(ll.fuse(model, head="1"), head="2")
-    assert "forward" not in model[1].__dict__
-    assert_fused_and_right(model, ids)
 
 
 def test_a_replica_uses_its_own_weight(ids, device):

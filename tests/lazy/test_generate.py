@@ -15,7 +15,6 @@ from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_n
 import logitless as ll
 from logitless.lazy import recipe
 from logitless.lazy.logits import LazyLogits
-from tests.support import families
 from tests.support.tiny_models import V, batch, build
 
 pytestmark = pytest.mark.filterwarnings(
@@ -70,36 +69,6 @@ def test_generate(way):
     plain, fused = both("LlamaForCausalLM")
     assert_same(generated(fused, **WAYS[way]), generated(plain, **WAYS[way]))
     assert ll.report(fused)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["Gemma2ForCausalLM", "GPT2LMHeadModel", "BartForConditionalGeneration", "MambaForCausalLM"],
-)
-def test_families_generate(name):
-    plain, fused = both(name)
-    for way in ("greedy", "sampling"):
-        assert_same(generated(fused, **WAYS[way]), generated(plain, **WAYS[way]))
-
-
-@pytest.mark.parametrize(
-    ("changed", "limit", "said"),
-    [
-        (None, 0, ""),
-        (lambda z: None if type(z) is LazyLogits else -z, 0, "other tokens with plain logits"),
-        (lambda z: -z if type(z) is LazyLogits else None, 0, "other tokens by greedy"),
-        (None, 1 << 30, "no lazy logits in greedy"),
-    ],
-)
-def test_make_test_families_finds_other_tokens(changed, limit, said, monkeypatch):
-    monkeypatch.setattr(families, "LIMIT", limit)
-    monkeypatch.setattr(recipe, "SMALL", 1 << 30)  # the first run has plain logits
-    plain, fused = both("LlamaForCausalLM")
-    if changed is not None:
-        fused.lm_head.register_forward_hook(lambda head, given, z: changed(z))
-    found = families.said_otherwise(fused, families.answers(plain))
-    assert said in found
-    assert bool(found) == bool(said)
 
 
 @pytest.mark.parametrize("sampled", [False, True])

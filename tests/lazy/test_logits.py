@@ -104,23 +104,6 @@ def test_a_materialised_one_can(x):
     assert z.tolist() == before
 
 
-@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
-def test_numbers_on_demand(x):
-    m = model(True, x.device)
-    z, plain = m(x), model(False, x.device)(x)
-    assert torch.equal(z.detach().cpu(), plain.detach().cpu())
-    assert z.tolist() == plain.tolist()
-    assert repr(z) == f"LazyLogits(shape=(2, 5, 11), dtype=torch.float64, device={z.device})"
-    file = io.BytesIO()
-    torch.save(z.detach(), file)
-    file.seek(0)
-    assert torch.equal(torch.load(file), plain.detach())
-    assert torch.equal(copy.deepcopy(z.detach()).cpu(), plain.detach().cpu())
-    assert torch.equal(z.argmax(-1), plain.argmax(-1))
-    found, want = ll.capture_topk(z, 3), ll.capture_topk(plain, 3)
-    assert torch.equal(found.ids, want.ids)
-
-
 def test_autocast_is_that_of_a_linear_layer(x, t):
     m, plain = (
         model(True, x.device, dtype=torch.float32),
@@ -140,16 +123,6 @@ def test_autocast_is_that_of_a_linear_layer(x, t):
 
 
 # --- found by a review: what a plain tensor does, or an error
-
-
-@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
-def test_a_clone_is_a_copy(x):
-    z = model(True, x.device)(x)
-    least = z.amin(-1).min().item()
-    z.detach().clone().materialize().fill_(-1e4)
-    assert z.amin(-1).min().item() == least
-    z.materialize().mul_(2)  # whose owner may write to it
-    assert z.amin(-1).min().item() == least
 
 
 @pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")

@@ -1,6 +1,5 @@
 """Fused heads that others wrap, hook or replace: the plain model's numbers, lazy where possible."""
 
-import copy
 import warnings
 from typing import NamedTuple
 
@@ -298,21 +297,6 @@ def test_the_last_fuse_counts(ids, device):
     ll.fuse(outer, workspace=4 * V * 4)
     assert outer(ids).recipe.head.workspace == 4 * V * 4
     assert inner(ids).recipe.head.workspace == 4 * V * 4
-
-
-def test_is_fused_of_a_copy_is_its_own(ids, device):
-    model = ll.fuse(Model().to(device))
-    other = copy.deepcopy(model)
-    ll.unfuse(model)
-    assert not ll.is_fused(model)
-    assert ll.is_fused(other)
-    assert type(other(ids)) is LazyLogits
-
-
-def test_the_dictionary_of_a_fused_model_is_the_plain_one(ids, device):
-    plain, fused = Model().to(device), ll.fuse(Model().to(device))
-    assert list(fused.state_dict()) == list(plain.state_dict())
-    plain.load_state_dict(fused.state_dict())
 
 
 def test_options_of_a_head_are_checked_when_it_is_made():

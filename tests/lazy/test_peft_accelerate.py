@@ -236,12 +236,3 @@ def test_state_of_an_adapter_is_the_plain_one():
     assert list(fused.state_dict()) == list(plain.state_dict())
     copied = copy.deepcopy(fused)
     assert_as_plain(plain, copied)
-
-
-def test_mobilebert_never_calls_its_head():
-    """It multiplies by the weight of its decoder."""
-    sizes = dict.fromkeys(("embedding_size", "intra_bottleneck_size", "true_hidden_size"), 16)
-    model = ll.fuse(build("MobileBertForMaskedLM", **sizes))
-    with pytest.warns(UserWarning, match="MobileBertForMaskedLM did not call its head"):
-        trained(model)
-    assert not ll.is_fused(model)

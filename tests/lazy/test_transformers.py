@@ -3,7 +3,6 @@
 import copy
 import importlib.util
 import re
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch._dynamo.utils import counters
 
 pytest.importorskip("transformers", reason="needs transformers: requirements/tests.txt")
 
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import logitless as ll
 from logitless.heads.head import Head
@@ -31,6 +30,7 @@ FAMILIES = [
     "LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Gemma2ForCausalLM",
     "GPT2LMHeadModel", "CohereForCausalLM", "GraniteForCausalLM", "Phi3ForCausalLM",
     "MixtralForCausalLM", "BloomForCausalLM", "MambaForCausalLM", "ProphetNetForCausalLM",
+    "BartForConditionalGeneration",
 ]  # fmt: skip
 
 
@@ -62,14 +62,13 @@ def assert_same_parameters(got: dict, want: dict) -> None:
 
 
 def assert_trains_as_plain(plain: nn.Module, change=None, compiled=None) -> None:
-    """Also if `change` is made to both after the one was fused; nothing is materialised."""
+    """Also if `change` is made to both after the one is fused; nothing is materialised."""
     fused = ll.fuse(copy.deepcopy(plain))
     if change is not None:
         torch.manual_seed(3)
         plain = change(plain) or plain
         torch.manual_seed(3)
         fused = change(fused) or fused
-    fused(**batch(fused))  # which fuses a head that has taken another's place
     logits = kept_logits(fused)
     if compiled is not None:
         torch._dynamo.reset()
@@ -85,14 +84,6 @@ def test_five_steps(tied):
     model = build("LlamaForCausalLM", tie_word_embeddings=tied)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert_trains_as_plain(model)
-
-
-def test_resized_embeddings():
-    def larger(model):
-        model.resize_token_embeddings(V + 6, mean_resizing=False)
-        assert model.lm_head.weight.shape[0] == V + 6
-
-    assert_trains_as_plain(build("LlamaForCausalLM"), change=larger)
 
 
 def test_gradient_checkpointing():
@@ -180,56 +171,30 @@ class Data(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": torch.where(torch.arange(7) < i % 3, -100, ids)}
 
 
-class Gradients(TrainerCallback):
-    """The gradient of all parameters before each step of the optimizer, as one vector."""
-
-    def __init__(self):
-        self.seen: list[Tensor] = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **others):
-        self.seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-
-
-class Run(NamedTuple):
-    """Five steps of a Trainer, and an evaluation after them."""
-
-    logged: list[dict]
-    parameters: dict[str, Tensor]
-    gradients: list[Tensor]  # of each step
-    logits: Tensor  # of the evaluation
-
-
-def with_trainer(model: nn.Module, folder, **options) -> Run:
+def with_trainer(model: nn.Module, folder, **options) -> tuple[list[dict], dict[str, Tensor]]:
+    """What five steps of a Trainer and an evaluation after them log, and the parameters."""
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=5, per_device_train_batch_size=2, logging_steps=1,
         learning_rate=1e-2, report_to=[], save_strategy="no", eval_strategy="steps", eval_steps=5,
         optim="sgd", disable_tqdm=True, use_cpu=True, seed=1, max_grad_norm=1e3, **options,
     )  # fmt: skip
-    gradients, predicted = Gradients(), []
 
     def metrics(found) -> dict:
         """A number that rounding moves by as little as the logits: an argmax may be of a tie."""
-        predicted.append(torch.from_numpy(found.predictions))
         return {"largest": float(found.predictions.max(-1).mean())}
 
     trainer = Trainer(
-        model, arguments, train_dataset=Data(), eval_dataset=Data(), compute_metrics=metrics,
-        callbacks=[gradients],
-    )  # fmt: skip
+        model, arguments, train_dataset=Data(), eval_dataset=Data(), compute_metrics=metrics
+    )
     trainer.train()
-    parameters = dict(trainer.model.named_parameters())
-    return Run(trainer.state.log_history, parameters, gradients.seen, predicted[0])
+    return trainer.state.log_history, dict(trainer.model.named_parameters())
 
 
-def assert_logged(got: Run, want: Run, near) -> None:
-    """What both have logged; `near(key, i)` is how far apart numbers i of a key may be."""
+def assert_same_logs(got: list[dict], want: list[dict]) -> None:
     for key in ("loss", "grad_norm", "eval_loss", "eval_largest"):
-        found, others = (
-            [entry[key] for entry in run.logged if key in entry] for run in (got, want)
-        )
+        found, others = ([entry[key] for entry in logs if key in entry] for logs in (got, want))
         assert len(found) == len(others) == (1 if key.startswith("eval") else 5)
-        for i, (a, b) in enumerate(zip(found, others, strict=True)):
-            assert abs(a - b) <= near(key, i, b), (key, i, a, b)
+        assert found == pytest.approx(others, rel=1e-5, abs=0), key
 
 
 @pytest.mark.parametrize(
@@ -252,38 +217,12 @@ def test_trainer(options, tmp_path):
     model = build("LlamaForCausalLM", num_hidden_layers=layers)
     plain = copy.deepcopy(model)
     logits = kept_logits(ll.fuse(model))
-    got = with_trainer(model, tmp_path, **options)
+    got, parameters = with_trainer(model, tmp_path, **options)
     assert bool(counters["stats"]["unique_graphs"]) == ("torch_compile" in options)
     options = {name: value for name, value in options.items() if "compile" not in name}
-    want = with_trainer(plain, tmp_path, **options)
-    assert_logged(got, want, lambda key, i, number: 1e-5 * abs(number))
-    assert_same_parameters(got.parameters, want.parameters)
-    assert logits
-    assert all(not z.known for z in logits)
-
-
-def test_trainer_in_bf16(tmp_path):
-    """As near to fp32 as the plain run, because the two round at other places.
-
-    Gradients and logits are long vectors, whose errors hardly depend on the machine. A number that
-    is logged does, so that its bound follows from theirs: a norm differs by at most the norm of the
-    difference, and a loss by at most twice the largest difference of a logit.
-    """
-    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
-    model = build("LlamaForCausalLM")
-    exact = with_trainer(copy.deepcopy(model), tmp_path)
-    plain = with_trainer(copy.deepcopy(model), tmp_path, bf16=True)
-    logits = kept_logits(ll.fuse(model))
-    fused = with_trainer(model, tmp_path, bf16=True)
-    allowed = []
-    for got, other, want in zip(fused.gradients, plain.gradients, exact.gradients, strict=True):
-        allowed.append(AS_NEAR * float((other - want).norm()))
-        assert 0 < (got - want).norm() <= allowed[-1]
-    off = plain.logits - exact.logits
-    assert 0 < (fused.logits - exact.logits).norm() <= AS_NEAR * off.norm()
-    largest = AS_NEAR * float(off.abs().max())
-    bounds = {"eval_largest": largest, "eval_loss": 2 * largest, "loss": 2 * largest}
-    assert_logged(fused, exact, lambda key, i, number: bounds.get(key, allowed[i]))
+    want, others = with_trainer(plain, tmp_path, **options)
+    assert_same_logs(got, want)
+    assert_same_parameters(parameters, others)
     assert logits
     assert all(not z.known for z in logits)
 
@@ -322,24 +261,6 @@ def test_a_compiled_model(name, lora, part):
         change=None if lora is None else lambda model: adapted(model, **LORA[lora]),
         compiled=lambda model: model.get_submodule(part),
     )
-
-
-@pytest.mark.parametrize("first", ["fuse", "adapt"])
-@pytest.mark.parametrize("how", LORA)
-def test_lora(how, first):
-    """`fuse` is called before or after PEFT adds adapters. One case adapts the head itself."""
-    plain = build("LlamaForCausalLM", tie_word_embeddings=False)
-    fused = copy.deepcopy(plain)
-    if first == "fuse":
-        fused = adapted(ll.fuse(fused), **LORA[how])
-    else:
-        fused = ll.fuse(adapted(fused, **LORA[how]))
-    plain = adapted(plain, **LORA[how])
-    got = steps(fused)
-    z = fused(**batch(fused)).logits
-    assert_same_parameters(got, steps(plain))
-    assert type(z) is LazyLogits
-    assert ll.report() == []
 
 
 @pytest.mark.parametrize("trains", [True, False])
