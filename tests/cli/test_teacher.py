@@ -70,13 +70,12 @@ def test_what_cannot_be_right_is_told_by_its_line(answers, tmp_path, capsys):
         in capsys.readouterr().err
     )
     assert len(Store(tmp_path / "s")) == 2  # those before it
-    for text, said in (
-        ("{", "line 1: a line must be a JSON object, got Expecting"),
-        ("[1]", "[1]"),
-    ):
-        path.write_text(text)
-        assert imported(path, tmp_path / "t") == 1
-        assert said in capsys.readouterr().err
+    path.write_text("[1]")
+    assert imported(path, tmp_path / "t") == 1
+    assert "line 1: a line must be a JSON object, got '[1]'" in capsys.readouterr().err
+    assert imported(tmp_path / "missing.jsonl", tmp_path / "u") == 1
+    assert "--data must name files, got" in capsys.readouterr().err
+    assert not (tmp_path / "u").exists()
 
 
 @pytest.mark.parametrize("at_once", [1, 12, 4096])
@@ -192,12 +191,6 @@ def test_numbers_that_cannot_be(capsys):
         assert said in capsys.readouterr().err
 
 
-def test_import_of_missing_data_makes_no_folder(tmp_path, capsys):
-    assert imported(tmp_path / "missing.jsonl", tmp_path / "s") == 1
-    assert "--data must name files, got" in capsys.readouterr().err
-    assert not (tmp_path / "s").exists()
-
-
 def test_import_of_completions(tmp_path):
     """All completions of each output."""
     rows = torch.randn(3, 50).log_softmax(-1)
@@ -233,24 +226,22 @@ def test_size(tmp_path, capsys):
         store = stores.write(path, documents(9000, k=k), k=k, values=values)
         (shard,) = path.glob("*.shard")
         assert shard.stat().st_size / 9000 == pytest.approx(store.info.token_bytes(), rel=0.02)
-    for more, message in (
-        (["--distinct", "-3"], "--distinct must lie in [1, 50] (the number of draws), got"),
-        (["--distinct", "51"], "--distinct must lie in [1, 50] (the number of draws), got"),
-        (["--k", "64"], "--k must not be passed together with --sample, got [64]"),
-        (["--values", "u8"], "--values must not be passed together with --sample, got u8"),
+    plain, vocab = of_sample[:6], ["teacher", "size", "--tokens", "5", "--vocab", "5"]
+    for command, message in (
+        ([*of_sample, "--distinct", "-3"], "--distinct must lie in [1, 50] (the number of draws)"),
+        ([*of_sample, "--distinct", "51"], "--distinct must lie in [1, 50] (the number of draws)"),
+        ([*of_sample, "--k", "64"], "--k must not be passed together with --sample, got [64]"),
+        ([*of_sample, "--values", "u8"], "--values must not be passed together with --sample"),
+        ([*plain, "--distinct", "3"], "--distinct must be passed with --sample, got 3 without"),
+        ([*vocab, "--k", "9"], "k must lie in [1, 5], got 9"),
     ):
-        assert cli.main([*of_sample, *more]) == 1
+        assert cli.main(command) == 1
         assert message in capsys.readouterr().err
-    assert cli.main([*of_sample[:6], "--distinct", "3"]) == 1
-    message = "--distinct must be passed with --sample, got 3 without --sample"
-    assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["teacher", "size", "--tokens", "many", "--vocab", "5"])
     with pytest.raises(SystemExit):
-        cli.main([*of_sample[:6], "--sample", "70000"])
+        cli.main([*plain, "--sample", "70000"])
     assert "--sample: must be at most 65536, got '70000'" in capsys.readouterr().err
-    assert cli.main(["teacher", "size", "--tokens", "5", "--vocab", "5", "--k", "9"]) == 1
-    assert "k must lie in [1, 5], got 9" in capsys.readouterr().err
 
 
 def test_address(tmp_path, capsys):
@@ -268,8 +259,7 @@ def test_address(tmp_path, capsys):
 
 def test_parquet(tmp_path, capsys):
     pytest.importorskip("pyarrow", reason="needs pyarrow, of the extra parquet")
-    found = documents(30, 20)
-    stores.write(tmp_path / "s", found)
+    stores.write(tmp_path / "s", documents(30, 20))
     assert cli.main(["teacher", "to-parquet", str(tmp_path / "s"), str(tmp_path / "p")]) == 0
     assert "2 documents in " in capsys.readouterr().out
     assert len(list((tmp_path / "p").iterdir())) == 1
