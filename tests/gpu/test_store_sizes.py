@@ -7,21 +7,15 @@ from torch import nn
 import logitless as ll
 from logitless.store import Header, Store, Writer, capture
 from logitless.store import codes as _codes
-from tests.support.sizes import DEVICE, sized
+from tests.support.sizes import DEVICE
 
-V, D, K = sized((151_936, 1024, 64), (150, 8, 16))
-ROWS = sized(256, 6)
-DTYPE = sized(torch.bfloat16, torch.float32)
-
-
-def teacher() -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, V, bias=False))
-    return model.to(DEVICE, DTYPE)
+pytestmark = pytest.mark.gpu("a device beside the CPU")
+V, D, K, ROWS = 151_936, 1024, 64, 256
 
 
 def test_captured_on_the_device(tmp_path):
-    model, documents = teacher(), torch.randint(0, V, sized((4, 512), (2, 3)))
+    model = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, V, bias=False)).to(DEVICE).bfloat16()
+    documents = torch.randint(0, V, (4, 512))
     with Writer(tmp_path, vocab_size=V, k=K) as writer:
         assert capture(model, documents.split(1), writer, head="1") == len(documents)
     store = Store(tmp_path)
@@ -48,7 +42,6 @@ def test_encoded_as_on_a_cpu(values):
     assert (got.logprobs - plain.logprobs).abs().mean() < 0.01
 
 
-@pytest.mark.gpu("a host that could wait")
 def test_encoding_waits_for_nobody():
     targets = ll.capture_topk(torch.randn(ROWS, V, device=DEVICE), K)
     header = Header(V, K)
