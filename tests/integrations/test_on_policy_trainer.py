@@ -166,24 +166,6 @@ class TestTrainer:
         assert changed
         assert all("lora_" in name for name in changed)
 
-    def test_own_samples_become_probable_for_the_teacher(self, tmp_path):
-        teacher, found = model_of(1, 3.0, hidden_size=48).eval(), []
-        how = {"max_steps": 40, "learning_rate": 1e-2, "optim": "adamw_torch"}
-        student = student_model()
-        training = trainer(tmp_path, student, how, teacher=teacher, on_policy=1.0)
-        prompts = {"input_ids": torch.randint(6, V, (64, 3))}
-        for _ in range(2):
-            batch = ll.hf.sample(student, prompts, generation_config=CONFIG, seed=1)
-            with torch.no_grad():
-                logits = teacher(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-            loss = torch.nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
-            )
-            found.append(-loss.item())
-            if len(found) == 1:
-                training.train()
-        assert found[1] > found[0] + 0.3
-
     def test_refusals(self, tmp_path):
         def refused(words, error=ValueError, **options):
             with pytest.raises(error, match=words):
