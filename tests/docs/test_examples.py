@@ -104,9 +104,9 @@ def test_on_policy_raises_the_teachers_log_probability(printed):
 
 
 def test_draft_head_is_accepted_more_often(printed):
-    small = demo.Scale(batch=8, context=16, width=64, layers=1, lr=5e-3)
+    small = demo.Scale(batch=8, context=16, width=64, layers=1, lr=1e-2)
     fewer = {"VOCAB": 512, "DRAFTED": 128, "TARGET": small}
-    output = printed("draft_head", "--steps 50 --held-out 12", **fewer)
+    output = printed("draft_head", "--steps 50 --held-out 24", **fewer)
     rates = {
         (when, kind): [float(rate) for rate in numbers.split()]
         for when, kind, numbers in re.findall(
