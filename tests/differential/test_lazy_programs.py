@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_programs_over_lazy_logits():
     """As plain logits, or refused."""
     tally = Counter()
-    found = search(0, 100, 60.0, tally)
+    found = search(0, 100, tally)
     assert found is None, f"{found.program}\n{found.difference}"
     assert tally["programs that write"] > 15
 
@@ -26,7 +26,7 @@ def test_programs_over_logits_for_inference(small, monkeypatch, request):
     monkeypatch.setattr(recipe, "SMALL", small)
     monkeypatch.setattr(lazy_programs, "start", lazy_programs.start_inference)
     tally = Counter()
-    found = search(500, 60 if request.config.option.few else 150, 60.0, tally)
+    found = search(500, 60 if request.config.option.few else 150, tally)
     assert found is None, f"{found.program}\n{found.difference}"
     writing = [p for p in map(drawn, range(500, 560)) if any(step.writes for step in p.steps)]
     refused = [lazy_programs.outcome(p, True).refused for p in writing]

@@ -61,16 +61,11 @@ def test_workflows_call_targets_of_the_makefile():
     assert named[".github/workflows/release.yml release"] == ["release"]
 
 
-def test_workflows_can_only_read_and_upload_nothing():
-    for name in WORKFLOWS:
-        assert read(name)["permissions"] == {"contents": "read"}
-        assert not re.search(r"twine upload|pypi-publish|secrets\.", (ROOT / name).read_text()), (
-            name
-        )
+def test_workflows_can_only_read_upload_nothing_and_have_the_oldest_python():
+    assert all(read(name)["permissions"] == {"contents": "read"} for name in WORKFLOWS)
+    text = "".join((ROOT / name).read_text() for name in WORKFLOWS)
+    assert not re.search(r"twine upload|pypi-publish|secrets\.", text)
     assert all("timeout-minutes" in job for job in jobs().values())
-
-
-def test_workflows_have_the_oldest_python():
     cases = read(".github/workflows/tests.yml")["jobs"]["tests"]["strategy"]["matrix"]["include"]
     (oldest,) = [case["python"] for case in cases if case["versions"] == "oldest"]
     assert PROJECT["requires-python"] == f">={oldest}"
