@@ -169,19 +169,14 @@ PLAIN = {  # a program that gets plain logits, and the reason
         lambda model, ids: torch.jit.trace(model, (ids,), check_trace=False),
         "torch.jit.trace records the head",
     ),
-    "export": (
-        lambda model, ids: torch.export.export(model, (ids,), strict=False),
-        "torch.export records the head",
-    ),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated")  # of torch.jit.trace and the compiler
+@pytest.mark.filterwarnings("ignore:.*is deprecated")  # of torch.jit.trace
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_logits_say_why(name, ids, device, monkeypatch):
     """One warning and is_fused give the same reason, until a forward returns lazy logits again."""
     monkeypatch.setattr(report, "_warned", set())
-    torch._dynamo.reset()
     program, reason = PLAIN[name]
     model = ll.fuse(Model().to(device))
     with pytest.warns(UserWarning, match=reason) as seen:

@@ -14,8 +14,7 @@ from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_n
 
 import logitless as ll
 from logitless.lazy import recipe
-from logitless.lazy.logits import LazyLogits
-from tests.support.tiny_models import V, batch, build
+from tests.support.tiny_models import batch, build
 
 pytestmark = pytest.mark.filterwarnings(
     "default",  # those of Transformers
@@ -83,25 +82,6 @@ def test_assisted(sampled):
         options = {"do_sample": sampled, "max_new_tokens": 8}
         found.append(model.generate(ids, assistant_model=helper, **options))
     assert torch.equal(*found)
-
-
-def test_a_long_prompt_computes_one_row_per_sequence():
-    _, fused = both("LlamaForCausalLM")
-    with torch.no_grad():
-        logits = fused(batch(fused)["input_ids"]).logits
-        logits[:, -1].to(torch.float32, copy=True)
-    assert [record.shape for record in ll.report(fused)] == [(2, V)]
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_with_labels(mode):
-    plain, fused = both("LlamaForCausalLM")
-    with mode():
-        got, want = (model(**batch(model)) for model in (fused, plain))
-    torch.testing.assert_close(got.loss, want.loss, rtol=2e-6, atol=0)
-    assert type(got.logits) is LazyLogits
-    assert not got.logits.known
-    assert not ll.report(fused)
 
 
 def test_nested_functions_of_the_trainer():

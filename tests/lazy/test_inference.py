@@ -289,16 +289,6 @@ def test_a_write_to_the_hidden_states(mode, x):
             torch.testing.assert_close(z.cumsum(-1), want.cumsum(-1))
 
 
-def test_a_teacher_needs_no_context(x):
-    """Under no_grad, a teacher's logits stay lazy in our losses."""
-    z, plain = pair(x)
-    student = model(True, x.device)
-    got, want = (ll.kl_div(student(x), t, direction="forward") for t in (z, plain))
-    torch.testing.assert_close(got, want)
-    assert not z.known
-    assert not ll.report()
-
-
 def test_gradients_of_the_logits_themselves(x):
     z, plain = pair(x)
     grads = []

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import logitless as ll
-from examples.demo.memory import extra_memory
 from logitless.integrations.trl import _guard_of
 from logitless.lazy import recipe, report
 from logitless.lazy.logits import LazyLogits
@@ -335,28 +334,6 @@ def test_trl_reads_the_output_embeddings():
     ll.unfuse(fused.lm_head)
     assert _guard_of(fused) is None  # TRL reads no weight of the heads that are still fused
     assert _guard_of(ll.unfuse(fused)) is None
-
-
-def test_peak_memory(device):
-    """A step with three heads takes less memory than half of the logits of one head."""
-    vocab, width, rows = 4096, 4, 256
-    torch.manual_seed(1)
-    heads = nn.ModuleList(nn.Linear(width, vocab) for _ in range(3)).to(device)
-    outer = nn.ModuleDict({"heads": heads})
-    outer.forward = lambda x: [head(x) for head in heads]
-    x = torch.randn(rows, width, device=device, requires_grad=True)
-    target = torch.randint(0, vocab, (rows,), device=device)
-
-    def step(m):
-        sum(F.cross_entropy(z, target) for z in m(x)).backward()
-
-    step(outer)  # allocates the gradients
-    plain = extra_memory(device, outer, step)
-    ll.fuse(outer, head="heads", workspace=1 << 19)
-    step(outer)
-    logits = rows * vocab * 4
-    assert plain > 3 * logits
-    assert extra_memory(device, outer, step) < logits / 2
 
 
 def test_compiled(ids, device):

@@ -265,9 +265,6 @@ def test_other_forms_of_a_call(x, t):
     same((z.log_softmax(-1) * 0).argmax(-1), (plain.log_softmax(-1) * 0).argmax(-1))
     tiny = (F.cross_entropy((logits * 1e-13)[1], t[1]) for logits in (z, plain))
     same(*tiny)
-    for wrong in (lambda z: z.unsqueeze(6), lambda z: z.narrow(4, 0, 1), lambda z: z.squeeze(5)):
-        with pytest.raises(IndexError):
-            wrong(z)
     none = torch.zeros(V, device=x.device, dtype=x.dtype)
     assert F.cross_entropy(z[1], t[1], weight=none).isnan()
     assert F.cross_entropy(z[1], torch.full_like(t[1], -100)).isnan()
