@@ -100,7 +100,7 @@ def fresh_compiler():
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_compiled_is_plain(name, device):
     assert_compiled_is_plain(name, device)
 
@@ -135,7 +135,7 @@ def assert_compiled_is_plain(name, device):
         "column-major",
     ],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_opcheck(name, device, monkeypatch):
     """Schema, fakes, autograd registration and AOT dispatch with dynamic shapes."""
     monkeypatch.setattr(linear, "evaluate_head", operators.evaluate_compiled)

@@ -372,7 +372,7 @@ def test_layouts_and_other_heads(repeated, device, monkeypatch):
         assert set(repeated[-len(heads) :]) == {again}
     monkeypatch.setattr(run, "REMEMBERED", 2)
     monkeypatch.setattr(run, "_plans", {})
-    for tensors in heads:
+    for tensors in heads[:3]:
         parts = [None if t is None else t.detach().requires_grad_() for t in tensors]
         loss_of(parts, target)
         assert len(run._plans) <= 2

@@ -58,6 +58,7 @@ def class_last(x):
 
 
 @sources
+@pytest.mark.few(2)
 def test_cross_entropy(source, impl, device):
     """Every sample with class ids: weights, ignore_index, reductions, smoothing, images.
 
@@ -86,6 +87,7 @@ def test_cross_entropy(source, impl, device):
 
 
 @sources
+@pytest.mark.few(2)
 def test_logsumexp(source, impl, device):
     """Every sample, whatever dimension it is for, tried on its last."""
     tried = set()

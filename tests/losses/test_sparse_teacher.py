@@ -78,7 +78,7 @@ def test_rows_without_any_slot_are_0(impl, device):
     x, targets = make(torch.float32, device)
     none = torch.zeros_like(targets.ids)
     bad = torch.full_like(targets.logprobs, -torch.inf)
-    for divergence, support in MATRIX:
+    for divergence, support in MATRIX if impl == "eager" else MATRIX[::3]:
         leaf = x.clone().requires_grad_()
         loss = ll.topk_distill(
             leaf, ll.SparseTargets(targets.ids * 0 - 5, bad, None, none),
