@@ -389,10 +389,10 @@ def store_fields(where: object, text: str, kind: Any) -> tuple[Any, str]:
     if fields is not None and "version" not in fields and "vocab_size" in fields:
         fields["version"] = "an older version"
     version = None if fields is None else fields.pop("version", None)
-    if fields is not None and version not in (None, 4):
+    if fields is not None and version not in (None, 5):
         refuse(
             where,
-            "be a store of version 4 of the format, the only one that can be read",
+            "be a store of version 5 of the format, the only one that can be read",
             f"{version!r:.50}. Capture the teacher again into another folder",
         )
     if fields is None or fields.pop("format", None) != "logitless.store" or version is None:

@@ -20,7 +20,7 @@ from ..targets.safetensors import buffer
 from . import checks
 from .device import on_cpu
 
-FORMAT, VERSION = "logitless.store", 4
+FORMAT, VERSION = "logitless.store", 5
 DISTINCT = 0.3  # assumed number of distinct ids per draw, for estimates of a store's size
 # Parts are computed in signed dtypes, because uint32 and uint16 lack many operations.
 WIDTHS = {32: torch.int32, 16: torch.int16, 8: torch.uint8, 4: None, 2: None, 1: None}

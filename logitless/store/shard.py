@@ -22,7 +22,7 @@ from . import checks
 from .counts import packed, unpacked
 from .format import Header, checksum, is_whole, sealed, view_of
 
-MAGIC, LAST = b"LLSHARD4", b"LLTABLE4"
+MAGIC, LAST = b"LLSHARD5", b"LLTABLE5"
 ENTRY = struct.Struct("<QQqqI4x")  # the last 4 bytes are the checksum
 END = struct.Struct("<8sQQQI")
 KEPT_OPEN = 128  # largest number of open shards; many systems limit a process to 1,024 open files
@@ -54,7 +54,7 @@ class Listed(NamedTuple):
     size: int
     documents: int
     tokens: int
-    crc: int  # CRC-32 of the table
+    crc: int  # `crc_of` the table
 
     @property
     def name(self) -> str:
@@ -95,7 +95,13 @@ def listed_of(file: "File", shard: str) -> Listed:
     right = magic == LAST and zlib.crc32(data[:-4]) == crc
     checks.end_of_shard(file.path, right and table + ENTRY.size * documents + END.size == size)
     entries = file.read(table, ENTRY.size * documents)
-    return Listed(shard, size, documents, tokens, zlib.crc32(entries))
+    return Listed(shard, size, documents, tokens, crc_of(entries))
+
+
+def crc_of(table: bytes | bytearray) -> int:
+    """The CRC-32 of a table's entries without their checksums: one with them is always the same."""
+    size = ENTRY.size
+    return zlib.crc32(b"".join(table[i : i + size - 4] for i in range(0, len(table), size)))
 
 
 def document_of(rows: Tensor, header: Header, check: int) -> bytes:
@@ -195,7 +201,7 @@ class Shard:
     def entries(self) -> Tensor:
         """The table as int64 (D, 5): place, size, key, check and tokens, all without a copy."""
         data = bytearray(self.file.read(self.table, ENTRY.size * len(self)))
-        if zlib.crc32(data) != self.listed.crc:
+        if crc_of(data) != self.listed.crc:
             self._blocks = {}
             for document in range(len(self)):
                 self.entry(document)

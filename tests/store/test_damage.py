@@ -113,13 +113,26 @@ def test_a_damaged_lookup_and_index(long):
         assert Store(long.path).verify()
 
 
+def test_entries_that_change_places(long):
+    path, size = long.path / "0-000000.shard", 40
+    data, table = bytearray(path.read_bytes()), long.shards[0].table
+    first, second = table + size, table + 2 * size
+    data[first:second], data[second : second + size] = (
+        data[second : second + size], data[first:second]
+    )  # fmt: skip
+    path.write_bytes(data)
+    assert "got other bytes in the table" in str(Store(long.path).verify())
+    with pytest.raises(ValueError, match="got other bytes in the table"):
+        _ = Store(long.path).lengths
+
+
 def test_headers(long):
     path = long.path / "store.json"
     text = path.read_text()
     for bad, message in (
         (text[:-9], "must describe a store of the format logitless.store, got"),
         ("[]", "must describe a store"),
-        (text.replace('"version": 4', '"version": 3'), "must be a store of version 4"),
+        (text.replace('"version": 5', '"version": 4'), "must be a store of version 5"),
         (text.replace('"k": 8', '"k": -8'), "must have a valid header, got an error: k must lie"),
         (text.replace('"k": 8', '"k": 8, "x": 1'), "must have a header of k, teacher"),
         (text.replace('"id": "', '"id": "/'), "must have an id of 16 digits"),

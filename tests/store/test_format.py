@@ -215,7 +215,7 @@ def test_an_older_store_is_refused(tmp_path):
     """Version 2 had the header alone in store.json."""
     fields = {"vocab_size": V, "k": 8, "values": "u8", "alignment": "next"}
     (tmp_path / "store.json").write_text(json.dumps(fields))
-    message = r"store\.json must be a store of version 4 .* got 'an older version'\. Capture the"
+    message = r"store\.json must be a store of version 5 .* got 'an older version'\. Capture the"
     for opened in (lambda: Store(tmp_path), lambda: stores.open_writer(tmp_path)):
         with pytest.raises(ValueError, match=message):
             opened()
