@@ -22,7 +22,7 @@ def extra_memory(device: str, argument: Any, run: Callable) -> int:
         del kept
         return torch.cuda.max_memory_allocated() - before
     # PyTorch records no peak on a CPU, but its profiler records each allocation.
-    with quiet(), torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+    with quiet(), torch.profiler.profile(profile_memory=True) as profile:
         kept = run(argument)
     del kept
     profiler: Any = profile.profiler  # the type is Any, because the raw events have no type stubs

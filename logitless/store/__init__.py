@@ -2,7 +2,7 @@
 
 `Writer` and `capture` write a store, the importers fill it from an inference server, `Store` reads
 it, locally or at an address such as s3://bucket/targets, and `distill_loss` trains with its
-targets. format.py describes the files.
+targets. docs/store-format.md describes the files.
 """
 
 from .capture import capture, share

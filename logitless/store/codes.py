@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from ..targets.sparse import SparseTargets, unchecked
 from .counts import decoded_counts, encoded_counts
 from .device import on_cpu
-from .format import Header, Library, library, pack, places, unpack
+from .format import WIDTHS, Header, Library, library, pack, places, unpack
 
 CODES = 253  # the largest code for a probability above 0
 ZERO, EMPTY = 254, 255
@@ -142,6 +142,14 @@ def _unit(step: Tensor) -> Tensor:
     return torch.exp2((step.float() + LOWEST) / PER_OCTAVE)
 
 
+def rows_in(data: bytearray, header: Header) -> Any:
+    """The rows with these bytes, as an array of `library`."""
+    lib, width = library(), header.row_bytes
+    if not data:  # PyTorch's `frombuffer` refuses it
+        return lib.array(torch.empty(0, width, dtype=torch.uint8, device="cpu"))
+    return lib.module.frombuffer(data, dtype=lib.module.uint8).reshape(-1, width)
+
+
 def tokens_of(rows: Any, header: Header) -> Tensor:
     lib = library()
     dtype, at = places(header, lib)["token"]
@@ -156,14 +164,22 @@ def decoded(rows: Any, header: Header) -> SparseTargets:
         return decoded_counts(lib.tensor(lib.array(rows)), header)
     array, n, portion = lib.array(rows), len(rows), max(1, SLOTS // header.k)
     if n <= portion:
-        ids, logprobs, tail, mask = _decode(array, header, lib)
-        mask = None if mask is None else lib.tensor(mask)
-        return unchecked(lib.tensor(ids), lib.tensor(logprobs), lib.tensor(tail), mask)
-    some = [decoded(array[a : a + portion], header) for a in range(0, n, portion)]
-    return SparseTargets.cat(some)
+        return unchecked(*_decode(array, header, lib))
+    ids = torch.empty(n, header.k, dtype=header.id_dtype, device="cpu")
+    logprobs = torch.empty_like(ids, dtype=torch.float32)
+    tail, mask = torch.empty_like(logprobs[:, 0]), None
+    for a in range(0, n, portion):
+        some = slice(a, a + portion)
+        ids[some], logprobs[some], tail[some], there = _decode(array[some], header, lib)
+        if there is not None:
+            mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+            mask[some] = there
+    return unchecked(ids, logprobs, tail, mask)
 
 
-def _decode(rows: Any, header: Header, lib: Library) -> tuple[Any, Any, Any, Any]:
+def _decode(
+    rows: Any, header: Header, lib: Library
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Ids, log-probabilities, tail, and a mask of the slots unless all are there.
 
     A document of 100 rows costs as much time for each operation here as for its numbers.
@@ -174,7 +190,9 @@ def _decode(rows: Any, header: Header, lib: Library) -> tuple[Any, Any, Any, Any
         dtype, place = at[name]
         return rows.view(dtype)[:, place]
 
-    ids = unpack(((width, field(width)) for width in at["widths"]), k, header.id_dtype, lib)
+    ids = unpack(
+        ((width, field(width)) for width in WIDTHS if width in at), k, header.id_dtype, lib
+    )
     tail = lib.cast(field("tail")[:, 0], lib.module.float32)
     codes, last = field("codes"), ZERO
     if header.values == "u8":
@@ -186,18 +204,18 @@ def _decode(rows: Any, header: Header, lib: Library) -> tuple[Any, Any, Any, Any
             units[far] = lib.take(_distances(lib), codes[far])
         units *= lib.take(_units(lib), codes[:, 0])[:, None]
     else:
-        units = lib.empty((n, k), lib.module.float32)
+        units = lib.module.empty_like(ids, dtype=lib.module.float32)
         units[:, 1:] = codes
     units[:, 0] = 0  # the distance of the first slot from `top`
     logprobs = lib.module.subtract(field("top"), units, out=units)
-    if last < ZERO:
-        return ids, logprobs, tail, None
-    empty = logprobs != logprobs
-    empty = empty | empty[:, :1]
-    if not bool(empty.any()):
-        return ids, logprobs, tail, None
-    logprobs[empty] = -torch.inf
-    return ids, logprobs, tail, ~empty
+    mask = None
+    if last >= ZERO:
+        empty = logprobs != logprobs
+        empty = empty | empty[:, :1]
+        if bool(empty.any()):
+            logprobs[empty] = -torch.inf
+            mask = lib.tensor(~empty)
+    return lib.tensor(ids), lib.tensor(logprobs), lib.tensor(tail), mask
 
 
 @functools.lru_cache

@@ -46,8 +46,8 @@ def counts_of(targets: SparseTargets, n: int) -> Tensor:
 
 @on_cpu
 def decoded_counts(rows: Tensor, header: Header) -> SparseTargets:
-    if not len(rows):
-        rows = torch.empty(0, header.row_bytes, dtype=torch.uint8)  # with the strides of a view
+    if not len(rows):  # an empty array of NumPy has strides that no view in another dtype takes
+        rows = torch.empty(0, header.row_bytes, dtype=torch.uint8)
     ids = header.field(rows, "ids").clone()
     bits = _bits(header.field(rows, "draws"), header.k)
     slot = bits.cumsum(-1)  # slot number of each draw; slots are numbered from 1

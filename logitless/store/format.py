@@ -22,7 +22,7 @@ from .device import on_cpu
 
 FORMAT, VERSION = "logitless.store", 5
 DISTINCT = 0.3  # assumed number of distinct ids per draw, for estimates of a store's size
-# Parts are computed in signed dtypes, because uint32 and uint16 lack many operations.
+# Parts are packed in signed dtypes, because uint32 and uint16 lack many operations.
 WIDTHS = {32: torch.int32, 16: torch.int16, 8: torch.uint8, 4: None, 2: None, 1: None}
 KINDS = {torch.int32: "int32", torch.int64: "int64"}
 
@@ -192,16 +192,13 @@ class Library(NamedTuple):
     module: Any
     array: Callable[[Any], Any]  # of a tensor; an array is returned as it is
     tensor: Callable[[Any], Tensor]
-    empty: Callable[[tuple[int, int], Any], Any]
-    memory: Callable[[Any], memoryview]  # of an array of bytes
     cast: Callable[[Any, Any], Any]
     take: Callable[[Any, Any], Any]  # rows of a table
 
 
 IN_TORCH = Library(
-    torch, lambda t: t, Tensor.contiguous,
-    lambda shape, dtype: torch.empty(shape, dtype=dtype, device="cpu"), lambda t: view_of(t),
-    lambda t, dtype: t.to(dtype, copy=True), lambda t, i: t[i.int()],
+    torch, lambda t: t, Tensor.contiguous, lambda t, dtype: t.to(dtype, copy=True),
+    lambda t, i: t.index_select(0, i.reshape(-1).int()).view(*i.shape, *t.shape[1:]),
 )  # fmt: skip
 
 
@@ -209,29 +206,29 @@ IN_TORCH = Library(
 @on_cpu
 def library() -> Library:
     try:
-        torch.empty(0).numpy()
+        torch.empty(0, dtype=torch.uint8).numpy()
     except RuntimeError:  # PyTorch has found no NumPy
         return IN_TORCH
     numpy = import_module("numpy")
     return Library(
         numpy, lambda t: t.numpy() if isinstance(t, Tensor) else t, torch.from_numpy,
-        numpy.empty, lambda t: memoryview(t.reshape(-1)),
         numpy.ndarray.astype, lambda t, i: t.take(i, 0),
     )  # fmt: skip
 
 
 @functools.lru_cache
-def places(header: Header, lib: Library) -> dict[Any, Any]:
+def places(header: Header, lib: Library) -> dict[Any, tuple[Any, slice]]:
     """The dtype of each field, unsigned for whole numbers, and its place in a row of this dtype.
 
-    Fields ids.W are also there as W, and all W as "widths".
+    The names are those of the header's fields, and the widths W for its fields ids.W.
     """
-    found: dict[Any, Any] = {"widths": [width for width, _ in widths(header.bits)]}
+    found = {}
     for name, (dtype, begin, size) in header.fields.items():
         kind, n = str(dtype).removeprefix("torch."), dtype.itemsize
         kind = f"u{kind}" if kind.startswith("int") else kind
-        found[name] = getattr(lib.module, kind), slice(begin // n, (begin + size) // n)
-    return found | {width: found.get(f"ids.{width}") for width in found["widths"]}
+        key = int(name[4:]) if name.startswith("ids.") else name
+        found[key] = getattr(lib.module, kind), slice(begin // n, (begin + size) // n)
+    return found
 
 
 def unpack(parts: Iterable[tuple[int, Any]], n: int, dtype: torch.dtype, lib: Library) -> Any:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..targets.sparse import SparseTargets, unchecked
 from . import checks
-from .codes import EMPTY, decoded, tokens_of
+from .codes import EMPTY, decoded, rows_in, tokens_of
 from .device import on_cpu
-from .format import Header, bytes_of, library, view_of
+from .format import Header, bytes_of, view_of
 from .listing import INDEX, STORE, Folder, Listing, listing_of
 from .lookup import FIRST, Hashes, Lookup, RunFile, hashes_of, keys_from, run_bytes
 from .remote import Cache, Prefetch, Remote, RemoteFolder, is_address
@@ -235,9 +235,9 @@ class Store:
         shard, document = self._place(i)
         entry = self.reading(shard, shard.entry, document)
         a, b = checks.row_range(tokens, entry.tokens)
-        lib = library()
-        rows = lib.empty((b - a, self.info.row_bytes), lib.module.uint8)
-        self.reading(shard, shard.read_rows, document, entry, a, b, lib.memory(rows))
+        data = bytearray((b - a) * self.info.row_bytes)
+        self.reading(shard, shard.read_rows, document, entry, a, b, memoryview(data))
+        rows = rows_in(data, self.info)
         return tokens_of(rows, self.info), decoded(rows, self.info)
 
     def __getitems__(self, numbers: list[int]) -> list[tuple[Tensor, SparseTargets]]:

@@ -178,7 +178,11 @@ def _check_rows(store: Any, shard: Shard, group: Any, shift: _Shift, report: Rep
             report.problems.append(f"{shard.name} must have {rule}, got {got} {where}")
 
     add(f"tokens below {header.vocab_size}", tokens >= header.vocab_size, str(int(tokens.max())))
-    add(f"ids below {header.vocab_size}", (targets.ids >= header.vocab_size).any(-1), "a larger id")
+    add(
+        f"ids below {header.vocab_size}",
+        (targets.ids > header.vocab_size - 1).any(-1),
+        "a larger id",
+    )
     add("masses of at most 1", ~(mass <= MOST_MASS), f"{float(mass.max()):.4g}")
     if header.sampled:
         bad = damaged_rows(rows, header)

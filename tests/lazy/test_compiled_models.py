@@ -124,6 +124,18 @@ def test_training(loss, backend, compiled, device):
     assert ll.is_fused(fused)
 
 
+@pytest.mark.gpu("CUDA graphs; on a CPU this mode is plain Inductor")
+@pytest.mark.filterwarnings("ignore:.*CUDA graph")
+def test_reduce_overhead(device):
+    fused, plain = pair(device)
+    compiled, ids = torch.compile(fused, mode="reduce-overhead"), batch().to(device)
+    want = grads(plain, inside(plain, ids)[0])
+    for _ in range(4):
+        value, logits = inside(compiled, ids)
+        torch.testing.assert_close(grads(fused, value), want)
+        assert_lazy(logits)
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 @LOSSES
 @pytest.mark.few(1)
