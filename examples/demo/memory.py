@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,12 +34,14 @@ def extra_memory(device: str, argument: Any, run: Callable) -> int:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Discards the messages that the profiler's C++ code prints to stderr."""
+    """Discards the profiler's messages: those of C++ on stderr, and a warning of older PyTorch."""
     saved = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+            yield
     finally:
         os.dup2(saved, 2)
         os.close(saved)
