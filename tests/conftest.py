@@ -4,6 +4,7 @@ A GPU where there is one; else the CPU, with the kernels under Triton's interpre
 needs a GPU says for what: `@pytest.mark.gpu("CUDA graphs")`.
 """
 
+import gc
 import os
 import tempfile
 
@@ -123,6 +124,14 @@ def nothing_is_remembered(monkeypatch):
     An earlier test may have patched code that a plan depends on.
     """
     monkeypatch.setattr(call, "_passed", {})
+
+
+@pytest.fixture
+def quick_collections():
+    """gc.collect() looks at what the test made alone, and not at all modules of PyTorch."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -11,16 +11,10 @@ import torch.nn.functional as F
 import logitless as ll
 from tests.support.lazy_models import Largest, V, model
 
-pytestmark = pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
-
-
-@pytest.fixture(autouse=True)
-def quick_collections():
-    """gc.collect() looks at what the test made alone, and not at all modules of PyTorch."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:logits of a fused head are materialised"),
+    pytest.mark.usefixtures("quick_collections"),
+]
 
 FEWER = {
     "one sequence": lambda z: z[:1].clone(),

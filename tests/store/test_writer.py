@@ -24,6 +24,7 @@ from tests.support.stores import (
 )
 
 
+@pytest.mark.usefixtures("quick_collections")
 class TestMemory:
     def test_of_many_documents(self, tmp_path):
         """The journal has a pending document, and not the writer."""
