@@ -105,7 +105,8 @@ def calls(folder: Path, old: bool) -> dict[str, Call]:
 def rows_of(store: ll.store.Store, wanted: list[tuple[int, int]], old: bool) -> object:
     """The encoded rows of N tokens of several documents."""
     if not old:
-        return store._rows([(i, store.entry(i), a, a + N) for i, a in wanted])
+        entries = store.entries([i for i, _ in wanted])
+        return store._rows([(i, e, a, a + N) for (i, a), e in zip(wanted, entries, strict=True)])
     by_shard: dict = {}
     for i, a in wanted:
         at = next(s for s, first in enumerate(store.firsts[1:]) if i < first)

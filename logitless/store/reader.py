@@ -267,16 +267,13 @@ class Store:
         return self.reading(shard, shard.entry, document)
 
     def entries(self, numbers: Sequence[int]) -> list[Entry]:
-        found: list[Any] = [None] * len(numbers)
-        places: dict[int, list[int]] = {}
-        for i, number in enumerate(numbers):
-            places.setdefault(bisect_right(self._first, number) - 1, []).append(i)
-        for at, of_shard in places.items():
-            shard = self.shards[at]
-            entries = self.reading(shard, _entries, shard, [numbers[i] for i in of_shard])
-            for i, entry in zip(of_shard, entries, strict=True):
-                found[i] = entry
-        return found
+        by_shard: dict[int, list[int]] = {}
+        for number in numbers:
+            by_shard.setdefault(bisect_right(self._first, number) - 1, []).append(number)
+        found: dict[int, Entry] = {}
+        for at, of_shard in by_shard.items():
+            found |= self.reading(self.shards[at], _entries, self.shards[at], of_shard)
+        return [found[number] for number in numbers]
 
     def _rows(self, spans: Sequence[RowSpan]) -> Tensor:
         """The rows of several spans, uint8 (T, row_bytes)."""
@@ -509,8 +506,8 @@ def _document(shard: Shard, document: int) -> tuple[Entry, bytes]:
     return entry, shard.document(document, entry)
 
 
-def _entries(shard: Shard, numbers: list[int]) -> list[Entry]:
-    return [shard.entry(number - shard.first) for number in numbers]
+def _entries(shard: Shard, numbers: list[int]) -> dict[int, Entry]:
+    return {number: shard.entry(number - shard.first) for number in numbers}
 
 
 def _read_rows(shard: Shard, spans: list[tuple[int, Entry, int, int, memoryview]]) -> None:

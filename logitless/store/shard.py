@@ -23,7 +23,7 @@ from .counts import packed, unpacked
 from .format import Header, checksum, is_whole, sealed, view_of
 
 MAGIC, LAST = b"LLSHARD5", b"LLTABLE5"
-ENTRY = struct.Struct("<QQqqI4x")  # the last 4 bytes are the checksum
+ENTRY = struct.Struct("<QQqqII")  # the last number is the checksum
 END = struct.Struct("<8sQQQI")
 KEPT_OPEN = 128  # largest number of open shards; many systems limit a process to 1,024 open files
 BLOCK, BLOCKS = 64, 256  # entries that are read together, and blocks kept in memory per open shard
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
     tokens: int
 
     def packed(self) -> bytes:
-        data = ENTRY.pack(*self)[:-4]
+        data = ENTRY.pack(*self, 0)[:-4]
         return data + zlib.crc32(data).to_bytes(4, "little")
 
     def has(self, data: bytes, header: Header) -> bool:
@@ -81,10 +81,10 @@ def end_of(entries: bytes, tokens: int, place: int) -> bytes:
     return data + zlib.crc32(data).to_bytes(4, "little")
 
 
-def entry_of(data: bytes) -> Entry | None:
-    """The entry with these bytes, or None if its checksum is wrong."""
-    whole = zlib.crc32(data[:-4]) == int.from_bytes(data[-4:], "little")
-    return Entry._make(ENTRY.unpack(data)) if whole else None
+def entry_of(data: bytes, at: int = 0) -> Entry | None:
+    """The entry that begins at byte `at`, or None if its checksum is wrong."""
+    numbers = ENTRY.unpack_from(data, at)
+    return Entry._make(numbers[:5]) if zlib.crc32(data[at : at + 36]) == numbers[5] else None
 
 
 def listed_of(file: "File", shard: str) -> Listed:
@@ -184,9 +184,9 @@ class Shard:
     def entry(self, document: int) -> Entry:
         n, at = document // BLOCK, document % BLOCK * ENTRY.size
         block = self._blocks.get(n)
-        entry = None if block is None else entry_of(block[at : at + ENTRY.size])
+        entry = None if block is None else entry_of(block, at)
         if entry is None:  # not read yet, or mended since
-            entry = entry_of(self._block(n)[at : at + ENTRY.size])
+            entry = entry_of(self._block(n), at)
         if entry is None:
             checks.damaged(self.name, f"in the table, at document {document + self.first}")
         return entry
@@ -226,7 +226,8 @@ class Shard:
             rows = unpacked(str(self.name), data, entry.tokens, self.header)
             into[:] = view_of(rows[a:b])
             return
-        self.file.read_into(entry.place + a * self.header.row_bytes, into)
+        file, place = self._file or self.file, entry.place + a * self.header.row_bytes
+        file.read_into(place, into)
         if not is_whole(into, entry.check, a, b):
             self._damaged(document, entry, a, into)
 
