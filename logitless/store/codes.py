@@ -184,7 +184,7 @@ def _decode(
 
     A document of 100 rows costs as much time for each operation here as for its numbers.
     """
-    n, k, at = len(rows), header.k, places(header, lib)
+    k, at = header.k, places(header, lib)
 
     def field(name: Any) -> Any:
         dtype, place = at[name]
@@ -194,14 +194,14 @@ def _decode(
         ((width, field(width)) for width in WIDTHS if width in at), k, header.id_dtype, lib
     )
     tail = lib.cast(field("tail")[:, 0], lib.module.float32)
-    codes, last = field("codes"), ZERO
+    codes, may_lack = field("codes"), True
     if header.values == "u8":
         units = lib.cast(codes, lib.module.float32)
-        # A row's codes ascend, so the last is the largest.
-        last = int(codes[:, -1].max()) if k > 1 and n else EMPTY
-        if last > NEAR and k > 1:
-            far = codes[:, -1] > NEAR
-            units[far] = lib.take(_distances(lib), codes[far])
+        if k > 1:
+            far = codes[:, -1] > NEAR  # a row's codes ascend, so the last is the largest
+            may_lack = bool(far.any())
+            if may_lack:
+                units[far] = lib.take(_distances(lib), codes[far])
         units *= lib.take(_units(lib), codes[:, 0])[:, None]
     else:
         units = lib.module.empty_like(ids, dtype=lib.module.float32)
@@ -209,7 +209,7 @@ def _decode(
     units[:, 0] = 0  # the distance of the first slot from `top`
     logprobs = lib.module.subtract(field("top"), units, out=units)
     mask = None
-    if last >= ZERO:
+    if may_lack:
         empty = logprobs != logprobs
         empty = empty | empty[:, :1]
         if bool(empty.any()):

@@ -47,6 +47,9 @@ class Header:
     def __post_init__(self):
         checks.header(self)
 
+    def __hash__(self) -> int:  # quick, because each read of a document looks up its layout
+        return hash((self.vocab_size, self.k))
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 
@@ -214,7 +217,7 @@ def library() -> Library:
         return IN_TORCH
     numpy = import_module("numpy")
     return Library(
-        numpy, lambda t: t.numpy() if isinstance(t, Tensor) else t, torch.from_numpy,
+        numpy, lambda t: t if type(t) is numpy.ndarray else t.numpy(), torch.from_numpy,
         numpy.ndarray.astype, lambda t, i: t.take(i, 0),
     )  # fmt: skip
 
