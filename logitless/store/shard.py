@@ -146,6 +146,7 @@ class Shard:
     def __init__(self, listed: Listed, first: int, folder: Any, header: Header, store: str):
         self.listed, self.first, self.folder = listed, first, folder
         self.header, self.store = header, store
+        self.width, self.sampled = header.row_bytes, header.sampled
         self.name: str | Path = folder.where(listed.name)
         self.table = listed.size - END.size - ENTRY.size * listed.documents
         self._file: File | None = None
@@ -221,12 +222,12 @@ class Shard:
         """Writes the rows a to b - 1 of a document into `into`, and compares their checksums."""
         if a == b:
             return
-        if self.header.sampled:
+        if self.sampled:
             data = self.document(document, entry)[:-4]
             rows = unpacked(str(self.name), data, entry.tokens, self.header)
             into[:] = view_of(rows[a:b])
             return
-        file, place = self._file or self.file, entry.place + a * self.header.row_bytes
+        file, place = self._file or self.file, entry.place + a * self.width
         file.read_into(place, into)
         if not is_whole(into, entry.check, a, b):
             self._damaged(document, entry, a, into)
@@ -235,8 +236,8 @@ class Shard:
         self, document: int, entry: Entry, first: int, rows: bytes | memoryview
     ) -> NoReturn:
         """Raises for rows of a document, from number `first` on, some of which are damaged."""
-        width, where = self.header.row_bytes, "the rows"
-        if not self.header.sampled:
+        width, where = self.width, "the rows"
+        if not self.sampled:
             bad = [
                 i
                 for i in range(first, first + len(rows) // width)
