@@ -331,13 +331,13 @@ def unseen_step():
 
 @found_by("store/test_format.py")
 def codes_off_by_one():
-    right = store_codes._codes
+    right = store_codes._in_units
 
-    def codes(below, unit):
-        found, rounded = right(below, unit)
-        return torch.where(found < store_codes.NEAR, found + 1, found), rounded
+    def in_units(below, unit):
+        near, far = right(below, unit)
+        return torch.where(near < store_codes.NEAR, near + 1, near), far
 
-    return replaced(right, codes)
+    return replaced(right, in_units)
 
 
 @found_by("store/test_damage.py")
