@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_tests --out build/gpu-tests
 
 The GPU's share are the cases of `make test` (`pytest --few`) of every room whose code runs on a
-GPU, and tests/gpu at real sizes: 200 seconds on an H200 with 16 cores. `--all` runs the whole
+GPU, and tests/gpu at real sizes: minutes on an H200 with 16 cores. `--all` runs the whole
 matrix. Each file runs in its own process, or in several if it is in PARTS; the slowest of
 the last run start first. A file that does not end in time is reported as "not finished". The exit
 status is 1 if a test fails.

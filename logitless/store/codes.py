@@ -197,7 +197,7 @@ def _decode(
     codes, may_lack = field("codes"), True
     if header.values == "u8":
         units = lib.cast(codes, lib.module.float32)
-        if k > 1:
+        if k > 1:  # else the only code is the step
             far = codes[:, -1] > NEAR  # a row's codes ascend, so the last is the largest
             may_lack = bool(far.any())
             if may_lack:
