@@ -106,8 +106,7 @@ def calls(folder: Path, old: bool) -> dict[str, Call]:
 def rows_of(store: ll.store.Store, wanted: list[tuple[int, int]], old: bool) -> object:
     """The encoded rows of N tokens of several documents."""
     if not old:
-        entries = store.entries([i for i, _ in wanted])
-        return store._rows([(i, e, a, a + N) for (i, a), e in zip(wanted, entries, strict=True)])
+        return store._rows(store._spans([(i, slice(a, a + N)) for i, a in wanted]))
     by_shard: dict = {}
     for i, a in wanted:
         at = next(s for s, first in enumerate(store.firsts[1:]) if i < first)
@@ -119,7 +118,7 @@ def rows_of(store: ll.store.Store, wanted: list[tuple[int, int]], old: bool) -> 
 def others(folder: Path, short: ll.store.Store) -> dict[str, Call]:
     """Readers of the same bytes: twelve lines of Python, and Lance."""
     width = short.info.row_bytes
-    data = [bytes(short._rows([(i, short.entry(i), 0, N)]).flatten().numpy()) for i in range(SHORT)]
+    data = [short.document(i)[1] for i in range(SHORT)]
     (folder / "plain").write_bytes(b"".join(data))
     checksums = [zlib.crc32(document) for document in data]
     file = os.open(folder / "plain", os.O_RDONLY)

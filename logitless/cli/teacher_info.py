@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -9,7 +10,8 @@ from rich.table import Table
 
 from logitless.cli import require
 from logitless.store import Store
-from logitless.store.summary import Summary, summary
+
+from .teacher_summary import Summary, summary
 
 
 def print_info(path: Path | str, plot: Path | None) -> None:
@@ -26,7 +28,7 @@ def print_info(path: Path | str, plot: Path | None) -> None:
         "bytes per token": f"{size / max(store.tokens, 1):.1f}",
         "files": f"{len(store.shards)}",
     }
-    rows |= {name: str(value) for name, value in vars(store.info).items()}
+    rows |= {name: str(value) for name, value in asdict(store.info).items()}
     k = store.info.k
     if store.info.sampled:
         rows["distinct ids per token"] = f"{statistics.slots:.2f}"

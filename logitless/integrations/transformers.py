@@ -1,8 +1,9 @@
 """Transformers' Trainer: `Trainer(..., callbacks=[ll.hf.LogitlessCallback()])`, or DistillTrainer.
 
 The callback is for scripts that load the model themselves, such as LLaMA-Factory's run_exp; where
-you hold the model, `ll.fuse(model)` is enough. The loss of DistillTrainer is in store/training.py,
-the completions of on-policy distillation are in on_policy.py.
+you hold the model, `ll.fuse(model)` is enough. The losses of DistillTrainer are in
+store/training.py and, with support="whole", in whole_loss.py; the completions of on-policy
+distillation are in on_policy.py.
 """
 
 import os
@@ -25,15 +26,17 @@ from ..core import option_checks as _option_checks
 from ..lazy.fuse import fuse, is_fused
 from ..losses.capture import capture_topk
 from ..losses.cross_entropy import cross_entropy
-from ..store import checks
 from ..store.capture import lazy_head
+from ..store.checks import same_tokenizer
 from ..store.reader import Store
 from ..store.tokenizer import tokenizer_hash
-from ..store.training import Collator, DistillLosses, batch_targets, distill_loss, whole_loss
+from ..store.training import Collator, DistillLosses, batch_targets, distill_loss
 from ..targets.sparse import SparseTargets
+from . import distill_checks as checks
 from .on_policy import check_model, checked_config, draws_on_policy, sample, seed_of
 from .seams import check_effect
 from .trl import OnlyFuseNeededError, is_of_trl, use_in_trl
+from .whole_loss import divergences, whole_loss
 
 
 class LogitlessCallback(TrainerCallback):
@@ -123,7 +126,7 @@ class DistillTrainer(Trainer):
         self.loss_options |= {"t_squared": t_squared, "divergence": divergence}
         self.whole = support == "whole"
         if self.whole:
-            checks.divergences(divergence)
+            divergences(divergence)
         else:
             checks.sparse_options(divergence, support)
             self.loss_options["support"] = support
@@ -163,12 +166,11 @@ class DistillTrainer(Trainer):
 
     def _opened(self, store: Store | str | os.PathLike, temperature: float) -> Store:
         store = store if isinstance(store, Store) else Store(store)
-        checks.support_of_store(self.loss_options["support"], store.info.sampled)
-        checks.same_temperature(store.path, store.info.temperature, temperature)
-        checks.vocabulary(store.path, store.info.vocab_size, self._vocabulary())
+        support = self.loss_options["support"]
+        checks.store_for_student(store, support, temperature, self._vocabulary())
         if hasattr(self.processing_class, "get_vocab"):
             tokenizer = tokenizer_hash(self.processing_class)
-            checks.same_tokenizer(store.path, store.info.tokenizer, tokenizer)
+            same_tokenizer(store.path, store.info.tokenizer, tokenizer)
         return store
 
     def _vocabulary(self) -> int | None:

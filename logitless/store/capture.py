@@ -6,7 +6,7 @@ The logits are not materialised, and the rows of a batch are written while the m
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -104,8 +104,9 @@ def lazy_head(model: nn.Module, name: str | None = None) -> Iterator[None]:
 
 
 class _Pending(NamedTuple):
-    documents: list[tuple[Tensor, Tensor]]  # each document's tokens, and its row indices in `rows`
-    rows: Tensor  # rows of all tokens of the batch, including padding
+    tokens: Tensor  # (B, T), on the CPU
+    is_token: Tensor  # (B, T), False for padding
+    rows: Tensor  # (B · T, row_bytes)
     copied: Any  # CUDA event at the end of the copy to the host; None on the CPU
 
 
@@ -116,7 +117,9 @@ def _inputs(batch: Any) -> tuple[dict[str, Any], Tensor]:
     elif isinstance(batch, Tensor):
         inputs = {"input_ids": batch}
     else:
-        checks.batch_of_documents(batch)
+        if isinstance(batch, (str, bytes)) or not hasattr(batch, "__iter__"):
+            rule = "be a list of documents, input_ids (B, T) or the arguments of a model"
+            checks.refuse("a batch", rule, type(batch).__name__, TypeError)
         inputs = _padded([checks.one_document(tokens) for tokens in batch])
     checks.batch(inputs)
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
@@ -183,9 +186,7 @@ def _launch(
     if ids.is_cuda:
         copied = torch.cuda.Event()
         copied.record()
-    places = torch.arange(is_token.numel(), device="cpu").view(is_token.shape)
-    documents = [(t[kept], at[kept]) for t, at, kept in zip(tokens, places, is_token, strict=True)]
-    return _Pending(documents, rows, copied)
+    return _Pending(tokens, is_token, rows, copied)
 
 
 def _write(pending: _Pending | None, writer: Writer, progress: Callable | None) -> int:
@@ -193,16 +194,15 @@ def _write(pending: _Pending | None, writer: Writer, progress: Callable | None) 
         return 0
     if pending.copied is not None:
         pending.copied.synchronize()
-    added = 0
-    for tokens, places in pending.documents:
-        contiguous = int(places[-1] - places[0]) + 1 == len(places)
-        where = slice(int(places[0]), int(places[-1]) + 1) if contiguous else places
-        rows, header = pending.rows[where], writer.header
-        of_rows = header.field(rows, "draws" if header.sampled else "top")
-        checks.rows_of_teacher(of_rows, header.sampled)
-        # `_new_documents` removes only documents that the writer has, so one may still occur twice
-        # in this batch, or in this batch and the previous one; `append` adds it once.
-        added += writer.append(checks.tokens(tokens, header.vocab_size), rows)
-        if progress is not None:
-            progress(len(tokens))
+    header, kept = writer.header, pending.is_token
+    rows = pending.rows if bool(kept.all()) else pending.rows[kept.flatten()]
+    checks.rows_of_teacher(header.field(rows, "draws" if header.sampled else "top"))
+    lengths = kept.sum(-1).tolist()
+    # `_new_documents` removes only documents that the writer has, so one may still occur twice in
+    # this batch, or in this batch and the previous one; `append` adds it once.
+    tokens = checks.tokens(pending.tokens[kept], header.vocab_size)
+    added = writer.append(tokens, rows, list(accumulate(lengths, initial=0)))
+    if progress is not None:
+        for n in lengths:
+            progress(n)
     return added

@@ -46,8 +46,10 @@ def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Te
     below = torch.where(logprobs == -torch.inf, 0.0, top[:, None] - logprobs)
     mass = logprobs.logsumexp(-1)
     zero = valid & (logprobs == -torch.inf)
-    encode = _in_halves if header.values == "f16" else _in_bytes
-    fields, rounded = encode(below, logprobs, zero, valid)
+    if header.values == "f16":
+        fields, rounded = _in_halves(below, zero, valid)
+    else:
+        fields, rounded = _in_bytes(below, logprobs, zero, valid)
     rounded_mass = torch.where(logprobs == -torch.inf, -torch.inf, -rounded).logsumexp(-1)
     top = torch.where(top == -torch.inf, top, mass - rounded_mass)
     tail = targets.tail
@@ -56,8 +58,7 @@ def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Te
     has_slots = valid[:, :1]
     fields["top"] = torch.where(has_slots, top[:, None], torch.nan)
     fields["tail"] = torch.where(has_slots, tail.float()[:, None], 0.0)
-    for width, part in pack(torch.where(valid, ids, 0), header.bits).items():
-        fields[f"ids.{width}"] = part
+    fields |= pack(torch.where(valid, ids, 0), header.bits)
     rows = torch.zeros(len(ids), header.row_bytes, dtype=torch.uint8, device=ids.device)
     for name, value in fields.items():
         header.field(rows, name).copy_(value)
@@ -80,7 +81,7 @@ def _ordered(targets: SparseTargets, k: int, sorted_: bool) -> tuple[Tensor, Ten
     return ids, logprobs, valid
 
 
-def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
+def _in_halves(below: Tensor, zero: Tensor, valid: Tensor):
     """The field of the distances `below` as fp16 codes, and the rounded distances."""
     codes = below.clamp_max(torch.finfo(torch.float16).max).half()
     rounded = codes.float()
@@ -142,12 +143,10 @@ def _unit(step: Tensor) -> Tensor:
     return torch.exp2((step.float() + LOWEST) / PER_OCTAVE)
 
 
-def rows_in(data: bytearray, header: Header) -> Any:
-    """The rows with these bytes, as an array of `library`."""
-    lib, width = library(), header.row_bytes
-    if not data:  # PyTorch's `frombuffer` refuses it
-        return lib.array(torch.empty(0, width, dtype=torch.uint8, device="cpu"))
-    return lib.module.frombuffer(data, dtype=lib.module.uint8).reshape(-1, width)
+def empty_rows(n: int, header: Header) -> tuple[Any, memoryview]:
+    """Rows without values, as an array of `library`, and their memory."""
+    array, data = library().empty(n * header.row_bytes)
+    return array.reshape(n, header.row_bytes), data
 
 
 def tokens_of(rows: Any, header: Header) -> Tensor:
@@ -199,7 +198,7 @@ def _decode(
         units = lib.cast(codes, lib.module.float32)
         if k > 1:  # else the only code is the step
             far = codes[:, -1] > NEAR  # a row's codes ascend, so the last is the largest
-            may_lack = bool(far.any())
+            may_lack = bool(lib.module.count_nonzero(far))  # faster than `any`
             if may_lack:
                 units[far] = lib.take(_distances(lib), codes[far])
         units *= lib.take(_units(lib), codes[:, 0])[:, None]

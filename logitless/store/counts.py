@@ -98,7 +98,7 @@ def unpacked(where: str, data: bytes, n: int, header: Header) -> Tensor:
     token, size = 4 * n, -(-header.k // 8)
     rows = torch.zeros(n, header.row_bytes, dtype=torch.uint8)
     whole = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    header.column(rows, "token").copy_(whole[:token].view(torch.int32))
+    header.field(rows, "token")[:, 0] = whole[:token].view(torch.int32)
     draws, at = whole[token : token + n * size].view(n, size), token + n * size
     header.field(rows, "draws").copy_(draws)
     slots, parts = slots_of(draws), {}

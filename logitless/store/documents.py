@@ -52,7 +52,11 @@ class Documents(IterableDataset):
     ):
         rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
-        checks.share_of_documents(seed, mixed, rank, world)
+        if seed is not None:
+            checks.whole("seed", seed, 0, 2**31)
+        checks.whole("mixed", mixed, 1, 10**6)
+        checks.whole("world", world, 1, 10**6)
+        checks.whole("rank", rank, 0, world - 1)
         self.store, self.seed, self.mixed = store, seed, mixed
         self.rank, self.world = rank, world
         # The epoch of the next iteration, in shared memory, so that `set_epoch` reaches workers
@@ -149,7 +153,8 @@ def pad_documents(
     It has input_ids, attention_mask and labels of shape (B, T), and targets with one row per token.
     Padding tokens have the label -100 and masked slots.
     """
-    checks.some_documents(documents)
+    if not documents:
+        checks.refuse("documents", "have at least one document", "none")
     lengths = torch.tensor([len(tokens) for tokens, _ in documents])
     first = torch.cumsum(lengths, 0) - lengths
     place = torch.arange(int(lengths.max()))

@@ -5,10 +5,9 @@ stored as in store/counts.py, and a row exists only in memory, with the fields t
 """
 
 import functools
-import json
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -29,8 +28,7 @@ KINDS = {torch.int32: "int32", torch.int64: "int64"}
 
 class Field(NamedTuple):
     dtype: torch.dtype
-    begin: int  # in bytes from the start of the row
-    bytes: int
+    at: slice  # of a row in this dtype
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,6 @@ class Header:
     def __hash__(self) -> int:  # quick, because each read of a document looks up its layout
         return hash((self.vocab_size, self.k))
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
     @property
     def bits(self) -> int:
         return max(1, (self.vocab_size - 1).bit_length())
@@ -61,39 +56,43 @@ class Header:
     def id_dtype(self) -> torch.dtype:
         return torch.int32 if self.bits < 32 else torch.int64
 
-    @property
+    @functools.cached_property
     def sampled(self) -> bool:
         """Whether the rows are sampled targets, which hold counts of draws."""
         return self.values == "counts"
 
-    @property
-    def row_bytes(self) -> int:
-        """The bytes of one row in memory, and on disk except with values="counts"."""
-        return self._layout[1]
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        return self._layout[0]
+    @functools.cached_property
+    def fields(self) -> dict[Any, Field]:
+        """The fields of a row, those of the widest numbers first; W is the name of ids.W."""
+        k = self.k
+        counts: dict[Any, tuple[torch.dtype, int]] = {"token": (torch.int32, 1)}
+        if self.sampled:
+            counts |= {"ids": (self.id_dtype, k), "draws": (torch.uint8, -(-k // 8))}
+        else:
+            counts |= {"top": (torch.float32, 1), "tail": (torch.float32, 1)}
+            for width, dtype in widths(self.bits):
+                counts[width] = (dtype or torch.uint8, packed_length(k, width))
+            halves = self.values == "f16"
+            counts["codes"] = (torch.float16, k - 1) if halves else (torch.uint8, k)
+        fields, end = {}, 0
+        for name, (dtype, count) in sorted(counts.items(), key=lambda item: -item[1][0].itemsize):
+            begin = end // dtype.itemsize
+            fields[name] = Field(dtype, slice(begin, begin + count))
+            end += count * dtype.itemsize
+        if not self.sampled:  # the checksum of a sampled document follows all its rows
+            fields["crc"] = Field(torch.int32, slice(-(-end // 4), -(-end // 4) + 1))
+        return fields
 
     @functools.cached_property
-    def _layout(self) -> tuple[dict[str, Field], int]:
-        return _layout(self)
+    def row_bytes(self) -> int:
+        """The bytes of one row in memory, and on disk except with values="counts"."""
+        end = max(dtype.itemsize * at.stop for dtype, at in self.fields.values())
+        return end + -end % max(dtype.itemsize for dtype, _ in self.fields.values())
 
-    def field(self, rows: Tensor, name: str) -> Tensor:
+    def field(self, rows: Tensor, name: Any) -> Tensor:
         """A view (T, count) of one field of `rows`, which are uint8 of shape (T, row_bytes)."""
-        dtype, begin, size = self._layout[0][name]
-        wide = rows if dtype is torch.uint8 else rows.view(dtype)
-        at = wide.storage_offset() + begin // dtype.itemsize
-        # faster than `narrow`
-        return wide.as_strided((len(rows), size // dtype.itemsize), (wide.stride(0), 1), at)
-
-    def column(self, rows: Tensor, name: str) -> Tensor:
-        """A view (T,) of a field of one number."""
-        dtype, begin, size = self._layout[0][name]
-        wide = rows.view(dtype)
-        return wide.as_strided(
-            (len(rows),), (wide.stride(0),), wide.storage_offset() + begin // size
-        )
+        dtype, at = self.fields[name]
+        return rows.view(dtype)[:, at]
 
     def token_bytes(self, distinct: float | None = None) -> float:
         """The bytes of a token and its row on disk, without those per document.
@@ -107,35 +106,13 @@ class Header:
         return 4 + -(-self.k // 8) + distinct * self.bits / 8
 
 
-def _layout(header: Header) -> tuple[dict[str, Field], int]:
-    k, fields = header.k, {"token": (torch.int32, 1)}
-    if header.sampled:
-        fields |= {"ids": (header.id_dtype, k), "draws": (torch.uint8, -(-k // 8))}
-    else:
-        fields |= {"top": (torch.float32, 1), "tail": (torch.float32, 1)}
-        for width, dtype in widths(header.bits):
-            fields[f"ids.{width}"] = (dtype or torch.uint8, packed_length(k, width))
-        halves = header.values == "f16"
-        fields["codes"] = (torch.float16, k - 1) if halves else (torch.uint8, k)
-    layout, end, widest = {}, 0, 4
-    for name, (dtype, count) in sorted(fields.items(), key=lambda item: -item[1][0].itemsize):
-        layout[name] = Field(dtype, end, count * dtype.itemsize)
-        end += layout[name].bytes
-        widest = max(widest, dtype.itemsize)
-    end += -end % widest
-    if not header.sampled:  # the checksum of a sampled document follows all its rows
-        layout["crc"] = Field(torch.int32, end, 4)
-        end += 4
-    return layout, end
-
-
 def sealed(rows: Tensor, header: Header, check: int) -> bytes:
     """The bytes of a document's rows with their checksums, which are written into `rows`."""
-    width, view, u, crcs = header.row_bytes, view_of(rows), check & 0xFFFFFFFF, []
+    width, view, u, crcs = header.row_bytes, buffer(rows), check & 0xFFFFFFFF, []
     for begin in range(0, len(view), width):  # `checksum` of each row, in 0.6 of the time
         mark, u = zlib.crc32(u.to_bytes(4, "little")), u + 1 & 0xFFFFFFFF
         crcs.append(zlib.crc32(view[begin : begin + width - 4], mark) ^ u)
-    header.column(rows, "crc").copy_(torch.tensor(crcs))
+    header.field(rows, "crc")[:, 0] = torch.tensor(crcs)
     return bytes(view)
 
 
@@ -154,11 +131,6 @@ def is_whole(rows: Any, check: int, a: int, b: int) -> bool:
 
 def _mark(check: int, i: int) -> int:
     return zlib.crc32((check + i & 0xFFFFFFFF).to_bytes(4, "little"))
-
-
-def view_of(t: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy; valid while the tensor exists."""
-    return memoryview(buffer(t)).cast("B")
 
 
 def bytes_of(t: Tensor) -> bytes:
@@ -196,14 +168,21 @@ class Library(NamedTuple):
     """
 
     module: Any
+    empty: Callable[[int], tuple[Any, memoryview]]  # an array of bytes, and its memory
     array: Callable[[Any], Any]  # of a tensor; an array is returned as it is
     tensor: Callable[[Any], Tensor]
     cast: Callable[[Any, Any], Any]
     take: Callable[[Any, Any], Any]  # rows of a table
 
 
+def _tensor_of_bytes(n: int) -> tuple[Tensor, memoryview]:
+    t = torch.empty(n, dtype=torch.uint8, device="cpu")
+    return t, buffer(t)
+
+
 IN_TORCH = Library(
-    torch, lambda t: t, Tensor.contiguous, lambda t, dtype: t.to(dtype, copy=True),
+    torch, _tensor_of_bytes, lambda t: t, Tensor.contiguous,
+    lambda t, dtype: t.to(dtype, copy=True),
     lambda t, i: t.index_select(0, i.reshape(-1).int()).view(*i.shape, *t.shape[1:]),
 )  # fmt: skip
 
@@ -216,24 +195,24 @@ def library() -> Library:
     except RuntimeError:  # PyTorch has found no NumPy
         return IN_TORCH
     numpy = import_module("numpy")
+
+    def empty(n: int) -> tuple[Any, memoryview]:
+        array = numpy.empty(n, dtype=numpy.uint8)
+        return array, memoryview(array)
+
     return Library(
-        numpy, lambda t: t if type(t) is numpy.ndarray else t.numpy(), torch.from_numpy,
+        numpy, empty, lambda t: t if type(t) is numpy.ndarray else t.numpy(), torch.from_numpy,
         numpy.ndarray.astype, lambda t, i: t.take(i, 0),
     )  # fmt: skip
 
 
 @functools.lru_cache
 def places(header: Header, lib: Library) -> dict[Any, tuple[Any, slice]]:
-    """The dtype of each field, unsigned for whole numbers, and its place in a row of this dtype.
-
-    The names are those of the header's fields, and the widths W for its fields ids.W.
-    """
+    """The dtype of each field, unsigned for whole numbers, and its place in a row of this dtype."""
     found = {}
-    for name, (dtype, begin, size) in header.fields.items():
-        kind, n = str(dtype).removeprefix("torch."), dtype.itemsize
-        kind = f"u{kind}" if kind.startswith("int") else kind
-        key = int(name[4:]) if name.startswith("ids.") else name
-        found[key] = getattr(lib.module, kind), slice(begin // n, (begin + size) // n)
+    for name, (dtype, at) in header.fields.items():
+        kind = str(dtype).removeprefix("torch.")
+        found[name] = getattr(lib.module, f"u{kind}" if kind.startswith("int") else kind), at
     return found
 
 

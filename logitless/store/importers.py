@@ -12,8 +12,8 @@ token therefore belongs to another token or another prompt, and raises an error.
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,12 @@ class Part(NamedTuple):
     name: str  # name of the entries in error messages
     tokens: Sequence[Any] | None
     entries: list[Entry] | None
+
+
+class Document(NamedTuple):
+    name: str  # name of the entries in error messages
+    tokens: list[int]
+    rows: list[Entry]
 
 
 @on_cpu
@@ -65,24 +71,22 @@ def from_vllm(
     >>> for output in llm.generate(prompts, SamplingParams(max_tokens=500, logprobs=64)):
     ...     writer.add(*from_vllm(output, k=64))
     """
-    checks.slots(k)
-    return _tensors(vllm_document(output, tokens, completion, choice), k)
+    return _read(vllm_document, k, output, tokens, completion, choice)
 
 
-def vllm_document(
-    output: Any, tokens: Sequence[int] | None, completion: bool | None, choice: int
-) -> "Document":
+def vllm_document(output: Any, tokens: Any, completion: bool | None, choice: int) -> Document:
     inner = _chosen(output, choice)
-    entries = _first_of("prompt_logprobs", inner, output)
+    name = "vLLM's prompt_logprobs"
+    entries = _get(inner, "prompt_logprobs") or _get(output, "prompt_logprobs") or None
     if tokens is None:
-        tokens = _first_of("prompt_token_ids", inner, output)
-    prompt = Part("vLLM's prompt_logprobs", tokens, _entries("vLLM's prompt_logprobs", entries))
+        tokens = _get(inner, "prompt_token_ids") or _get(output, "prompt_token_ids") or None
+    prompt = Part(name, tokens, _entries_of_vllm(name, entries))
     name = "vLLM's logprobs"
-    generated = _entries(name, _of_api(_get(inner, "logprobs")))
-    ids = _get(inner, "token_ids")
-    if ids is None and generated is not None:
-        ids = _ids_of_api(_get(inner, "logprobs"))
-    return _document(prompt, Part(name, ids, generated), completion)
+    texts, entries = _of_api(_get(inner, "logprobs"))
+    entries, ids = _entries_of_vllm(name, entries), _get(inner, "token_ids")
+    if ids is None and entries is not None:
+        ids = texts and [_id(name, text) for text in texts]
+    return _document(prompt, Part(name, ids, entries), completion)
 
 
 @on_cpu
@@ -101,24 +105,14 @@ def from_sglang(
     has `input_token_logprobs`. The completion's entries are in `output_top_logprobs`. `choice` must
     be 0, because SGLang returns several completions as several outputs.
     """
-    checks.slots(k)
-    return _tensors(sglang_document(output, tokens, completion, choice), k)
+    return _read(sglang_document, k, output, tokens, completion, choice)
 
 
-def sglang_document(
-    output: Any, tokens: Sequence[int] | None, completion: bool | None, choice: int
-) -> "Document":
-    checks.is_choice(choice, 1)
+def sglang_document(output: Any, tokens: Any, completion: bool | None, choice: int) -> Document:
+    checks.whole("choice", choice, 0, 0)
     info = _get(output, "meta_info") or output
-    own, top = _get(info, "input_token_logprobs"), _get(info, "input_top_logprobs")
-    name = "SGLang's input_top_logprobs"
-    if tokens is None and own:
-        tokens = [_own(name, entry)[1] for entry in own]
-    prompt = Part(name, tokens, _of_sglang(name, own, top or None))
-    own, top = _get(info, "output_token_logprobs"), _get(info, "output_top_logprobs")
-    name = "SGLang's output_top_logprobs"
-    ids = [_own(name, entry)[1] for entry in own] if own else None
-    return _document(prompt, Part(name, ids, _of_sglang(name, own, top or None)), completion)
+    prompt = _part_of_sglang(info, "input", tokens)
+    return _document(prompt, _part_of_sglang(info, "output", None), completion)
 
 
 READERS = {"vllm": vllm_document, "sglang": sglang_document}
@@ -134,83 +128,63 @@ def _get(thing: Any, name: str) -> Any:
     return thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None)
 
 
-def _first_of(name: str, *things: Any) -> Any:
-    return next((value for t in things if (value := _get(t, name))), None)
-
-
 def _chosen(output: Any, choice: int) -> Any:
     name = "choices" if _get(output, "choices") is not None else "outputs"
     several = _get(output, name)
     if several is None:
         return output
-    checks.completions(name, several)
-    checks.is_choice(choice, len(several))
+    if not isinstance(several, (list, tuple)) or not several:
+        got = "none" if isinstance(several, (list, tuple)) else type(several).__name__
+        checks.refuse("output", f"have a list of completions in its {name}", got)
+    checks.whole("choice", choice, 0, len(several) - 1)
     return several[choice]
 
 
-def _of_api(logprobs: Any) -> Any:
-    """The entries in the field `logprobs` of an OpenAI-compatible server, in both forms."""
+def _of_api(logprobs: Any) -> tuple[Any, Any]:
+    """The tokens and the entries in `logprobs`, of which an OpenAI-compatible server has two forms.
+
+    In vLLM's objects, `logprobs` are the entries alone.
+    """
     if not isinstance(logprobs, Mapping):
-        return logprobs
+        return None, logprobs
     content = logprobs.get("content")
     if content is None:
-        return logprobs.get("top_logprobs")
-    return [
-        {
-            _get(c, "token"): _get(c, "logprob")
-            for c in [entry, *(_get(entry, "top_logprobs") or [])]
-        }
-        for entry in content
+        return logprobs.get("tokens"), logprobs.get("top_logprobs")
+    entries = [
+        {_get(c, "token"): _get(c, "logprob") for c in [own, *(_get(own, "top_logprobs") or [])]}
+        for own in content
     ]
+    return [_get(own, "token") for own in content], entries
 
 
-def _ids_of_api(logprobs: Any) -> list[int] | None:
-    if not isinstance(logprobs, Mapping):
-        return None
-    content = logprobs.get("content")
-    tokens = logprobs.get("tokens") if content is None else [_get(c, "token") for c in content]
-    return tokens and [_id("vLLM's logprobs", token) for token in tokens]
-
-
-def _entries(name: str, entries: Any) -> list[Entry] | None:
-    """vLLM's entries as {id: logprob}.
-
-    An entry maps each id to a number, or to an object or dict with `logprob`.
-    """
+def _entries_of_vllm(name: str, entries: Any) -> list[Entry] | None:
     if entries is None or (isinstance(entries, Sequence) and not entries):
         return None
     checks.is_list(name, entries)
-    return [None if e is None else _by_id(name, place, e) for place, e in enumerate(entries)]
+    return [None if e is None else _of_vllm(name, place, e) for place, e in enumerate(entries)]
 
 
-def _by_id(name: str, place: int, entry: Any) -> dict[int, float]:
-    checks.is_entry(name, place, entry)
-    logprobs = _by_id_in_json(entry) if type(entry) is dict else None
-    if logprobs is not None:
-        return logprobs
-    logprobs = {}
+def _of_vllm(name: str, place: int, entry: Any) -> dict[int, float]:
+    """An entry of vLLM maps each id to a number, or to an object or dict with `logprob`."""
+    if not hasattr(entry, "items"):
+        got = f"{type(entry).__name__} at position {place}"
+        checks.refuse(name, "map ids to log-probabilities", got)
+    if type(entry) is dict:
+        # The usual forms of JSON are checked at once, several times as fast as number by number.
+        with suppress(AttributeError, LookupError, TypeError, ValueError):
+            ids: list[Any] = list(entry)
+            logprobs: list[Any] = list(entry.values())
+            if ids and ids[0].startswith(VLLM_ID):
+                ids = [i.removeprefix(VLLM_ID) for i in ids]
+            if logprobs and type(logprobs[0]) is dict:
+                logprobs = [value["logprob"] for value in logprobs]
+            if "".join(ids).isdecimal() and _are_logprobs(logprobs):
+                return dict(zip(map(int, ids), logprobs, strict=True))
+    found = {}
     for i, value in entry.items():
         p = value.get("logprob") if type(value) is dict else getattr(value, "logprob", value)
-        logprobs[_id(name, i)] = checks.logprob(name, place, p)
-    return logprobs
-
-
-def _by_id_in_json(entry: dict) -> dict[int, float] | None:
-    """{id: log-probability} of an entry in the usual JSON form, or None if it has another form.
-
-    All numbers are checked at once, which is several times as fast as one by one.
-    """
-    try:
-        ids, logprobs = list(entry), list(entry.values())
-        if ids and ids[0].startswith(VLLM_ID):
-            ids = [i.removeprefix(VLLM_ID) for i in ids]
-        if logprobs and type(logprobs[0]) is dict:
-            logprobs = [value["logprob"] for value in logprobs]
-        if not "".join(ids).isdecimal() or not _are_logprobs(logprobs):
-            return None
-        return dict(zip(map(int, ids), logprobs, strict=True))
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None
+        found[_id(name, i)] = checks.logprob(name, place, p)
+    return found
 
 
 def _are_logprobs(values: list) -> bool:
@@ -218,8 +192,8 @@ def _are_logprobs(values: list) -> bool:
     return set(map(type, values)) == {float} and not math.isnan(sum(values))
 
 
-def _are_ids(values: Any) -> bool:
-    return type(values) is list and set(map(type, values)) == {int} and min(values) >= 0
+def _are_ids(values: list) -> bool:
+    return set(map(type, values)) == {int} and min(values) >= 0
 
 
 def _id(name: str, value: Any) -> int:
@@ -229,65 +203,103 @@ def _id(name: str, value: Any) -> int:
     return checks.token_id(name, value)
 
 
-def _of_sglang(name: str, own: Any, top: Any) -> list[Entry] | None:
-    """SGLang's entries, lists of (logprob, id, text), as {id: logprob}.
-
-    `own[t]` holds the log-probability and the id of token t. It is added to entry t if missing.
-    """
-    if top is None:
-        return None
+def _part_of_sglang(info: Any, side: str, tokens: Sequence[int] | None) -> Part:
+    name = f"SGLang's {side}_top_logprobs"
+    own, top = _get(info, f"{side}_token_logprobs"), _get(info, f"{side}_top_logprobs")
+    if tokens is None and own:
+        tokens = _columns(name, own)[1]
+    if not top:
+        return Part(name, tokens, None)
     checks.is_list(name, top)
+    if own is not None and len(own) != len(top):
+        checks.refuse(name, f"have an entry for each of {len(own)} tokens", len(top))
+    entries = [_of_sglang(name, place, best, own) for place, best in enumerate(top)]
+    return Part(name, tokens, entries)
+
+
+def _of_sglang(name: str, place: int, best: Any, own: Any) -> Entry:
+    """An entry of SGLang lists the most probable ids.
+
+    `own[place]` has the log-probability and the id of the token, and is added if it is missing.
+    """
+    if not best:
+        return None
+    logprobs, ids = _columns(name, checks.is_list(name, best))
+    pairs = zip(ids, logprobs, strict=True)
+    if _are_ids(ids) and _are_logprobs(logprobs):
+        entry = dict(pairs)
+    else:
+        entry = {checks.token_id(name, i): checks.logprob(name, place, p) for i, p in pairs}
     if own is not None:
-        checks.same_number(name, len(top), len(own))
-    entries: list[Entry] = []
-    for place, best in enumerate(top):
-        if not best:
-            entries.append(None)
-            continue
-        pairs = [_own(name, pair) for pair in checks.is_list(name, best)]
-        if _are_ids([i for _, i in pairs]) and _are_logprobs([p for p, _ in pairs]):
-            entry = {i: p for p, i in pairs}
-        else:
-            entry = {checks.token_id(name, i): checks.logprob(name, place, p) for p, i in pairs}
-        if own is not None and (p := _own(name, own[place]))[0] is not None:
-            entry.setdefault(checks.token_id(name, p[1]), checks.logprob(name, place, p[0]))
-        entries.append(entry)
-    return entries
+        [p], [i] = _columns(name, [own[place]])
+        if p is not None:
+            entry.setdefault(checks.token_id(name, i), checks.logprob(name, place, p))
+    return entry
 
 
-def _own(name: str, pair: Any) -> tuple[Any, Any]:
-    checks.is_pair(name, pair)
-    return pair[0], pair[1]
-
-
-class Document(NamedTuple):
-    name: str  # name of the entries in error messages
-    tokens: list[int]
-    rows: list[Entry]
+def _columns(name: str, pairs: Any) -> tuple[list, list]:
+    """The log-probabilities and the ids in lists of (logprob, id, text)."""
+    pairs = list(pairs)
+    for pair in pairs:
+        if not isinstance(pair, (list, tuple)) or len(pair) < 2:
+            checks.refuse(name, "have lists of (logprob, id, text)", f"{pair!r:.50}")
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 
 def _document(prompt: Part, generated: Part, completion: bool | None) -> Document:
     completion = prompt.entries is None if completion is None else completion
-    checks.server_output(prompt, generated, completion)
-    tokens = _ids("prompt_token_ids", prompt.tokens)
-    checks.entries(prompt.name, tokens, prompt.entries, is_prompt=True)
-    entries = list(prompt.entries or [None] * len(tokens))
+    if completion and (generated.entries is None or generated.tokens is None):
+        alternative = f"{prompt.name}, or " if prompt.entries is None else ""
+        rule = f"have {alternative}{generated.name} and the ids of its completion"
+        got = (
+            "an output without them. Request log-probabilities from the server. vLLM returns at"
+            " most 20 log-probabilities per token, unless vLLM is started with max_logprobs=k"
+        )
+        checks.refuse("output", rule, got)
+    if not completion and prompt.entries is None:
+        checks.refuse("output", f"have {prompt.name} with completion=False", "none")
+    if prompt.tokens is None:
+        got = "none. Pass the ids as `tokens`, or add prompt_token_ids to the JSON of the output"
+        checks.refuse("output", "have the prompt_token_ids of its prompt", got)
+    tokens, rows = _checked(prompt, "prompt_token_ids", first=1)
+    after = next(iter(generated.entries or ()), None)
     if completion:
-        more = _ids("token_ids", generated.tokens)
-        checks.entries(generated.name, more, generated.entries, is_prompt=False)
-        tokens, entries = tokens + more, entries + list(generated.entries or ())
-    after = None if completion else next(iter(generated.entries or ()), None)
-    return Document(prompt.name, tokens, [*entries[1:], after])
+        more, others = _checked(generated, "token_ids", first=0)
+        tokens, rows, after = tokens + more, rows + others, None
+    return Document(prompt.name, tokens, [*rows[1:], after])
 
 
-def _ids(name: str, tokens: Sequence[Any] | None) -> list[int]:
-    if isinstance(tokens, list) and _are_ids(tokens):
-        return tokens
-    return [checks.token_id(name, t) for t in tokens or ()]
+def _checked(part: Part, ids: str, first: int) -> tuple[list[int], list[Entry]]:
+    """Returns the token ids, named `ids` in errors, and the entries of a part.
+
+    Every token must have an entry from token `first` on, which is 1 for a prompt.
+    """
+    name, entries, tokens = part.name, part.entries, list(part.tokens or ())
+    if not _are_ids(tokens):
+        tokens = [checks.token_id(ids, token) for token in tokens]
+    if entries is None:
+        return tokens, [None] * len(tokens)
+    if not tokens or len(entries) != len(tokens):
+        got = f"{len(entries)}. Request entries for all tokens, starting with the first"
+        checks.refuse(name, f"have an entry for each of {len(tokens)} tokens", got)
+    if first and entries[0] is not None:
+        got = "a distribution. The entries are shifted by one token"
+        checks.refuse(name, "begin with None, because the first token has no distribution", got)
+    for place in range(first, len(tokens)):
+        token, entry = tokens[place], entries[place]
+        if entry is None:
+            checks.refuse(name, f"have a distribution at position {place}", "None")
+        if token not in entry:
+            rule = f"include token {token}, the token of the text at position {place}"
+            advice = "The entries belong to another text, or the entries are shifted"
+            checks.refuse(name, rule, f"{list(entry)[:5]}. {advice}")
+        checks.logprob(name, place, max(entry.values()), most=1e-3)
+    return tokens, entries
 
 
-def _tensors(document: Document, k: int) -> tuple[Tensor, SparseTargets]:
-    tokens, _, targets = tensors_of([document], k)
+def _read(form: Callable[..., Document], k: int, *output: Any) -> tuple[Tensor, SparseTargets]:
+    checks.whole("k", k, 1, 2**16)
+    tokens, _, targets = tensors_of([form(*output)], k)
     return tokens, targets
 
 
@@ -296,27 +308,25 @@ def tensors_of(documents: Sequence[Document], k: int) -> tuple[Tensor, list[int]
 
     Slots beyond the ids of an entry are masked, and all slots of a row without an entry.
     """
-    tokens, ids, logprobs = array("q"), array("q"), array("d")
+    tokens, starts, ids, logprobs = array("q"), [0], array("q"), array("d")
     try:
         for document in documents:
             tokens.extend(document.tokens)
+            starts.append(len(tokens))
             for row in document.rows:
                 row = row or {}
                 best = sorted(row, key=row.__getitem__, reverse=True)[:k]
                 ids.extend(best)
-                logprobs.extend([row[i] for i in best])
-                if empty := k - len(best):
-                    ids.extend([-1] * empty)
-                    logprobs.extend([-math.inf] * empty)
+                ids.extend([-1] * (k - len(best)))
+                logprobs.extend(map(row.__getitem__, best))
+                logprobs.extend([-math.inf] * (k - len(best)))
     except OverflowError:
-        checks.below_2_63(documents[0].name)
+        checks.refuse(documents[0].name, "have token ids below 2^63", "a larger number")
     id_ = torch.frombuffer(ids, dtype=torch.int64).view(-1, k)
     logprob = torch.frombuffer(logprobs, dtype=torch.float64).view(-1, k)
-    mask = id_ >= 0
     mass = logprob.exp().sum(-1)
     checks.masses(documents[0].name, mass)
     tail = torch.log1p(-mass.clamp_max(1 - 2.0**-40))
-    mask = None if bool(mask.all()) else mask
-    starts = list(accumulate((len(document.tokens) for document in documents), initial=0))
+    mask = None if bool((id_ >= 0).all()) else id_ >= 0
     targets = unchecked(id_.clamp_min(0), logprob.float(), tail.float(), mask)
     return torch.frombuffer(tokens, dtype=torch.int64), starts, targets

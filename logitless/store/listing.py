@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from ..targets.safetensors import sync
+from ..targets.safetensors import replaced, sync
 from . import checks
 from .format import FORMAT, VERSION, Header
 from .lock import Lock
@@ -95,7 +95,8 @@ class Folder:
         return self.path / name
 
     def read(self, name: str, parsed: Callable[[bytes], Result]) -> Result:
-        checks.is_store(self.path)
+        if not self.where(STORE).is_file():
+            checks.refuse(self.path, "be a folder with a store.json", "none")
         try:
             return parsed(self.where(name).read_bytes())
         except FileNotFoundError:
@@ -124,18 +125,9 @@ def created(path: Path, header: Header) -> None:
             write(path / STORE, json.dumps(fields | asdict(header), sort_keys=True).encode())
 
 
-def write(file: Path, data: bytes) -> None:
-    """Writes a file atomically and durably."""
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
-    try:
-        with open(unfinished, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(unfinished, file)
-        sync(file.parent)
-    finally:
-        unfinished.unlink(missing_ok=True)
+def write(path: Path, data: bytes) -> None:
+    with replaced(path) as file:
+        file.write(data)
 
 
 def shards_in(path: Path) -> list[str]:
@@ -154,6 +146,8 @@ def _named(path: Path, kind: str, pattern: re.Pattern, form: str) -> list[re.Mat
     for file in sorted(path.glob(kind)):
         name = pattern.fullmatch(file.name)
         if name is None or not file.is_file():
-            checks.stray_file(file, form)
+            rule = f"be named {form}, as a writer names the files of a store"
+            got = "another name, or a folder. Move it out of the folder of the store"
+            checks.refuse(file, rule, got)
         found.append(name)
     return found

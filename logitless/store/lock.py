@@ -11,18 +11,17 @@ from . import checks
 class Lock:
     """Holds a lock on a file until `release`, the end of the `with` block, or its deletion.
 
-    If the file is locked already, the constructor raises, or waits with `wait=True`. Processes that
-    all pass `shared=True` hold the lock together. The system releases the lock of a process that
-    ends, even if it is killed. A forked process does not inherit the lock: it closes its copy of
-    the descriptor immediately, because any open copy would keep the lock.
+    If the file is locked already, the constructor raises, or waits with `wait=True`. The system
+    releases the lock of a process that ends, even if it is killed. A forked process does not
+    inherit the lock: it closes its copy of the descriptor immediately, because any open copy would
+    keep the lock.
     """
 
-    def __init__(self, path: Path, wait: bool = False, shared: bool = False):
+    def __init__(self, path: Path, wait: bool = False):
         self.owner = os.getpid()
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-            fcntl.flock(file, kind | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             owner = os.pread(file, 20, 0).decode(errors="replace")
             os.close(file)
@@ -33,9 +32,8 @@ class Lock:
         self.file = file
         self._end = weakref.finalize(self, _unlock, file)
         _held.add(self)
-        if not shared:
-            os.ftruncate(file, 0)
-            os.pwrite(file, str(self.owner).encode(), 0)
+        os.ftruncate(file, 0)
+        os.pwrite(file, str(self.owner).encode(), 0)
 
     @property
     def is_mine(self) -> bool:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..targets.safetensors import sync
+from ..targets.safetensors import replaced
 from . import checks
 from .format import bytes_of
 from .shard import File
@@ -111,16 +111,6 @@ def _is_right(data: memoryview) -> bool:
     return zlib.crc32(data[:-4]) == int.from_bytes(data[-4:], "little")
 
 
-class Lookup:
-    """All runs of a store."""
-
-    def __init__(self, runs: Sequence[RunFile]):
-        self.runs = runs
-
-    def numbers(self, low: int, high: int) -> list[int]:
-        return [number for run in self.runs for number in run.numbers(low, high)]
-
-
 def extended(
     folder: Path, runs: Sequence[Run], sizes: Sequence[int], entries: Entries
 ) -> list[Run]:
@@ -161,25 +151,16 @@ def _merged(sources: Sequence[Iterable[Entries]]) -> Iterator[Entries]:
 
 
 def _write(path: Path, pieces: Iterable[Entries]) -> None:
-    """Writes a run atomically and durably."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     firsts = bytearray()
     left = (torch.empty(0, dtype=torch.int64),) * 2
-    try:
-        with open(unfinished, "wb") as file:
-            for piece in pieces:
-                keys, numbers = (torch.cat(pair) for pair in zip(left, piece, strict=True))
-                whole = len(keys) - len(keys) % BLOCK
-                firsts += _write_blocks(file, keys[:whole], numbers[:whole])
-                left = keys[whole:], numbers[whole:]
-            firsts += _write_blocks(file, *left)
-            file.write(firsts + zlib.crc32(firsts).to_bytes(4, "little"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-        sync(path.parent)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replaced(path) as file:
+        for piece in pieces:
+            keys, numbers = (torch.cat(pair) for pair in zip(left, piece, strict=True))
+            whole = len(keys) - len(keys) % BLOCK
+            firsts += _write_blocks(file, keys[:whole], numbers[:whole])
+            left = keys[whole:], numbers[whole:]
+        firsts += _write_blocks(file, *left)
+        file.write(firsts + zlib.crc32(firsts).to_bytes(4, "little"))
 
 
 def _write_blocks(file, keys: Tensor, numbers: Tensor) -> bytes:

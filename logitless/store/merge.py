@@ -25,7 +25,8 @@ def merge(
     another `shard_bytes`. Running the same merge again resumes one that was killed.
     """
     opened = [store if isinstance(store, Store) else Store(store) for store in stores]
-    checks.some_stores(opened)
+    if not opened:
+        checks.refuse("stores", "name at least one store", "none")
     header = opened[0].info
     for store in opened[1:]:
         checks.same_header(store.path, store.info, header, opened[0].path)

@@ -12,15 +12,17 @@ A token without a distribution has an empty list of ids. The metadata holds the 
 Needs the package pyarrow.
 """
 
+import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..targets.safetensors import replaced
 from ..targets.sparse import SparseTargets
 from . import checks
 from .codes import decoded
@@ -47,14 +49,18 @@ def to_parquet(
     opened, out = Store(store) if isinstance(store, (str, os.PathLike)) else store, Path(folder)
     checks.folder(out)
     out.mkdir(parents=True, exist_ok=True)
-    checks.no_parquet(out)
+    for path in sorted(out.glob("*.parquet")):
+        checks.refuse(out, "have no parquet files before the export", path.name)
     header = opened.info
     schema = _schema(pa, header)
     for number, shard in enumerate(opened.shards):
         path = out / f"part-{number:06}.parquet"
-        with _whole(path) as unfinished, pq.ParquetWriter(unfinished, schema) as file:
+        with (
+            replaced(path) as unfinished,
+            pq.ParquetWriter(unfinished, schema) as file,
+        ):
             numbers = range(shard.first, shard.first + len(shard))
-            for tokens, starts, rows, _ in opened.groups(numbers):
+            for _, tokens, starts, rows in opened.groups(numbers):
                 targets = decoded(rows, header)
                 columns = _columns(pa, header, tokens, torch.tensor(starts), targets)
                 file.write_table(pa.Table.from_arrays(columns, schema=schema))
@@ -70,7 +76,9 @@ def _schema(pa: Any, header: Header) -> Any:
         ("logprobs", pa.list_(pa.list_(pa.float32()))),
     ]  # fmt: skip
     fields += [] if header.sampled else [("tail", pa.list_(pa.float32()))]
-    return pa.schema(fields, metadata={METADATA: header.to_json().encode()})
+    return pa.schema(
+        fields, metadata={METADATA: json.dumps(asdict(header), sort_keys=True).encode()}
+    )
 
 
 def _columns(
@@ -96,14 +104,3 @@ def _flat(pa: Any, t: Tensor) -> Any:
 
 def _list(pa: Any, offsets: Tensor, values: Any) -> Any:
     return pa.ListArray.from_arrays(_flat(pa, offsets.int()), values)
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """Yields a temporary path, renamed to `path` if the `with` block succeeds."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    try:
-        yield unfinished
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -5,7 +5,7 @@ import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,37 +14,33 @@ from torch import Tensor
 
 from ..targets.sparse import SparseTargets, unchecked
 from . import checks
-from .codes import EMPTY, decoded, rows_in, tokens_of
+from .codes import EMPTY, decoded, empty_rows, tokens_of
 from .device import on_cpu
-from .format import Header, bytes_of, view_of
+from .format import Header, bytes_of
 from .listing import INDEX, STORE, Folder, Listing, listing_of
-from .lookup import FIRST, Hashes, Lookup, RunFile, hashes_of, keys_from, run_bytes
-from .remote import Cache, Prefetch, Remote, RemoteFolder, is_address
-from .shard import Entry, File, Shard
+from .lookup import FIRST, Hashes, RunFile, hashes_of, keys_from, run_bytes
+from .remote import RemoteFolder, is_address
+from .shard import Entry, Shard, Span, named
 from .verify import Report, verify
 
 AT_ONCE = 8192  # number of rows that `groups` reads at once
+ALL = slice(None)
+PADDING = -1  # place of the shard in a span that stands for b - a rows of padding
 Result = TypeVar("Result")
-
-
-RowSpan = tuple[int, Entry | None, int, int]  # rows a to b - 1; None for padding
-
-
-class Span(NamedTuple):
-    """A document of a batch: the tokens [begin, begin + length) of the flat batch."""
-
-    begin: int
-    length: int
-    number: int  # number of the document in the store
 
 
 class Group(NamedTuple):
     """Documents, one after the other. `starts` also has the number of tokens."""
 
+    spans: list[Span]
     tokens: Tensor
     starts: list[int]
-    rows: Tensor
-    first: int  # number of the first document
+    rows: Any
+
+
+# The documents of a batch row: their numbers, and how many tokens of each stand there. None means
+# as many as there are, or as fit into the row.
+OfRow = list[tuple[int, int | None]]
 
 
 class Store:
@@ -84,98 +80,117 @@ class Store:
             "storage_options": storage_options,
         }  # fmt: skip
         self.path: str | Path = str(path) if is_address(path) else Path(path).absolute()
+        self._folder: Folder | RemoteFolder
         if isinstance(self.path, Path):
             checks.local_options(self._arguments)
-            self._folder: Folder | RemoteFolder = Folder(self.path)
+            self._folder = Folder(self.path)
         else:
-            remote = Remote(
-                self.path, attempts=5 if attempts is None else attempts, options=storage_options
-            )
-            self._folder = RemoteFolder(remote, Cache(cache, cache_bytes), progress)
+            self._folder = RemoteFolder(self.path, progress=progress, **self._arguments)
         # store.index is read last: it lists only shards of this store.json.
         self.text = self._folder.read(STORE, _text)
         self.info, self.id = checks.store_fields(self._folder.where(STORE), self.text, Header)
         checks.same_tokenizer(self.path, self.info.tokenizer, tokenizer)
         where = self._folder.where(INDEX)
         self.listing = self._folder.read(INDEX, lambda data: listing_of(where, data))
-        self._lookup: Lookup | None = None
+        self._run_files: list[RunFile] | None = None
         self.shards: list[Shard] = []
-        self._first = [0]  # number of each shard's first document, then the number of all
+        self.firsts = [0]  # number of each shard's first document, then the number of all
         self._add_shards()
-        self._prefetch: Prefetch | None = None
         if isinstance(self._folder, RemoteFolder):
-            self._folder.store = self.id
-            limit = self._folder.cache.limit
-            largest = max((shard.size for shard in self.shards), default=1)
-            checks.cache_bytes(limit, largest)
-            self._prefetch = Prefetch(len(self.shards), self._fetched, limit // largest)
+            self._folder.opened(self.id, self.listing.shards)
 
     def _add_shards(self) -> None:
         for listed in self.listing.shards[len(self.shards) :]:
-            first = self._first[-1]
+            first = self.firsts[-1]
             self.shards.append(Shard(listed, first, self._folder, self.info, self.text))
-            self._first.append(first + listed.documents)
+            self.firsts.append(first + listed.documents)
             if isinstance(self._folder, Folder):
                 checks.listed_file(self.shards[-1].name, listed.size)
-        self._lookup = None
+        self._run_files = None
 
     def refresh(self) -> None:
         """Reads what writers have added to a local store since it was opened."""
         self.listing.read_file()
         self._add_shards()
 
-    def _fetched(self, number: int) -> File:
-        listed = self.shards[number].listed
-        return self._folder.file(listed.name, listed.size, listed.crc)
-
-    def reading(self, shard: Shard, read: Callable[..., Result], *args: Any) -> Result:
-        """Calls `read`, which reads a shard. A damaged file in the cache is fetched once more."""
-        if self._prefetch is None:
-            return read(*args)
-        self._prefetch.reading(bisect_right(self._first, shard.first) - 1)
+    def reading(self, at: int, read: Callable[[Shard], Result]) -> Result:
+        """Calls `read` with a shard. A damaged file in the cache is fetched once more."""
+        shard, folder = self.shards[at], self._folder
+        if isinstance(folder, Folder):
+            return read(shard)
+        folder.prefetch.reading(at)
         try:
-            return read(*args)
+            return read(shard)
         except ValueError:
             shard.close()
-            assert isinstance(self._folder, RemoteFolder)
-            self._folder.discard(shard.listed.name, shard.listed.crc)
-            return read(*args)
+            folder.discard(shard.listed.name, shard.listed.crc)
+            return read(shard)
         finally:
             shard.close()  # an open file would keep its bytes on the disk after its deletion
 
+    def _spans(self, wanted: Sequence[tuple[int, slice]]) -> list[Span]:
+        """Where the rows of documents are, or those of some of their tokens."""
+        by_shard: dict[int, list[int]] = {}
+        for i, (number, _) in enumerate(wanted):
+            by_shard.setdefault(bisect_right(self.firsts, number) - 1, []).append(i)
+        spans: list[Any] = [None] * len(wanted)
+        for at, places in by_shard.items():
+            found = self.reading(at, partial(_located, [wanted[i] for i in places], at))
+            for i, span in zip(places, found, strict=True):
+                spans[i] = span
+        return spans
+
+    def _rows(self, spans: Sequence[Span]) -> Any:
+        """The rows of several spans, an array (T, row_bytes) of `library`."""
+        width = self.info.row_bytes
+        rows, data = empty_rows(sum([span.b - span.a for span in spans]), self.info)
+        end = 0
+        by_shard: dict[int, list[tuple[Span, memoryview]]] = {}
+        for span in spans:
+            at, _, _, a, b = span
+            begin, end = end, end + (b - a) * width
+            by_shard.setdefault(at, []).append((span, data[begin:end]))
+        for span, into in by_shard.pop(PADDING, ()):
+            into[:] = _empty_row(self.info) * (span.b - span.a)
+        for at, of_shard in by_shard.items():
+            self.reading(at, partial(Shard.read, spans=of_shard))
+        return rows
+
     @property
-    def lookup(self) -> Lookup:
-        """The hashes of all documents, opened at the first lookup."""
-        if self._lookup is None:
+    def run_files(self) -> list[RunFile]:
+        """The hashes of all documents, opened at the first search."""
+        if self._run_files is None:
             try:
-                self._lookup = self._opened_lookup(self.listing)
+                self._run_files = self._opened_runs(self.listing)
             except FileNotFoundError:  # a writer has merged the files meanwhile
                 if isinstance(self._folder, RemoteFolder):
                     raise
                 newer = Listing(self.listing.where)
                 newer.read_file()
-                self._lookup = self._opened_lookup(newer)
-        return self._lookup
+                self._run_files = self._opened_runs(newer)
+        return self._run_files
 
-    def _numbers(self, low: int, high: int) -> list[int]:
-        """The documents with keys in [low, high]. Damaged files in the cache are fetched again."""
-        try:
-            return self.lookup.numbers(low, high)
-        except ValueError:
-            if not isinstance(self._folder, RemoteFolder):
-                raise
-            for run in self.listing.runs:
-                self._folder.discard(run.name, self.listing.crc)
-            self._lookup = None
-            return self.lookup.numbers(low, high)
-
-    def _opened_lookup(self, listing: Listing) -> Lookup:
+    def _opened_runs(self, listing: Listing) -> list[RunFile]:
         files = []
         for run in listing.runs:
             n = sum(listed.documents for listed in listing.shards[run.begin : run.end])
             file = self._folder.file(run.name, run_bytes(n), listing.crc)
             files.append(RunFile(file, n, self._folder.where(run.name)))
-        return Lookup(files)
+        return files
+
+    def _numbers(self, low: int, high: int) -> list[int]:
+        """The documents with keys in [low, high]. Damaged files in the cache are fetched again."""
+        try:
+            found = [number for run in self.run_files for number in run.numbers(low, high)]
+        except ValueError:
+            if isinstance(self._folder, Folder):
+                raise
+            for run in self.listing.runs:
+                self._folder.discard(run.name, self.listing.crc)
+            self._run_files = None
+            found = [number for run in self.run_files for number in run.numbers(low, high)]
+        # A writer may have added documents since this store was opened.
+        return [number for number in found if number < len(self)]
 
     def prefetch(self, order: Any = None, *, ahead: int = 2, mixed: int = 1) -> None:
         """Fetches shards of a remote store in the background, before their rows are read.
@@ -187,26 +202,21 @@ class Store:
         without this call. For a local store, only the arguments are checked.
         """
         order = checks.order(order, len(self), ahead, mixed)
-        if self._prefetch is not None:
+        if isinstance(self._folder, RemoteFolder):
             if order is not None:
-                shards = torch.bucketize(order, torch.tensor(self._first[1:]), right=True)
+                shards = torch.bucketize(order, torch.tensor(self.firsts[1:]), right=True)
                 order = list(dict.fromkeys(shards.tolist()))
-            self._prefetch.follow(order, ahead, mixed)
+            self._folder.prefetch.follow(order, ahead, mixed)
 
     def __len__(self) -> int:
         """The number of documents."""
-        return self._first[-1]
+        return self.firsts[-1]
 
     @property
     def digest(self) -> str:
         """A hash of what store.index lists, the same for a local store and its remote copy."""
         listed = repr([self.id, *self.listing.shards]).encode()
         return hashlib.sha256(listed).hexdigest()
-
-    @property
-    def firsts(self) -> list[int]:
-        """The number of each shard's first document. The last entry is the number of documents."""
-        return self._first
 
     @property
     def tokens(self) -> int:
@@ -217,7 +227,7 @@ class Store:
     @on_cpu
     def lengths(self) -> Tensor:
         """The number of tokens in each document."""
-        lengths = [self.reading(shard, shard.entries)[:, 4] for shard in self.shards]
+        lengths = [self.reading(at, Shard.entries)[:, 4] for at in range(len(self.shards))]
         return torch.cat(lengths) if lengths else torch.empty(0, dtype=torch.int64)
 
     def __getitem__(self, index: Any) -> Any:
@@ -226,18 +236,13 @@ class Store:
         `store[i, a:b]` returns only its tokens a to b - 1, and their targets. `store[[i, j]]`
         returns a list of documents, which are read together.
         """
-        if isinstance(index, (list, Tensor)) and not (
-            isinstance(index, Tensor) and not index.dim()
-        ):
+        if isinstance(index, list) or (isinstance(index, Tensor) and index.dim()):
             return self._several([checks.document_number(i, len(self)) for i in index])
-        i, tokens = index if isinstance(index, tuple) and len(index) == 2 else (index, slice(None))
+        i, tokens = index if isinstance(index, tuple) and len(index) == 2 else (index, ALL)
         i = checks.document_number(i, len(self))
-        shard, document = self._place(i)
-        entry = self.reading(shard, shard.entry, document)
-        a, b = checks.row_range(tokens, entry.tokens)
-        data = bytearray((b - a) * self.info.row_bytes)
-        self.reading(shard, shard.read_rows, document, entry, a, b, memoryview(data))
-        rows = rows_in(data, self.info)
+        if not isinstance(tokens, slice) or tokens.step not in (None, 1):
+            checks.refuse("a range of tokens", "be a slice of step 1", repr(tokens), IndexError)
+        rows = self._rows_of(i, tokens)
         return tokens_of(rows, self.info), decoded(rows, self.info)
 
     def __getitems__(self, numbers: list[int]) -> list[tuple[Tensor, SparseTargets]]:
@@ -246,9 +251,8 @@ class Store:
 
     @on_cpu
     def _several(self, numbers: list[int]) -> list[tuple[Tensor, SparseTargets]]:
-        entries = self.entries(numbers)
-        sizes = [entry.tokens for entry in entries]
-        rows = self._rows([(i, e, 0, e.tokens) for i, e in zip(numbers, entries, strict=True)])
+        spans = self._spans([(i, ALL) for i in numbers])
+        rows, sizes = self._rows(spans), [span.b for span in spans]
         tokens, t = tokens_of(rows, self.info).split(sizes), decoded(rows, self.info)
         none = (None,) * len(numbers)
         parts = (
@@ -257,64 +261,47 @@ class Store:
         )
         return list(zip(tokens, map(unchecked, *parts), strict=True))
 
-    def _place(self, number: int) -> tuple[Shard, int]:
-        shard = self.shards[bisect_right(self._first, number) - 1]
-        return shard, number - shard.first
+    def _rows_of(self, number: int, tokens: slice) -> Any:
+        """The rows of some tokens of one document, in one visit of its shard."""
+        at = bisect_right(self.firsts, number) - 1
+
+        def read(shard: Shard) -> Any:
+            (span,) = _located([(number, tokens)], at, shard)
+            rows, data = empty_rows(span.b - span.a, self.info)
+            shard.read([(span, data)])
+            return rows
+
+        return self.reading(at, read)
+
+    def _one(self, number: int, read: Callable[[Shard, int], Result]) -> Result:
+        """Calls `read` with a document's shard, and its number there."""
+        at = bisect_right(self.firsts, number) - 1
+        return self.reading(at, lambda shard: read(shard, number - shard.first))
 
     def entry(self, number: int) -> Entry:
         """Where a document is, and its number of tokens."""
-        shard, document = self._place(number)
-        return self.reading(shard, shard.entry, document)
-
-    def entries(self, numbers: Sequence[int]) -> list[Entry]:
-        by_shard: dict[int, list[int]] = {}
-        for number in numbers:
-            by_shard.setdefault(bisect_right(self._first, number) - 1, []).append(number)
-        found: dict[int, Entry] = {}
-        for at, of_shard in by_shard.items():
-            found |= self.reading(self.shards[at], _entries, self.shards[at], of_shard)
-        return [found[number] for number in numbers]
-
-    def _rows(self, spans: Sequence[RowSpan]) -> Tensor:
-        """The rows of several spans, uint8 (T, row_bytes)."""
-        width = self.info.row_bytes
-        rows = torch.empty(sum(b - a for _, _, a, b in spans), width, dtype=torch.uint8)
-        data, place = view_of(rows), 0
-        wanted: dict[int, list[tuple[int, Entry, int, int, memoryview]]] = {}
-        for number, entry, a, b in spans:
-            begin, place = place, place + (b - a) * width
-            if entry is None:
-                data[begin:place] = _empty_row(self.info) * (b - a)
-            else:
-                at = bisect_right(self._first, number) - 1
-                wanted.setdefault(at, []).append((number, entry, a, b, data[begin:place]))
-        for at, of_shard in wanted.items():
-            self.reading(self.shards[at], _read_rows, self.shards[at], of_shard)
-        return rows
+        return self._one(number, Shard.entry)
 
     def document(self, number: int) -> tuple[Entry, bytes]:
-        """The bytes of a document on disk, compared with their checksums."""
-        shard, document = self._place(number)
-        return self.reading(shard, _document, shard, document)
+        """A document's entry, and its bytes on disk, compared with their checksums."""
+        return self._one(number, Shard.document)
 
     def groups(self, numbers: Sequence[int]) -> Iterator[Group]:
         """Yields documents in groups of about AT_ONCE rows."""
-        waiting, tokens = [], 0
+        spans, starts = [], [0]
         for number in numbers:
-            entry = self.entry(number)
-            waiting.append((number, entry, 0, entry.tokens))
-            tokens += entry.tokens
-            if tokens >= AT_ONCE or number == numbers[-1]:
-                rows = self._rows(waiting)
-                starts = list(accumulate((b for _, _, _, b in waiting), initial=0))
-                yield Group(tokens_of(rows, self.info), starts, rows, waiting[0][0])
-                waiting, tokens = [], 0
+            spans += self._spans([(number, ALL)])
+            starts.append(starts[-1] + spans[-1].b)
+            if starts[-1] >= AT_ONCE or number == numbers[-1]:
+                rows = self._rows(spans)
+                yield Group(spans, tokens_of(rows, self.info), starts, rows)
+                spans, starts = [], [0]
 
     @on_cpu
     def find(self, tokens: Any) -> int:
         """Returns the number of the document with exactly these tokens, or raises KeyError."""
         tokens = checks.tokens(tokens, self.info.vocab_size)
-        number = self._found(tokens, whole=True)
+        number = self.number_of(hashes_of(tokens), len(tokens))
         if number is None or not self._begins(number, tokens):
             got = f"{len(tokens)} tokens that match no document"
             raise KeyError(f"tokens must be a document of the store, got {got}.")
@@ -342,52 +329,27 @@ class Store:
         sizes = None if lengths is None else checks.lengths(lengths, rows, width)
         if documents is not None:
             numbers = checks.documents(documents, rows, sizes, len(self))
-            spans = self._numbered(numbers, sizes, width)
+            by_row = zip(numbers, sizes or [None] * rows, strict=True)
+            of_rows = [_numbered(of_row, lengths) for of_row, lengths in by_row]
         else:
-            spans = self._searched(flat, sizes, rows, width)
-        targets = self._compared(flat, spans, width).reshape(*input_ids.shape)
+            of_rows = self._searched(flat, sizes, rows, width)
+        targets = self._compared(flat, of_rows, sizes, width).reshape(*input_ids.shape)
         return targets if input_ids.device.type == "cpu" else targets.to(input_ids.device)
-
-    for_tokens = targets_for
-
-    def _numbered(
-        self, numbers: list[list[int]], sizes: list[list[int]] | None, width: int
-    ) -> list[Span]:
-        spans = []
-        for row, of_row in enumerate(numbers):
-            begin, of_lengths = row * width, None if sizes is None else sizes[row]
-            end = begin + (width if of_lengths is None else sum(of_lengths))
-            for i, number in enumerate(of_row):
-                whole = self.entry(number).tokens
-                if of_lengths is None or len(of_lengths) != len(of_row):
-                    n = min(whole, end - begin)
-                else:
-                    n = of_lengths[i]
-                checks.length_of_document(n, whole, number, row)
-                if n:
-                    spans.append(Span(begin, n, number))
-                begin += n
-        return spans
 
     def _searched(
         self, flat: Tensor, sizes: list[list[int]] | None, rows: int, width: int
-    ) -> list[Span]:
-        spans = []
+    ) -> list[OfRow]:
+        of_rows = []
         for row in range(rows):
-            tokens, begin = flat[row * width : (row + 1) * width], 0
+            tokens, begin, documents = flat[row * width : (row + 1) * width], 0, []
             for n in [None] if sizes is None else sizes[row]:
-                found = self._of_row(tokens) if n is None else self._of_length(tokens, begin, n)
+                found = self._of_row(tokens) if n is None else self._found(tokens[begin:][:n])
                 if found is None:
                     raise checks.unknown_document(tokens, row, begin, n)
-                number, n = found
-                if n:
-                    spans.append(Span(row * width + begin, n, number))
-                begin += n
-        return spans
-
-    def _of_length(self, tokens: Tensor, begin: int, n: int) -> tuple[int, int] | None:
-        number = self._found(tokens[begin : begin + n], whole=False)
-        return None if number is None else (number, n)
+                documents.append(found)
+                begin += found[1]
+            of_rows.append([found for found in documents if found[1]])
+        return of_rows
 
     def _of_row(self, tokens: Tensor) -> tuple[int, int] | None:
         """The number and the length of the document that a row begins with, if padding follows."""
@@ -396,87 +358,78 @@ class Store:
             n = int(negative[0])
             if n == 0 or bool((tokens[n:] >= 0).any()):
                 return None if n else (0, 0)
-            return self._of_length(tokens, 0, n)
-        number = self._found(tokens, whole=False)
-        if number is not None:
-            return number, len(tokens)
+            return self._found(tokens[:n])
+        if (found := self._found(tokens)) is not None:
+            return found
         other = (tokens != tokens[-1]).nonzero()
-        least = max(1, int(other[-1]) + 1 if len(other) else 1)  # the rest may be padding
+        least = int(other[-1]) + 1 if len(other) else 1  # the rest may be padding
         if len(tokens) > FIRST:
-            longest = None
-            for candidate in self._numbers(*keys_from(tokens)):
-                n = self._length_of(candidate)
-                longer = least <= n < len(tokens) and (longest is None or n > longest[1])
-                if longer and self._begins(candidate, tokens[:n]):
-                    longest = candidate, n
-            if longest is not None:
-                return longest
+            found = [(self.entry(i).tokens, i) for i in self._numbers(*keys_from(tokens))]
+            for n, number in sorted(found, key=lambda pair: -pair[0]):
+                if least <= n < len(tokens) and self._begins(number, tokens[:n]):
+                    return number, n
         for n in range(min(FIRST, len(tokens) - 1), least - 1, -1):
-            if (number := self._found(tokens[:n], whole=True)) is not None:
+            if (number := self.number_of(hashes_of(tokens[:n]), n)) is not None:
                 return number, n
         return None
 
-    def _found(self, tokens: Tensor, whole: bool) -> int | None:
-        """A document with these tokens, or one that begins with them if `whole` is False.
+    def _found(self, tokens: Tensor) -> tuple[int, int] | None:
+        """The number of a document that begins with these tokens, and how many they are."""
+        number = self.number_of(hashes_of(tokens), len(tokens))
+        if number is None and len(tokens) >= FIRST:
+            for candidate in self._numbers(*keys_from(tokens)):
+                longer = self.entry(candidate).tokens > len(tokens)
+                if longer and self._begins(candidate, tokens):
+                    return candidate, len(tokens)
+        return None if number is None else (number, len(tokens))
 
-        Whole documents are compared by their hashes, of 88 bits together.
-        """
-        key, check = hashes_of(tokens)
-        for number in self._numbers(key, key):
-            if self._is(number, check, len(tokens)):
-                return number
-        if whole or len(tokens) < FIRST:
-            return None
-        for number in self._numbers(*keys_from(tokens)):
-            if self._length_of(number) > len(tokens) and self._begins(number, tokens):
+    def number_of(self, hashes: Hashes, n: int) -> int | None:
+        """The document with these hashes, which have 88 bits together, and this length."""
+        for number in self._numbers(hashes.key, hashes.key):
+            entry = self.entry(number)
+            if entry.check == hashes.check and entry.tokens == n:
                 return number
         return None
-
-    def has(self, hashes: Hashes, n: int) -> bool:
-        """Whether a document has these hashes and this length."""
-        return any(self._is(d, hashes.check, n) for d in self._numbers(*2 * hashes[:1]))
-
-    def _is(self, number: int, check: int, n: int) -> bool:
-        if number >= len(self):  # a writer has added it since this store was opened
-            return False
-        entry = self.entry(number)
-        return entry.check == check and entry.tokens == n
-
-    def _length_of(self, number: int) -> int:
-        return self.entry(number).tokens if number < len(self) else -1
 
     def _begins(self, number: int, tokens: Tensor) -> bool:
         """Whether a document begins with these tokens. Its last rows are compared first.
 
         Of documents that share a beginning, few have the same tokens after it.
         """
-        entry, last = self.entry(number), (len(tokens) - 1) // FIRST * FIRST
+        last = (len(tokens) - 1) // FIRST * FIRST
         for a, b in ((last, len(tokens)), (0, last)):
-            rows = self._rows([(number, entry, a, b)])
-            if not torch.equal(tokens_of(rows, self.info), tokens[a:b]):
+            found = tokens_of(self._rows_of(number, slice(a, b)), self.info)
+            if not torch.equal(found, tokens[a:b]):
                 return False
         return True
 
-    def _compared(self, flat: Tensor, spans: list[Span], width: int) -> SparseTargets:
-        """Reads the rows of a batch with padding in the gaps, and compares their tokens."""
-        entries = self.entries([span.number for span in spans])
-        wanted: list[RowSpan] = []
-        is_padding, place = torch.zeros(len(flat), dtype=torch.bool), 0
-        for (begin, n, number), entry in zip(spans, entries, strict=True):
-            if begin > place:
-                wanted.append((-1, None, place, begin))
-                is_padding[place:begin] = True
-            wanted.append((number, entry, 0, n))
-            place = begin + n
-        if place < len(flat):
-            wanted.append((-1, None, place, len(flat)))
-            is_padding[place:] = True
-        rows = self._rows(wanted)
-        differs = (tokens_of(rows, self.info) != flat) & ~is_padding
+    def _compared(
+        self, flat: Tensor, of_rows: list[OfRow], sizes: list[list[int]] | None, width: int
+    ) -> SparseTargets:
+        """Reads the rows of a batch, with padding after the documents, and compares the tokens."""
+        whole = iter(self._spans([(number, ALL) for of_row in of_rows for number, _ in of_row]))
+        spans, begins, ends = [], [], []
+        for row, of_row in enumerate(of_rows):
+            end, size = 0, width if sizes is None else sum(sizes[row])
+            for number, n in of_row:
+                span = next(whole)
+                n = min(span.b, size - end) if n is None else n
+                if n > span.b:
+                    rule = f"be at most {span.b} for document {number} in row {row}"
+                    checks.refuse("lengths", rule, n)
+                spans.append(span._replace(b=n))
+                begins.append(row * width + end)
+                end += n
+            spans.append(Span(PADDING, -1, Entry(0, 0, 0, 0, 0), 0, width - end))
+            begins.append(row * width + end)
+            ends.append(end)
+        rows = self._rows(spans)
+        is_token = torch.arange(width) < torch.tensor(ends, dtype=torch.int64)[:, None]
+        differs = (tokens_of(rows, self.info) != flat) & is_token.flatten()
         if bool(differs.any()):
             at = int(differs.nonzero()[0])
-            number = next(s.number for s in spans if s.begin <= at < s.begin + s.length)
-            raise checks.other_tokens(number, *divmod(at, width))
+            span = spans[bisect_right(begins, at) - 1]
+            checks.other_tokens(span.number, *divmod(at, width))
         return decoded(rows, self.info)
 
     @on_cpu
@@ -501,18 +454,19 @@ def _text(data: bytes) -> str:
     return data.decode(errors="replace")
 
 
-def _document(shard: Shard, document: int) -> tuple[Entry, bytes]:
-    entry = shard.entry(document)
-    return entry, shard.document(document, entry)
+def _located(wanted: list[tuple[int, slice]], at: int, shard: Shard) -> list[Span]:
+    found = []
+    for number, tokens in wanted:
+        entry = shard.entry(number - shard.first)
+        a, b, _ = tokens.indices(entry.tokens)
+        found.append(named(Span, (at, number, entry, a, max(a, b))))
+    return found
 
 
-def _entries(shard: Shard, numbers: list[int]) -> dict[int, Entry]:
-    return {number: shard.entry(number - shard.first) for number in numbers}
-
-
-def _read_rows(shard: Shard, spans: list[tuple[int, Entry, int, int, memoryview]]) -> None:
-    for number, entry, a, b, into in spans:
-        shard.read_rows(number - shard.first, entry, a, b, into)
+def _numbered(numbers: list[int], lengths: list[int] | None) -> OfRow:
+    if lengths is not None and len(lengths) == len(numbers):
+        return list(zip(numbers, lengths, strict=True))
+    return [(number, None) for number in numbers]  # `lengths` may have that of all tokens in a row
 
 
 def _reopened(path: str | Path, arguments: dict[str, Any], digest: str) -> Store:
@@ -527,7 +481,7 @@ def _reopened(path: str | Path, arguments: dict[str, Any], digest: str) -> Store
 def _empty_row(header: Header) -> bytes:
     row = torch.zeros(1, header.row_bytes, dtype=torch.uint8)
     if not header.sampled:
-        header.column(row, "top").fill_(torch.nan)
+        header.field(row, "top").fill_(torch.nan)
     if header.values == "u8":
         header.field(row, "codes").fill_(EMPTY)
     return bytes_of(row)

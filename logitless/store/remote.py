@@ -16,19 +16,18 @@ keeps its bytes until it closes the file.
 """
 
 import contextlib
-import functools
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from . import checks
 from .lock import Lock
-from .shard import File
+from .shard import File, Listed
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts
 SILENCE = 60  # seconds without a byte, after which a request over http fails
@@ -50,10 +49,12 @@ class Remote:
     """The folder at an address. `options` are the arguments of fsspec's file system."""
 
     def __init__(
-        self, url: str, *, attempts: int = 5, options: Mapping[str, Any] | None = None,
-        argument: str = "path",
-    ):  # fmt: skip
-        checks.connection(attempts, options)
+        self, url: str, *, attempts: int, options: Mapping[str, Any] | None, argument: str = "path"
+    ):
+        checks.whole("attempts", attempts, 1, 1000)
+        if options is not None and not isinstance(options, Mapping):
+            got = f"{options!r:.80}"
+            checks.refuse("storage_options", "map names to values", got, TypeError)
         self.url, self.attempts, self.argument = url.rstrip("/"), attempts, argument
         self.options = dict(options or {})
         self.pause: Callable[[float], Any] = time.sleep
@@ -114,13 +115,13 @@ class Remote:
                 fs, folder = self._system
                 return attempt(fs, f"{folder}/{name}")
             except FileNotFoundError as error:
-                raise checks.missing(self.address(name)) from error
+                checks.refuse(self.address(name), "exist", "no file", FileNotFoundError, error)
             except (PermissionError, ImportError):
                 raise
             except Exception as error:  # each file system of fsspec raises its own kinds of errors
                 if getattr(error, "status", None) in (401, 403):  # of aiohttp
-                    text = checks.failed(self.address(name), done, number + 1, error)
-                    raise PermissionError(str(text)) from error
+                    where, attempts = self.address(name), number + 1
+                    raise checks.failed(where, done, attempts, error, PermissionError) from error
                 if getattr(error, "errno", None) in checks.LOCAL_ERRORS:
                     raise
                 last = error
@@ -143,12 +144,12 @@ class Remote:
                 options["client_kwargs"] = {"timeout": limit}
             return fsspec.core.url_to_fs(self.url, **options)
         except ImportError as error:
-            raise checks.missing_package(self.url, str(error)) from error
+            rule = "be read with fsspec and its package for this protocol"
+            checks.missing_package(self.url, rule, "remote", error)
         except ValueError as error:
-            raise checks.unknown_protocol(self.argument, self.url, error) from error
-
-    def __reduce__(self):
-        return functools.partial(Remote, attempts=self.attempts, options=self.options), (self.url,)
+            got = f"{self.url!r:.200} ({str(error).rstrip('.')})"
+            rule = "be an address of a protocol of fsspec"
+            checks.refuse(self.argument, rule, got, cause=error)
 
 
 def default_folder() -> Path:
@@ -165,7 +166,11 @@ class Cache:
         self.folder = Path(folder) if folder is not None else default_folder()
         self.limit = LIMIT if limit is None else limit
         checks.cache_bytes(self.limit)
-        checks.cache_folder(self.folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            got = repr(str(self.folder))
+            checks.refuse("cache", "be a folder", got, NotADirectoryError)
 
     def file(self, name: str, size: int, fetch: Callable[[Path], None]) -> File:
         """Opens a file, which `fetch` writes if the cache does not have it.
@@ -241,10 +246,26 @@ class RemoteFolder:
     """The folder of a store at an address, read through a cache. `store` is the store's id."""
 
     store = ""
+    prefetch: "Prefetch"
 
-    def __init__(self, remote: Remote, cache: Cache, progress: Callable[[int], None] | None):
-        self.remote, self.cache = remote, cache
+    def __init__(
+        self,
+        url: str,
+        *,
+        cache: str | os.PathLike | None,
+        cache_bytes: int | None,
+        attempts: int | None,
+        storage_options: Mapping[str, Any] | None,
+        progress: Callable[[int], None] | None,
+    ):
+        attempts = 5 if attempts is None else attempts
+        self.remote = Remote(url, attempts=attempts, options=storage_options)
+        self.cache = Cache(cache, cache_bytes)
         self.progress = progress or (lambda _: None)
+
+    def opened(self, store: str, shards: Sequence[Listed]) -> None:
+        """Called when the id and the shards of the store are known."""
+        self.store, self.prefetch = store, Prefetch(self, shards)
 
     def where(self, name: str) -> str:
         return self.remote.address(name)
@@ -253,7 +274,8 @@ class RemoteFolder:
         try:
             return self.remote.read(name, parsed)
         except FileNotFoundError as error:
-            raise checks.no_remote_store(self.remote.url, name) from error
+            rule, got = "be the folder of a store", f"no {name}"
+            checks.refuse(self.remote.url, rule, got, FileNotFoundError, error)
 
     def file(self, name: str, size: int, crc: int) -> File:
         try:
@@ -263,7 +285,10 @@ class RemoteFolder:
                 lambda into: self.remote.fetch(name, size, into, self.progress),
             )
         except FileNotFoundError as error:
-            raise checks.missing_listed(error) from error
+            raise FileNotFoundError(
+                f"{error} store.index listed this file when the store was opened. If the store has"
+                " changed since it was opened, open it again."
+            ) from error
 
     def discard(self, name: str, crc: int) -> None:
         self.cache.discard(self._cached(name, crc))
@@ -279,10 +304,11 @@ class Prefetch:
     ignored, because the reader fetches the shard itself, and raises if that fails too.
     """
 
-    def __init__(self, shards: int, fetch: Callable[[int], Any], room: int):
-        self.shards, self.fetch, self.room = shards, fetch, room
+    def __init__(self, folder: RemoteFolder, shards: Sequence[Listed]):
+        limit, largest = folder.cache.limit, max((shard.size for shard in shards), default=1)
+        checks.cache_bytes(limit, largest)
+        self.folder, self.shards, self.room = folder, shards, limit // largest
         self._of_process: tuple[int, ThreadPoolExecutor | None] = (0, None)
-        self._lock = threading.Lock()
         self.follow(None, ahead=2)
 
     def follow(self, order: list[int] | None, ahead: int, mixed: int = 1) -> None:
@@ -291,22 +317,17 @@ class Prefetch:
         `mixed` shards are read at the same time, because their documents are shuffled together.
         """
         self.ahead = max(0, min(ahead, self.room - mixed))
-        self.order = range(self.shards) if order is None else order
         self.known, self.at = order is not None, -1
-        self.places: dict[int, int] = {}
-        for place, shard in enumerate(self.order if self.known else ()):
-            self.places.setdefault(shard, place)
+        self.order = list(range(len(self.shards))) if order is None else order
+        self.places = {shard: place for place, shard in enumerate(self.order)}
         if self.known:
             self._start(0)
 
     def reading(self, shard: int) -> None:
         """Starts to fetch the shards after this one. Called before each read."""
-        place = self.places.get(shard, self.at) if self.known else shard
-        in_order = self.known or place == self.at + 1
-        if place != self.at:
-            self.at = place
-            if in_order:
-                self._start(place + 1)
+        before, self.at = self.at, self.places.get(shard, self.at)
+        if self.at != before and (self.known or self.at == before + 1):
+            self._start(self.at + 1)
 
     def _start(self, place: int) -> None:
         pid, pool = self._of_process
@@ -318,7 +339,8 @@ class Prefetch:
 
     def _quietly(self, shard: int) -> None:
         with contextlib.suppress(Exception):
-            self.fetch(shard)
+            listed = self.shards[shard]
+            self.folder.file(listed.name, listed.size, listed.crc)
 
 
 class Uploads:
@@ -336,7 +358,8 @@ class Uploads:
             mine = (folder / "store.json").read_bytes()
             # A killed writer may have uploaded a part.
             same = mine.startswith(remote.read("store.json", bytes))
-            checks.own_address(remote.url, same)
+            if not same:
+                checks.refuse("upload", "be an address without another store", remote.url)
         remote.write(folder / "store.json", "store.json")
         self._pool = ThreadPoolExecutor(1, "logitless upload")
         self._done: set[str] = set()
@@ -381,4 +404,4 @@ class Uploads:
 
 def destination(url: str, options: Mapping[str, Any] | None = None) -> Remote:
     checks.upload_address(url, is_address(url))
-    return Remote(url, attempts=8, options=options, argument="upload")  # waits of one minute in all
+    return Remote(url, attempts=8, options=options, argument="upload")  # waits of one minute

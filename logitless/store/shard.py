@@ -12,6 +12,7 @@ import struct
 import weakref
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from . import checks
 from .counts import packed, unpacked
-from .format import Header, checksum, is_whole, sealed, view_of
+from .format import Header, bytes_of, checksum, is_whole, sealed
 
 MAGIC, LAST = b"LLSHARD5", b"LLTABLE5"
 ENTRY = struct.Struct("<QQqqII")  # the last number is the checksum
@@ -29,6 +30,8 @@ KEPT_OPEN = 128  # largest number of open shards; many systems limit a process t
 BLOCK, BLOCKS = 64, 256  # entries that are read together, and blocks kept in memory per open shard
 PIECE = 1 << 30  # largest number of bytes of one read
 _recent: deque["weakref.ref[Shard]"] = deque()
+# Makes the named tuples of each document that is read, without a call of Python code.
+named = tuple.__new__
 
 
 class Entry(NamedTuple):
@@ -45,6 +48,16 @@ class Entry(NamedTuple):
     def has(self, data: bytes, header: Header) -> bool:
         """Whether `data` are the document's bytes, compared with their checksums."""
         return is_whole(data, self.check, 0, 1 if header.sampled else self.tokens)
+
+
+class Span(NamedTuple):
+    """Rows a to b - 1 of a document of the store."""
+
+    at: int  # place of the shard
+    number: int
+    entry: Entry
+    a: int
+    b: int
 
 
 class Listed(NamedTuple):
@@ -84,7 +97,7 @@ def end_of(entries: bytes, tokens: int, place: int) -> bytes:
 def entry_of(data: bytes, at: int = 0) -> Entry | None:
     """The entry that begins at byte `at`, or None if its checksum is wrong."""
     numbers = ENTRY.unpack_from(data, at)
-    return Entry._make(numbers[:5]) if zlib.crc32(data[at : at + 36]) == numbers[5] else None
+    return named(Entry, numbers[:5]) if zlib.crc32(data[at : at + 36]) == numbers[5] else None
 
 
 def listed_of(file: "File", shard: str) -> Listed:
@@ -146,7 +159,6 @@ class Shard:
     def __init__(self, listed: Listed, first: int, folder: Any, header: Header, store: str):
         self.listed, self.first, self.folder = listed, first, folder
         self.header, self.store = header, store
-        self.width, self.sampled = header.row_bytes, header.sampled
         self.name: str | Path = folder.where(listed.name)
         self.table = listed.size - END.size - ENTRY.size * listed.documents
         self._file: File | None = None
@@ -211,37 +223,37 @@ class Shard:
         table[:, 4] &= 2**32 - 1  # the upper half is the checksum
         return table
 
-    def document(self, document: int, entry: Entry) -> bytes:
-        """The bytes of a document, compared with its checksums."""
+    def document(self, document: int) -> tuple[Entry, bytes]:
+        """A document's entry, and its bytes on disk, compared with their checksums."""
+        entry = self.entry(document)
         data = self.file.read(entry.place, entry.size)
         if not entry.has(data, self.header):
             self._damaged(document, entry, 0, data)
-        return data
+        return entry, data
 
-    def read_rows(self, document: int, entry: Entry, a: int, b: int, into: memoryview) -> None:
-        """Writes the rows a to b - 1 of a document into `into`, and compares their checksums."""
-        if a == b:
-            return
-        if self.sampled:
-            data = self.document(document, entry)[:-4]
-            rows = unpacked(str(self.name), data, entry.tokens, self.header)
-            into[:] = view_of(rows[a:b])
-            return
-        file, place = self._file or self.file, entry.place + a * self.width
-        file.read_into(place, into)
-        if not is_whole(into, entry.check, a, b):
-            self._damaged(document, entry, a, into)
+    def read(self, spans: Sequence[tuple[Span, memoryview]]) -> None:
+        """Writes the rows of spans into their memory, and compares the checksums."""
+        file, width = self.file, self.header.row_bytes
+        for (_, number, entry, a, b), into in spans:
+            if a == b:
+                continue
+            if self.header.sampled:
+                _, data = self.document(number - self.first)
+                rows = unpacked(str(self.name), data[:-4], entry.tokens, self.header)
+                into[:] = bytes_of(rows[a:b])
+            else:
+                file.read_into(entry.place + a * width, into)
+                if not is_whole(into, entry.check, a, b):
+                    self._damaged(number - self.first, entry, a, into)
 
-    def _damaged(
-        self, document: int, entry: Entry, first: int, rows: bytes | memoryview
-    ) -> NoReturn:
-        """Raises for rows of a document, from number `first` on, some of which are damaged."""
-        width, where = self.width, "the rows"
-        if not self.sampled:
+    def _damaged(self, document: int, entry: Entry, first: int, data: Any) -> NoReturn:
+        """Raises for a document with damaged bytes in these rows, which begin at row `first`."""
+        width, where = self.header.row_bytes, "the rows"
+        if not self.header.sampled:
             bad = [
                 i
-                for i in range(first, first + len(rows) // width)
-                if not is_whole(rows[(i - first) * width :][:width], entry.check, i, i + 1)
+                for i in range(first, first + len(data) // width)
+                if not is_whole(data[(i - first) * width :][:width], entry.check, i, i + 1)
             ]
             a, b = bad[0], bad[-1]
             where = f"row {a}" if a == b else f"rows {a} to {b}"

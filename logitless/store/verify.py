@@ -14,9 +14,10 @@ from ..targets.sparse import SparseTargets
 from . import checks
 from .codes import decoded
 from .counts import damaged_rows
+from .format import Header
 from .listing import shards_in
 from .lookup import hashes_of
-from .shard import Listed, Shard, listed_of
+from .shard import Shard, listed_of
 
 OFFSETS = (-1, 0, 1)
 # Rows count as shifted if another offset has a mean log-probability that is higher than that of
@@ -120,14 +121,14 @@ def verify(store: Any, progress: Callable[[int], None] | None = None) -> Report:
                 problem = f"{store.path} must list {name}.shard in store.index, got no such line"
                 report.problems.append(f"{problem}: a writer was killed. Call ll.store.recover")
     report.check(_check_lookup, store)
-    for shard in store.shards:
-        report.check(_check_table, store, shard)
+    for at, shard in enumerate(store.shards):
+        report.check(_check_table, store, at)
         numbers = range(shard.first, shard.first + len(shard))
         try:
             for group in store.groups(numbers):
-                _check_rows(store, shard, group, shift, report)
+                _check_rows(store.info, shard.name, group, shift, report)
                 if progress is not None:
-                    progress(len(group[0]))
+                    progress(len(group.tokens))
         except ValueError:
             for number in numbers:  # one by one, so that each problem is found
                 report.check(store.document, number)
@@ -139,7 +140,7 @@ def verify(store: Any, progress: Callable[[int], None] | None = None) -> Report:
 
 def _check_lookup(store: Any) -> None:
     known = torch.zeros(len(store), dtype=torch.bool)
-    for run in store.lookup.runs:
+    for run in store.run_files:
         for _, numbers in run.pieces():
             known[numbers[numbers < len(store)]] = True
     if not bool(known.all()):
@@ -147,19 +148,16 @@ def _check_lookup(store: Any) -> None:
         checks.refuse(store.path, "have all documents in its .lookup files", got)
 
 
-def _check_table(store: Any, shard: Shard) -> None:
-    store.reading(shard, shard.entries)
-    listed = store.reading(shard, _listed, shard)
+def _check_table(store: Any, at: int) -> None:
+    store.reading(at, Shard.entries)
+    shard = store.shards[at]
+    listed = store.reading(at, lambda shard: listed_of(shard.file, shard.listed.shard))
     checks.end_of_shard(shard.name, listed == shard.listed)
 
 
-def _listed(shard: Shard) -> Listed:
-    return listed_of(shard.file, shard.listed.shard)
-
-
-def _check_rows(store: Any, shard: Shard, group: Any, shift: _Shift, report: Report) -> None:
-    tokens, starts, rows, first = group
-    header = store.info
+def _check_rows(header: Header, name: object, group: Any, shift: _Shift, report: Report) -> None:
+    spans, tokens, starts, rows = group
+    rows = torch.as_tensor(rows)
     targets = decoded(rows, header)
     logprobs = targets.logprobs
     if targets.mask is not None:
@@ -172,10 +170,9 @@ def _check_rows(store: Any, shard: Shard, group: Any, shift: _Shift, report: Rep
 
     def add(rule: str, bad: Tensor, got: str) -> None:
         if bool(bad.any()):
-            number = first + int(document[bad][0])
-            row = int(place[bad][0]) - starts[number - first]
-            where = f"in row {row} of document {number}"
-            report.problems.append(f"{shard.name} must have {rule}, got {got} {where}")
+            span, row = spans[int(document[bad][0])], int((place - begins[document])[bad][0])
+            where = f"in row {row} of document {span.number}"
+            report.problems.append(f"{name} must have {rule}, got {got} {where}")
 
     add(f"tokens below {header.vocab_size}", tokens >= header.vocab_size, str(int(tokens.max())))
     add(
@@ -191,10 +188,9 @@ def _check_rows(store: Any, shard: Shard, group: Any, shift: _Shift, report: Rep
         codes = header.field(rows, "codes")[:, int(header.values == "u8") :]  # without the step
         unsorted = (codes[:, 1:] < codes[:, :-1]).any(-1)
         add("the most probable slots first", unsorted, "other slots first")
-    for number, (a, b) in enumerate(pairwise(starts), first):
-        entry = store.entry(number)
-        right = hashes_of(tokens[a:b]) == (entry.key, entry.check)
-        add("the hashes of its tokens", (document == number - first) & (not right), "other hashes")
+    for i, (span, (a, b)) in enumerate(zip(spans, pairwise(starts), strict=True)):
+        right = hashes_of(tokens[a:b]) == (span.entry.key, span.entry.check)
+        add("the hashes of its tokens", (document == i) & (not right), "other hashes")
     begin, end = begins[document], begins[document + 1]
     inner = ((place > begin) & (place + 2 < end)).nonzero()[:, 0]
     if len(inner):

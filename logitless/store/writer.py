@@ -24,7 +24,7 @@ from .lock import Lock
 from .lookup import Hashes, extended, hashes_of
 from .reader import Store
 from .remote import Uploads, destination
-from .shard import ENTRY, Entry, File, Shard, document_of, listed_of
+from .shard import ENTRY, Entry, File, Listed, Shard, document_of, listed_of
 
 
 class Writer:
@@ -74,14 +74,14 @@ class Writer:
     ):
         self.header = Header(vocab_size, k, values, teacher, tokenizer, float(temperature))
         self.part = int(os.environ.get("RANK", "0")) if part is None else part
-        checks.part(self.part)
-        checks.shard_bytes(shard_bytes)
+        checks.whole("part", self.part, 0, 10**6)
+        checks.whole("shard_bytes", shard_bytes, 1, 2**40)
         remote = None if upload is None else destination(upload, storage_options)
         self.path, self.shard_bytes, self.closed = Path(path), shard_bytes, True
         self.written = 0  # bytes of all added documents
         created(self.path, self.header)
-        self._text = (self.path / STORE).read_text(errors="replace")
-        existing, _ = checks.store_fields(self.path / STORE, self._text, Header)
+        text = (self.path / STORE).read_text(errors="replace")
+        existing, _ = checks.store_fields(self.path / STORE, text, Header)
         advice = "; pass the store's value, or write to another folder"
         checks.same_header(self.path, existing, self.header, "this writer", advice)
         self.lock, self.uploads = Lock(self.path / f"{self.part}.lock"), None
@@ -92,20 +92,21 @@ class Writer:
             self._list_shards()
             self.journal = self._new_journal()
             if remote is not None:
-                names = [s.listed.name for s in self.store.shards if self._is_mine(s.listed.shard)]
-                self.uploads = Uploads(remote, self.path, names)
+                self.uploads = Uploads(remote, self.path, [listed.name for listed in self._mine])
         except BaseException:
             self.lock.release()
             raise
         self.closed = False
 
-    def _is_mine(self, shard: str) -> bool:
-        return shard.partition("-")[0] == str(self.part)
+    @property
+    def _mine(self) -> list[Listed]:
+        """The listed shards of this part."""
+        return [s.listed for s in self.store.shards if s.listed.shard.startswith(f"{self.part}-")]
 
     def _new_journal(self) -> Journal:
-        mine = [s.listed.shard for s in self.store.shards if self._is_mine(s.listed.shard)]
-        number = 1 + max((int(shard.partition("-")[2]) for shard in mine), default=-1)
-        return Journal(self.path, f"{self.part}-{number:06}", self.header, self._text)
+        numbers = [int(listed.shard.partition("-")[2]) for listed in self._mine]
+        number = 1 + max(numbers, default=-1)
+        return Journal(self.path, f"{self.part}-{number:06}", self.header, self.store.text)
 
     def __len__(self) -> int:
         """The number of documents, without those that other ranks have added since."""
@@ -117,7 +118,7 @@ class Writer:
         return self._has(hashes_of(tokens), len(tokens))
 
     def _has(self, hashes: Hashes, n: int) -> bool:
-        return hashes in self.journal.known or self.store.has(hashes, n)
+        return hashes in self.journal.known or self.store.number_of(hashes, n) is not None
 
     @on_cpu
     def add(self, tokens: Any, targets: SparseTargets) -> bool:
@@ -179,7 +180,7 @@ class Writer:
         return new
 
     def _write(self, tokens: Tensor, rows: Tensor, new: dict[Hashes, tuple[int, int]]) -> int:
-        self.header.column(rows, "token").copy_(tokens)
+        self.header.field(rows, "token")[:, 0] = tokens
         waiting, size = [], 0
         for hashes, (a, b) in new.items():
             data = document_of(rows[a:b], self.header, hashes.check)
@@ -212,8 +213,9 @@ class Writer:
 
     def _list_shards(self) -> None:
         """Adds the finished shards of this part to store.index; a killed writer may leave one."""
-        listed = {s.listed.shard for s in self.store.shards}
-        waiting = [s for s in shards_in(self.path) if self._is_mine(s) and s not in listed]
+        listed = {listed.shard for listed in self._mine}
+        mine = [shard for shard in shards_in(self.path) if shard.startswith(f"{self.part}-")]
+        waiting = [shard for shard in mine if shard not in listed]
         if not waiting:
             return
         with Lock(self.path / "store.lock", wait=True):
@@ -313,7 +315,7 @@ def _is_whole(path: Path) -> bool:
     """Whether store.index lists all shards, and the lookup all documents."""
     try:
         store = Store(path)
-        for run in store.lookup.runs:
+        for run in store.run_files:
             for _ in run.pieces():
                 pass
         return sorted(s.listed.shard for s in store.shards) == shards_in(path)

@@ -126,6 +126,7 @@ def test_info_and_its_plot(tmp_path, capsys):
     printed = capsys.readouterr().out
     for expected in ("documents", "90", "a model", "bytes per token", "entropy", "mass of the 8"):
         assert expected in printed
+    assert "row_bytes" not in printed  # of the header, only what its author has given
     assert plot.read_bytes().startswith(b"\x89PNG")
     stores.write(tmp_path / "empty", [])
     assert cli.main(["teacher", "info", str(tmp_path / "empty")]) == 0

@@ -247,7 +247,7 @@ class TestBatches:
         of_numbers.train_dataset = numbered
         of_numbers.eval_dataset = numbered[:8]
         with monkeypatch.context() as patch:
-            patch.setattr(Store, "lookup", None)
+            patch.setattr(Store, "run_files", None)
             of_numbers.train()
             assert "eval_ce_loss" in of_numbers.evaluate()
         assert_same(parameters(got), parameters(want), 0.0)

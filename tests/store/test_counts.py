@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import logitless as ll
+from logitless.cli.teacher_summary import summary
 from logitless.eager.sampled import Sampling, distinct
 from logitless.store.codes import encoded
 from logitless.store.counts import slots_of
-from logitless.store.summary import summary
 from tests.support import stores
 
 N, V = 50, 151_936

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import logitless as ll
 from logitless.store import Store, recover
 from tests.support import store_damage, store_kills, stores
 from tests.support.stores import assert_equal, documents, open_writer
@@ -66,6 +67,24 @@ def test_a_changed_row_names_its_rows_and_spares_the_others(long):
     change(path, place + 7 * store.info.row_bytes)
     with pytest.raises(ValueError, match="got other bytes in rows 150 to 157 of document 0"):
         Store(long.path)[0]
+
+
+@pytest.mark.parametrize("values", ["u8", "counts"])
+def test_rows_that_nobody_asks_for_are_not_read(values, tmp_path):
+    """A damaged document beside one that begins with the same tokens, and is longer."""
+    tokens = torch.arange(60)
+    targets = ll.capture_sampled(torch.randn(60, stores.V), 8) if values == "counts" else None
+    targets = stores.teacher(60) if targets is None else targets
+    found = [(tokens[:n], targets[:n]) for n in (50, 60)]
+    store = stores.write(tmp_path, found, values=values)
+    whole, entry = store[1], store.entry(0)
+    change(tmp_path / "0-000000.shard", entry.place + entry.size - 30)
+    with pytest.raises(ValueError, match=r"of document 0\. To mend"):
+        store[0]
+    assert len(store[0, 5:5][0]) == 0
+    for how in ({"lengths": [55]}, {"documents": [1]}, {"documents": [[1, 0]], "lengths": [55]}):
+        got = store.targets_for(tokens[None, :55], **how)
+        assert torch.equal(got.ids[0], whole[1].ids[:55])
 
 
 def test_a_changed_entry(long):
@@ -166,8 +185,8 @@ def test_ids_beyond_the_vocabulary(tmp_path):
     ((tokens, targets),) = documents(10)
     with open_writer(tmp_path) as writer:
         rows = encoded(targets, writer.header)
-        writer.header.field(rows, "ids.8").fill_(255)
-        writer.header.field(rows, "ids.2").fill_(255)
+        writer.header.field(rows, 8).fill_(255)
+        writer.header.field(rows, 2).fill_(255)
         writer.append(tokens, rows)
     assert "must have ids below 1000" in str(Store(tmp_path).verify())
     assert torch.equal(Store(tmp_path)[0][0], tokens)

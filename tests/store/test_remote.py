@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from logitless.store import Store, merge, recover, remote
 from logitless.store.remote import Cache, Prefetch, is_address
+from logitless.store.shard import Listed
 from tests.support import stores
 from tests.support.forked import FORKED
 from tests.support.patience import HANG
@@ -326,7 +328,8 @@ class TestPrefetch:
     def followed(self, reads, room=8, **how):
         """The shards that are fetched before each read, of 6."""
         fetched: list[int] = []
-        prefetch = Prefetch(6, fetched.append, room)
+        folder = SimpleNamespace(cache=SimpleNamespace(limit=room))
+        prefetch = Prefetch(folder, [Listed("0-000000", 1, 1, 1, 0)] * 6)
         prefetch._start = (
             lambda place: fetched.extend(  # without threads
                 prefetch.order[place : place + prefetch.ahead]

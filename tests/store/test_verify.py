@@ -44,7 +44,7 @@ class TestVerify:
         tokens, targets = document(10)
         with Writer(tmp_path, vocab_size=V, k=K) as writer:
             rows = _codes.encoded(targets, writer.header)
-            writer.header.column(rows, "top").add_(1)
+            writer.header.field(rows, "top").add_(1)
             writer.append(tokens + 10, rows)
         report = Store(tmp_path).verify()
         assert any("must have masses of at most 1, got" in p for p in report.problems)

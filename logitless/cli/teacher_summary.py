@@ -1,15 +1,17 @@
 """Statistics of a store for `logitless teacher info`: mass of the slots, entropy, token ranks."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..targets.sparse import SparseTargets, unchecked
-from .codes import decoded
-from .reader import Store
-from .remote import is_address
+from logitless.store import Store
+from logitless.store.codes import decoded
+from logitless.store.remote import is_address
+from logitless.targets.sparse import SparseTargets, unchecked
 
 SAMPLE = 200_000  # number of tokens to read, from documents spread over the store
 FETCHED = 4  # smallest number of shards to read from a remote store

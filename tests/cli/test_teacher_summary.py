@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import logitless as ll
+from logitless.cli.teacher_summary import FETCHED, summary
 from logitless.store import Store
-from logitless.store.summary import FETCHED, summary
 from tests.support import stores
 from tests.support.servers import served_store
 
