@@ -123,10 +123,7 @@ def checksum(data: Any, check: int, i: int) -> int:
 
 def is_whole(rows: Any, check: int, a: int, b: int) -> bool:
     """Whether these are the bytes of rows a to b - 1 of the document with this hash."""
-    # Two calls of `_mark` written out: this check is made for each document that is read.
-    begin, end = check + a & 0xFFFFFFFF, check + b & 0xFFFFFFFF
-    crc = zlib.crc32(rows, zlib.crc32(begin.to_bytes(4, "little")))
-    return crc == zlib.crc32(end.to_bytes(4, "little"))
+    return zlib.crc32(rows, _mark(check, a)) == _mark(check, b)
 
 
 def _mark(check: int, i: int) -> int:

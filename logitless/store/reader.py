@@ -135,9 +135,7 @@ class Store:
             by_shard.setdefault(bisect_right(self.firsts, number) - 1, []).append(i)
         spans: list[Any] = [None] * len(wanted)
         for at, places in by_shard.items():
-            found = self.reading(at, partial(_located, [wanted[i] for i in places], at))
-            for i, span in zip(places, found, strict=True):
-                spans[i] = span
+            self.reading(at, partial(_locate, wanted, places, spans, at))
         return spans
 
     def _rows(self, spans: Sequence[Span]) -> Any:
@@ -266,9 +264,10 @@ class Store:
         at = bisect_right(self.firsts, number) - 1
 
         def read(shard: Shard) -> Any:
-            (span,) = _located([(number, tokens)], at, shard)
-            rows, data = empty_rows(span.b - span.a, self.info)
-            shard.read([(span, data)])
+            entry = shard.entry(number - shard.first)
+            a, b, _ = tokens.indices(entry.tokens)
+            rows, data = empty_rows(max(0, b - a), self.info)
+            shard.read([(Span(at, number, entry, a, max(a, b)), data)])
             return rows
 
         return self.reading(at, read)
@@ -454,13 +453,15 @@ def _text(data: bytes) -> str:
     return data.decode(errors="replace")
 
 
-def _located(wanted: list[tuple[int, slice]], at: int, shard: Shard) -> list[Span]:
-    found = []
-    for number, tokens in wanted:
-        entry = shard.entry(number - shard.first)
+def _locate(
+    wanted: Sequence[tuple[int, slice]], places: list[int], spans: list[Any], at: int, shard: Shard
+) -> None:
+    entry_of, first = shard.entry, shard.first
+    for i in places:
+        number, tokens = wanted[i]
+        entry = entry_of(number - first)
         a, b, _ = tokens.indices(entry.tokens)
-        found.append(named(Span, (at, number, entry, a, max(a, b))))
-    return found
+        spans[i] = named(Span, (at, number, entry, a, b if b > a else a))
 
 
 def _numbered(numbers: list[int], lengths: list[int] | None) -> OfRow:
