@@ -140,18 +140,18 @@ class Store:
 
     def _rows(self, spans: Sequence[Span]) -> Any:
         """The rows of several spans, an array (T, row_bytes) of `library`."""
-        width = self.info.row_bytes
-        rows, data = empty_rows(sum([span.b - span.a for span in spans]), self.info)
-        end = 0
-        by_shard: dict[int, list[tuple[Span, memoryview]]] = {}
+        width, count = self.info.row_bytes, 0
+        by_shard: dict[int, list[tuple[int, Span]]] = {}
         for span in spans:
             at, _, _, a, b = span
-            begin, end = end, end + (b - a) * width
-            by_shard.setdefault(at, []).append((span, data[begin:end]))
-        for span, into in by_shard.pop(PADDING, ()):
-            into[:] = _empty_row(self.info) * (span.b - span.a)
+            by_shard.setdefault(at, []).append((count * width, span))
+            count += b - a
+        rows, data = empty_rows(count, self.info)
+        for begin, span in by_shard.pop(PADDING, ()):
+            empty = _empty_row(self.info) * (span.b - span.a)
+            data[begin : begin + len(empty)] = empty
         for at, of_shard in by_shard.items():
-            self.reading(at, partial(Shard.read, spans=of_shard))
+            self.reading(at, partial(Shard.read, spans=of_shard, data=data))
         return rows
 
     @property
@@ -267,7 +267,7 @@ class Store:
             entry = shard.entry(number - shard.first)
             a, b, _ = tokens.indices(entry.tokens)
             rows, data = empty_rows(max(0, b - a), self.info)
-            shard.read([(Span(at, number, entry, a, max(a, b)), data)])
+            shard.read([(0, Span(at, number, entry, a, max(a, b)))], data)
             return rows
 
         return self.reading(at, read)

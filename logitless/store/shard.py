@@ -226,15 +226,16 @@ class Shard:
             self._damaged(document, entry, 0, data)
         return entry, data
 
-    def read(self, spans: Sequence[tuple[Span, memoryview]]) -> None:
-        """Writes the rows of spans into their memory, and compares the checksums."""
+    def read(self, spans: Sequence[tuple[int, Span]], data: memoryview) -> None:
+        """Writes the rows of each span to a place of `data`, and compares their checksums."""
         file, width, sampled = self.file, self.header.row_bytes, self.header.sampled
-        for (_, number, entry, a, b), into in spans:
+        for begin, (_, number, entry, a, b) in spans:
             if a == b:
                 continue
+            into = data[begin : begin + (b - a) * width]
             if sampled:
-                _, data = self.document(number - self.first)
-                rows = unpacked(str(self.name), data[:-4], entry.tokens, self.header)
+                _, packed_rows = self.document(number - self.first)
+                rows = unpacked(str(self.name), packed_rows[:-4], entry.tokens, self.header)
                 into[:] = bytes_of(rows[a:b])
                 continue
             place, check = entry.place + a * width, entry.check
@@ -242,9 +243,9 @@ class Shard:
             if done < len(into):  # at the end of the file, or above 2 GiB
                 into[done:] = file.read(place + done, len(into) - done)
             # `is_whole`, without a call for each document
-            begin = (check + a & 0xFFFFFFFF).to_bytes(4, "little")
-            end = (check + b & 0xFFFFFFFF).to_bytes(4, "little")
-            if zlib.crc32(into, zlib.crc32(begin)) != zlib.crc32(end):
+            first = (check + a & 0xFFFFFFFF).to_bytes(4, "little")
+            last = (check + b & 0xFFFFFFFF).to_bytes(4, "little")
+            if zlib.crc32(into, zlib.crc32(first)) != zlib.crc32(last):
                 self._damaged(number - self.first, entry, a, into)
 
     def _damaged(self, document: int, entry: Entry, first: int, data: Any) -> NoReturn:
