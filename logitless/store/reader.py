@@ -5,7 +5,6 @@ import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -135,7 +134,7 @@ class Store:
             by_shard.setdefault(bisect_right(self.firsts, number) - 1, []).append(i)
         spans: list[Any] = [None] * len(wanted)
         for at, places in by_shard.items():
-            self.reading(at, partial(_locate, wanted, places, spans, at))
+            self.reading(at, functools.partial(_locate, wanted, places, spans, at))
         return spans
 
     def _rows(self, spans: Sequence[Span]) -> Any:
@@ -151,7 +150,7 @@ class Store:
             empty = _empty_row(self.info) * (span.b - span.a)
             data[begin : begin + len(empty)] = empty
         for at, of_shard in by_shard.items():
-            self.reading(at, partial(Shard.read, spans=of_shard, data=data))
+            self.reading(at, functools.partial(Shard.read, spans=of_shard, data=data))
         return rows
 
     @property

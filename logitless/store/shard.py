@@ -140,6 +140,11 @@ class File:
             data += more
         return data
 
+    def read_into(self, place: int, into: memoryview) -> None:
+        done = os.preadv(self.number, (into,), place)
+        if done < len(into):  # at the end of the file, or above 2 GiB
+            into[done:] = self.read(place + done, len(into) - done)
+
     def __del__(self):
         if hasattr(self, "number"):  # `number` is missing if os.open failed
             os.close(self.number)
@@ -238,14 +243,8 @@ class Shard:
                 rows = unpacked(str(self.name), packed_rows[:-4], entry.tokens, self.header)
                 into[:] = bytes_of(rows[a:b])
                 continue
-            place, check = entry.place + a * width, entry.check
-            done = os.preadv(file.number, (into,), place)
-            if done < len(into):  # at the end of the file, or above 2 GiB
-                into[done:] = file.read(place + done, len(into) - done)
-            # `is_whole`, without a call for each document
-            first = (check + a & 0xFFFFFFFF).to_bytes(4, "little")
-            last = (check + b & 0xFFFFFFFF).to_bytes(4, "little")
-            if zlib.crc32(into, zlib.crc32(first)) != zlib.crc32(last):
+            file.read_into(entry.place + a * width, into)
+            if not is_whole(into, entry.check, a, b):
                 self._damaged(number - self.first, entry, a, into)
 
     def _damaged(self, document: int, entry: Entry, first: int, data: Any) -> NoReturn:
